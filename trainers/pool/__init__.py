@@ -1,1 +1,1 @@
-"""GPUs that several runs share: the state of a pool, its server and trace, a run as its tenant, and its simulation."""
+"""Shares GPUs between several runs: the state of a pool, its server and trace, its tenants, and its simulation."""

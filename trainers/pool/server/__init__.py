@@ -1,1 +1,1 @@
-"""The process that keeps a pool of GPUs."""
+"""Implements the process that keeps a pool of GPUs."""

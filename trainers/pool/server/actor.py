@@ -1,11 +1,11 @@
-"""Keeps a pool of GPUs: `PoolActor`, a named Ray actor that answers tenants and ends distrusted ones.
+"""Defines `PoolActor`, a named Ray actor that keeps a pool of GPUs, answers tenants, and ends distrusted ones.
 
     tenant -- apply(command) --> journal, state --> plan --> orders, grants
     tenant -- wait_for_orders, wait_for_grant (long polls) --> answered at the next change
 
 The actor never calls a tenant, and none of a tenant's code runs in it. When its process dies, Ray starts it again with
-the same name, and it reads its state from the journal. It gives a GPU to another tenant only after it has seen the
-processes that may hold the GPU's memory dead; time alone frees nothing.
+the same name, and it reads its state from the journal. It gives a GPU to another tenant only after the processes that
+can hold the GPU's memory are known to be dead; time alone frees nothing.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from .gpu_trace import TraceWriter, holders
 
 
 def driver_is_gone(processes: Processes) -> bool:
-    """Return whether the driver's process has ended. Returns False for one on another host, which cannot be seen."""
+    """Return whether the driver's process has ended. Returns False for a driver on another host, which cannot be
+    observed."""
     return processes.host == socket.gethostname() and process_start(processes.driver) != processes.start
 
 
 def end_processes(processes: Processes) -> str:
     """Kill the driver and all processes of the run that actors.json lists, and wait until they are gone. Returns "", or
-    a sentence that says what is left, which then has to be ended by hand or by another call."""
+    a sentence that names the remaining processes. These have to be ended by hand or by another call."""
     if processes.host != socket.gethostname():
-        return f"its driver is on {processes.host}, which this pool cannot reach: end it there"
+        return f"the tenant's driver is on {processes.host}, which this pool cannot reach: end it there"
     driver = [] if driver_is_gone(processes) else [(processes.driver, processes.start)]
     actors = read_actors(Path(processes.folder))
     far = sorted({actor.host for actor in actors if not actor.here})
@@ -54,19 +55,19 @@ def end_processes(processes: Processes) -> str:
     everyone = [*family.members, *([family.driver] if family.driver is not None else [])]
     left = [process.pid for process in everyone if is_alive(process)]
     if left:
-        return f"its processes {left} do not end"
+        return f"the tenant's processes {left} do not end"
     return f"it has processes on {', '.join(far)}, which this pool cannot reach" if far else ""
 
 
 TICK_S = 1.0
-"""Seconds between two looks at what is overdue."""
+"""Seconds between two checks for overdue orders and signs of life."""
 END_AGAIN_S = 10.0
 """Seconds after which processes that did not end are killed again."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSetup:
-    """Settings of a pool, as plain data that can be sent to its process."""
+    """Settings of a pool, as plain data for its process."""
 
     name: str
     folder: str
@@ -86,12 +87,12 @@ class PoolActor:
         self._began = _began(folder / "pool.json")
         self._journal = PoolJournal(folder / "pool.journal", Pool(setup.num_gpus, setup.bounds))
         self._trace = TraceWriter(folder / TRACE, self._began, holders(self._pool))
-        self._changed = asyncio.Event()  # replaced each time it is set
+        self._changed = asyncio.Event()  # The event is replaced each time it is set.
         self._left: dict[str, str] = {}
         """Remaining processes of suspect tenants: name -> sentence."""
         self._switches: dict[str, tuple[int, float]] = {}
         self._orders = {"done": 0, "failed": 0, "void": 0}
-        for name in list(self._pool.tenants):  # tenants could not report while this process was down
+        for name in list(self._pool.tenants):  # Tenants could not report while this process was down.
             self._apply(Alive(name))
         self._looking: asyncio.Task[None] | None = None
         """The task that lets time pass; begun by the first call, when the event loop runs."""
@@ -109,8 +110,8 @@ class PoolActor:
         return messages.encode(await result if inspect.isawaitable(result) else result)
 
     def apply(self, kind: str, body: bytes) -> str:
-        """Carry out the command of type `kind`, encoded as `body`. Returns "" once it is kept, or the reason for which
-        it is refused."""
+        """Carry out the command of type `kind`, encoded as `body`. Returns "" once the command is in the journal, or
+        the reason for a refusal."""
         try:
             self._apply(messages.decode(body, BY_NAME[kind]))
         except UserError as error:
@@ -118,11 +119,12 @@ class PoolActor:
         return ""
 
     async def wait_for_grant(self, tenant: str, role: Role, timeout_s: float) -> bool:
-        """Return whether a role holds what it asked for, as soon as it does, but at the latest after `timeout_s`."""
+        """Return True as soon as a role holds the GPUs that it asked for, or False after `timeout_s` seconds."""
         return await self._until(lambda: tenant in self._pool.tenants and self._pool.has(tenant, role), timeout_s)
 
     async def wait_for_orders(self, tenant: str, timeout_s: float) -> list[Order]:
-        """Return the orders that `tenant` has not acknowledged, as soon as there are any; [] after `timeout_s`."""
+        """Return the orders that `tenant` has not acknowledged, as soon as there are any; [] after `timeout_s`
+        seconds."""
         await self._until(lambda: bool(self._pool.orders_of(tenant)), timeout_s)
         return self._pool.orders_of(tenant)
 
@@ -191,7 +193,7 @@ class PoolActor:
         return True
 
     async def _look_after(self) -> None:
-        """Let time pass, and end what is left of tenants that are suspect or whose drivers have died."""
+        """Tell the pool the time, and end the processes of tenants that are suspect or have no living driver."""
         ending: dict[str, asyncio.Task[str]] = {}
         tried: dict[str, float] = {}
         while True:
@@ -208,7 +210,7 @@ class PoolActor:
                 self._left[name] = ending.pop(name).result()
                 if not self._left[name]:
                     self._left.pop(name)
-                    if name in self._pool.tenants:  # otherwise the tenant has left by itself
+                    if name in self._pool.tenants:  # A tenant can have left by itself.
                         self._apply(Unregister(name, dead=True))
 
     def _tenant_lines(self, now_s: float) -> tuple[TenantLine, ...]:
@@ -278,7 +280,8 @@ class PoolActor:
 
 
 def _began(path: Path) -> float:
-    """Return the time (`time.time()`) at which the pool was first started, from the file that is written then."""
+    """Return the time (`time.time()`) at which the pool was first started, from the file that is written at that
+    time."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"began": time.time()}))

@@ -27,15 +27,15 @@ from .client import NAMESPACE, PoolClient, actor_name
 
 
 def reserve_pool(name: str, timeout_s: float, stack: ExitStack) -> tuple[PooledGpu, ...]:
-    """Reserve all GPUs of the Ray cluster for the pool named `name`, and return where they are. They are in the order
-    of hosts, this process's first, and of their numbers there.
-
-    stack: gives them back when it is closed; Ray also does when this process leaves it, and ends the processes on them.
-    This process's Ray namespace must be that of pools. Raises UserError if the cluster has a pool of this name already,
-    or not all GPUs are free within `timeout_s` seconds.
+    """Reserve all GPUs of the Ray cluster for the pool named `name`, and return where they are. They are ordered by
+    host, this process's host first, then by number. stack: returns the GPUs when it is closed. Ray also returns them,
+    and ends the processes on them, when this process leaves Ray. The Ray namespace of this process must be
+    `client.NAMESPACE`. Raises UserError if the cluster has a pool of this name already, or if some GPUs are not free
+    within `timeout_s` seconds.
     """
     if _is_there(name):
-        raise UserError(f"--name: got {name!r}, expected another, as the Ray cluster has a pool of that name already")
+        raise UserError(f"--name: got {name!r}, expected another name, because the Ray cluster has a pool of that name
+        already")
     deadline = time.monotonic() + timeout_s
     hosts = read_hosts()
     places = [host for host, one in enumerate(hosts) for _ in range(one.num_gpus)]
@@ -59,7 +59,7 @@ def _is_there(name: str) -> bool:
 def _created(
     name: str, hosts: Sequence[Host], bundles: Sequence[Bundle], deadline: float, stack: ExitStack
 ) -> PlacementGroup:
-    """Create the pool's group, once that of a pool that has just ended is gone."""
+    """Create the pool's placement group, after the group of a pool that has just ended is removed."""
     while True:
         try:
             return create_group(
@@ -72,10 +72,9 @@ def _created(
 
 
 def places_in_pool(pool: str, request: PlacementRequest, reserved: Sequence[PooledGpu]) -> Reservation:
-    """Return the places of a tenant's actors on the GPUs `reserved` of its pool. They are those of
-    `resources.trainer_gpus` and `resources.rollout_gpus`.
-
-    Raises UserError if the run cannot be placed there, or the pool's GPUs are no longer reserved.
+    """Return the places of a tenant's actors on the GPUs `reserved` of its pool. The GPUs are given by
+    `resources.trainer_gpus` and `resources.rollout_gpus`. Raises UserError if the run cannot be placed on them, or if
+    the pool's GPUs are no longer reserved.
     """
     placement = place_as_mapped(request, _hosts(reserved))
     on_host = _by_host(placement.hosts, reserved)
@@ -87,7 +86,7 @@ def places_in_pool(pool: str, request: PlacementRequest, reserved: Sequence[Pool
 
 
 def _hosts(reserved: Sequence[PooledGpu]) -> tuple[Host, ...]:
-    """Return the living hosts of the Ray cluster, those of the pool's GPUs in its own order and before all others.
+    """Return the living hosts of the Ray cluster: first the hosts of the pool's GPUs, in the order of the pool.
 
     Raises UserError if a host of the pool is gone.
     """
@@ -113,8 +112,8 @@ def _by_host(hosts: Sequence[Host], reserved: Sequence[PooledGpu]) -> Mapping[in
 
 
 def _group(pool: str) -> PlacementGroup:
-    """Return the placement group of a pool. `ray.util.get_placement_group` finds only those of the own namespace, and
-    each run has one of its own. Raises UserError if there is none."""
+    """Return the placement group of a pool. `ray.util.get_placement_group` finds only groups of the own namespace, and
+    each run has a separate namespace. Raises UserError if the group does not exist."""
     found = ray_state.get_placement_group_by_name(actor_name(pool), NAMESPACE)
     if found is None:
         raise UserError(f"pool.name: the GPUs of pool {pool!r} are not reserved in Ray any more; start the pool again")

@@ -19,7 +19,7 @@ from ..state.status import PoolFigures, PoolStatus, StageNote
 from .actor import PoolActor
 
 NAMESPACE = "headrace-pool"
-"""Ray namespace of all pools, apart from those of the runs."""
+"""Ray namespace of all pools. Runs have other namespaces."""
 ANSWER_S = 20.0
 """Seconds within which a pool answers a call, in addition to the wait that the call asks for."""
 LOST_S = 120.0
@@ -32,11 +32,11 @@ _log = logging.getLogger(__name__)
 
 
 class PoolLost(RuntimeError):
-    """The pool's process is gone and has not come back. The message names the pool and the call."""
+    """The pool's process is gone and was not restarted in time. The message names the pool and the call."""
 
 
 def actor_name(pool: str) -> str:
-    """Return the name of the actor that keeps the pool named `pool`, which its placement group has, too."""
+    """Return the name of the actor that keeps the pool named `pool`. The pool's placement group has the same name."""
     return f"headrace-pool-{pool}"
 
 
@@ -44,7 +44,7 @@ class PoolClient:
     """Calls of one pool. Threads may share it. Ray must be initialized in the cluster that has the pool."""
 
     def __init__(self, pool: str) -> None:
-        """Find the pool. Raises UserError if the cluster has none of this name."""
+        """Find the pool. Raises UserError if the cluster has no pool of this name."""
         self._pool = pool
         try:
             self._actor = ray.get_actor(actor_name(pool), namespace=NAMESPACE)
@@ -55,21 +55,21 @@ class PoolClient:
             ) from error
 
     def send(self, command: Command) -> None:
-        """Make the pool carry out a command. Raises UserError if it is refused."""
+        """Make the pool carry out a command. Raises UserError if the pool refuses the command."""
         kind, body = type(command).__name__, messages.encode(command)
         refusal, attempts = self._call(PoolActor.apply, kind, body)
         if refusal and attempts > 1 and isinstance(command, (Register, Release, Unregister)):
             _log.info("pool: %s, after an attempt whose answer was lost", refusal)
-            return  # the lost attempt was carried out
+            return  # The attempt without an answer was carried out.
         if refusal:
             raise UserError(refusal)
 
     def wait_for_grant(self, tenant: str, role: Role, timeout_s: float) -> bool:
-        """Return whether a role holds what it asked for; waits up to `timeout_s` for it."""
+        """Return whether a role holds the GPUs that it asked for, after a wait of up to `timeout_s` seconds."""
         return self._call(PoolActor.wait_for_grant, tenant, role, timeout_s, wait_s=timeout_s)[0]
 
     def wait_for_orders(self, tenant: str, timeout_s: float) -> list[Order]:
-        """Return the orders that `tenant` has not acknowledged; waits up to `timeout_s` for the first."""
+        """Return the orders that `tenant` has not acknowledged; waits up to `timeout_s` seconds for the first."""
         return self._call(PoolActor.wait_for_orders, tenant, timeout_s, wait_s=timeout_s)[0]
 
     def note(self, tenant: str, notes: list[StageNote]) -> None:
@@ -81,7 +81,8 @@ class PoolClient:
         return self._call(PoolActor.status)[0]
 
     def figures(self, timeout_s: float) -> PoolFigures:
-        """Return the pool's figures for Prometheus. Raises PoolLost when it has not answered after `timeout_s`."""
+        """Return the pool's figures for Prometheus. Raises PoolLost when the pool has not answered after `timeout_s`
+        seconds."""
         return self._call(PoolActor.figures, answer_s=timeout_s, lost_s=0.0)[0]
 
     def _call(
@@ -107,7 +108,7 @@ class PoolClient:
                 waited_s = time.monotonic() - began
                 if waited_s >= wait_s + lost_s:
                     raise PoolLost(
-                        f"pool {self._pool!r}: no answer to {method.__name__} for {waited_s:.1f} s: "
+                        f"pool {self._pool!r}: got no answer to {method.__name__} for {waited_s:.1f} s: "
                         f"{type(error).__name__}"
                     ) from error
                 _log.warning("pool %r does not answer %s: %s", self._pool, method.__name__, type(error).__name__)

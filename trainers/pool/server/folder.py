@@ -1,9 +1,10 @@
 """Keeps the folder of a pool: the journal of its commands, and the file that says where the pool runs.
 
 A command is in the journal before it is answered, so that a restarted pool continues where it stopped. The journal
-begins with a snapshot of the pool and continues with one record per command. A record is its length, the xxh3 of its
-bytes, and these. A record that the end of the process cut off is dropped together with all after it: such a command was
-never answered. Opening the journal writes a new file with the state as its snapshot. Nothing here imports Ray.
+begins with a snapshot of the pool and continues with one record per command. A record consists of its length, the xxh3
+checksum of its bytes, and the bytes. A record that is incomplete because the process ended is dropped with all later
+records: such a command was never answered. Opening the journal writes a new file with the state as its snapshot.
+Nothing here imports Ray.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from ..state.pool import Pool
 _HEAD = struct.Struct("<IQ")
 _MAGIC = b"hrpool01"
 COMPACT_BYTES = 16 << 20
-"""Size of the file in bytes from which it is replaced by a snapshot."""
+"""Size of the journal in bytes from which it is replaced by a snapshot."""
 
 
 class PoolJournal:
     """A pool that survives the end of its process. One process at a time may have it open."""
 
     def __init__(self, path: Path, pool: Pool) -> None:
-        """Open the journal, or begin it with `pool` if there is none.
+        """Open the journal, or begin one with the state `pool`.
 
         Raises UserError if another process has it open, if it belongs to a pool of another size, or if it is not a
         journal.
@@ -44,14 +45,14 @@ class PoolJournal:
         path.with_suffix(".lock").touch()
         self._lock = try_lock(path.with_suffix(".lock"))
         if self._lock is None:
-            raise UserError(f"pool: {path} is open in another process; a pool has one scheduler")
+            raise UserError(f"pool: {path} is open in another process, expected one process per pool")
         self._file = -1
         try:
             self.pool = replay(path) if path.exists() else pool
             if self.pool.num_gpus != pool.num_gpus:
                 raise UserError(
-                    f"pool: {path} is of a pool of {self.pool.num_gpus} GPUs, expected {pool.num_gpus}; remove it to "
-                    "begin again"
+                    f"pool: {path} belongs to a pool of {self.pool.num_gpus} GPUs, expected {pool.num_gpus}; remove "
+                    "it to start over"
                 )
             self.pool.bounds = pool.bounds
             self._compact()
@@ -60,10 +61,8 @@ class PoolJournal:
             raise
 
     def apply(self, now_s: float, command: Command) -> None:
-        """Carry out a command and write it down; when this returns, it is kept. Raises UserError for a command that is
-        refused, which is not kept.
-
-        A passing of time that changes nothing is not kept either.
+        """Carry out a command and write it to the journal before returning. Raises UserError for a refused command.
+        Refused commands, and a `Tick` that changes nothing, are not written.
         """
         if not self.pool.apply(now_s, command):
             return
@@ -82,8 +81,8 @@ class PoolJournal:
             self._lock = None
 
     def _compact(self) -> None:
-        """Replace the file by one that begins with the present state of the pool. The old one stays until the new one
-        is whole."""
+        """Replace the file by one that begins with the present state of the pool. The old file stays until the new one
+        is complete."""
         draft = self._path.with_suffix(".new")
         file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         os.write(file, _MAGIC + _record(messages.encode(self.pool)))
@@ -95,12 +94,12 @@ class PoolJournal:
 
 
 def replay(path: Path) -> Pool:
-    """Return the pool as its journal has it. Raises UserError if the file is not a journal or has no complete
-    snapshot."""
+    """Return the pool in the state that its journal describes. Raises UserError if the file is not a journal or has no
+    complete snapshot."""
     records = _records(path)
     first = next(records, None)
     if first is None:
-        raise UserError(f"pool: {path} is not the journal of a pool; remove it to begin again")
+        raise UserError(f"pool: {path} is not the journal of a pool; remove it to start over")
     pool = messages.decode(first, Pool)
     for body in records:
         now_s, name, command = messages.decode(body, tuple[float, str, bytes])
@@ -113,7 +112,7 @@ def _record(body: bytes) -> bytes:
 
 
 def _records(path: Path) -> Iterator[bytes]:
-    """Yield the records up to the first that is cut off or damaged."""
+    """Yield the records before the first incomplete or damaged one."""
     data = path.read_bytes()
     if data[: len(_MAGIC)] != _MAGIC:
         return
@@ -140,7 +139,7 @@ class ServedPool:
 
     name: str
     address: str
-    """Address of its Ray cluster, for `pool.address`."""
+    """Address of the pool's Ray cluster, for `pool.address`."""
     auth_mode: str
     """Value of AUTH_MODE with which processes join that cluster."""
     pid: int
@@ -149,19 +148,19 @@ class ServedPool:
 
 
 def write_pool(folder: Path, served: ServedPool) -> None:
-    """Write where the pool of `folder` is."""
+    """Write the address and process of the pool of `folder` to its file SERVER."""
     draft = folder / f"{SERVER}.new"
     draft.write_text(json.dumps(asdict(served)))
     draft.rename(folder / SERVER)
 
 
 def find_pool(folder: Path) -> ServedPool:
-    """Return where the pool of `folder` is. Raises UserError if there is no pool."""
+    """Return the address and process of the pool of `folder`. Raises UserError if the pool is not running."""
     try:
         served = ServedPool(**json.loads((folder / SERVER).read_text()))
     except OSError:
         why = f"pool: {folder} has no running pool; `headrace pool start --dir {folder}` starts one"
         raise UserError(why) from None
     if not is_running(served.pid):
-        raise UserError(f"pool: that of {folder} was killed; `headrace pool start --dir {folder}` starts it again")
+        raise UserError(f"pool: the pool of {folder} was killed; `headrace pool start --dir {folder}` starts it again")
     return served

@@ -23,7 +23,7 @@ from ..state.pool import Pool
 from ..state.status import Event, PoolEvent, Stage, StageNote
 
 Holder = tuple[str, Role]
-"""Tenant that holds a GPU, and for which of its roles."""
+"""Tenant that holds a GPU, and the role for which it holds the GPU."""
 
 
 def holders(pool: Pool) -> dict[int, Holder]:
@@ -38,7 +38,7 @@ def holders(pool: Pool) -> dict[int, Holder]:
 
 
 class TraceWriter:
-    """The file pool_trace.jsonl of one pool. A pool that is started again continues with it."""
+    """The file pool_trace.jsonl of one pool. A restarted pool continues this file."""
 
     def __init__(self, path: Path, began: float, held: Mapping[int, Holder]) -> None:
         """began: time (`time.time()`) from which times are counted. held: present holder of each GPU."""
@@ -50,7 +50,7 @@ class TraceWriter:
         """Time at which each request that waited after the last call was made."""
 
     def note_state(self, now_s: float, pool: Pool) -> None:
-        """Write what has changed since the last call: holders of GPUs, and orders to put shards to sleep."""
+        """Write the changes since the last call: holders of GPUs, and orders to put shards to sleep."""
         held = holders(pool)
         for gpu in sorted(self._held.keys() | held.keys()):
             before, after = self._held.get(gpu), held.get(gpu)
@@ -100,7 +100,7 @@ TOGETHER_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Time during which one role of one tenant held a GPU."""
+    """Period in which one role of one tenant held a GPU."""
 
     begin_s: float
     end_s: float
@@ -130,11 +130,11 @@ class Lane:
 
     gpu: int
     segments: list[Segment] = field(default_factory=list)
-    """Times during which it was held, in the order of time. In between, it was idle."""
+    """Periods in which the GPU was held, in the order of time. Between them it was idle."""
     switches: list[Switch] = field(default_factory=list)
 
     def held_s(self, tenant: str | None = None, role: Role | None = None) -> float:
-        """Return the seconds during which it was held, by a tenant's role or, with None, by any."""
+        """Return the seconds for which the GPU was held by a tenant's role (None: by any)."""
         return sum(
             one.end_s - one.begin_s
             for one in self.segments
@@ -143,7 +143,7 @@ class Lane:
 
     @property
     def switch_s(self) -> float:
-        """Seconds during which it was held but neither trained nor generated."""
+        """Seconds for which the GPU was held but neither trained nor generated."""
         return sum(switch.seconds for switch in self.switches)
 
 
@@ -159,7 +159,7 @@ class PoolTrace:
     lanes: tuple[Lane, ...]
     """One lane for each GPU that has an event, in the order of their numbers."""
     waits_s: dict[tuple[str, Role], list[float]]
-    """Seconds that each grant of a tenant's role was waited for, if the grant says it."""
+    """Seconds of the wait for each grant, by tenant and role. Grants without this number are left out."""
 
     @property
     def seconds(self) -> float:
@@ -174,7 +174,7 @@ def pool_trace(events: Iterable[PoolEvent]) -> PoolTrace:
     """
     ordered = sorted(events, key=lambda event: event["t"])
     if not ordered:
-        raise UserError("the trace of the pool has no events, expected one line for each")
+        raise UserError("the trace of the pool has no events, expected one event per line")
     end_s = ordered[-1]["t"]
     of_gpu: dict[int, list[PoolEvent]] = defaultdict(list)
     waits: dict[tuple[str, Role], dict[float, float]] = defaultdict(dict)
@@ -185,7 +185,7 @@ def pool_trace(events: Iterable[PoolEvent]) -> PoolTrace:
         if tenant is not None:
             tenants.setdefault(tenant)
         if tenant is not None and role is not None and event["event"] == "grant" and "seconds" in event:
-            waits[tenant, role][event["t"]] = event["seconds"]  # once for all GPUs of one grant
+            waits[tenant, role][event["t"]] = event["seconds"]  # All GPUs of a grant share one wait.
     lanes = tuple(Lane(gpu, _segments(own, end_s), _switches(own)) for gpu, own in sorted(of_gpu.items()))
     return PoolTrace(
         ordered[0]["t"], end_s, tuple(tenants), lanes, {key: list(found.values()) for key, found in waits.items()}
@@ -193,8 +193,8 @@ def pool_trace(events: Iterable[PoolEvent]) -> PoolTrace:
 
 
 def _segments(events: Sequence[PoolEvent], end_s: float) -> list[Segment]:
-    """Return which tenant held a GPU when. A GPU that is not released is held until the next grant or the last event of
-    all."""
+    """Return the periods in which tenants held a GPU. A GPU without a release is held until its next grant or the last
+    event of the trace."""
     found: list[Segment] = []
     begun: tuple[float, str, Role] | None = None
     for event in events:
@@ -262,12 +262,13 @@ def _slices(trace: PoolTrace) -> Iterator[dict[str, object]]:
 
 
 def _slice(name: str, kind: str, track: Mapping[str, int], begin_s: float, end_s: float) -> dict[str, object]:
-    begin, end = round(begin_s * 1e6), round(end_s * 1e6)  # ends are rounded, so that slices that meet still do
+    # The ends are rounded instead of the durations, so that adjacent slices stay adjacent.
+    begin, end = round(begin_s * 1e6), round(end_s * 1e6)
     return {"ph": "X", "name": name, "cat": kind, **track, "ts": begin, "dur": end - begin}
 
 
 def pool_tables(trace: PoolTrace) -> list[Table]:
-    """Return what a trace comes to as tables: GPUs, waits for GPUs, GPU seconds per tenant, and stages of switches."""
+    """Summarize a trace in tables: GPUs, waits for GPUs, GPU seconds per tenant, and stages of switches."""
     total = max(trace.seconds, 1e-9)
     gpus = _table(f"GPUs over {_time(trace.seconds)}", ("GPU", "held", "idle", "switching", "switches"))
     for lane in trace.lanes:
@@ -298,7 +299,7 @@ def _table(title: str, headings: Sequence[str]) -> Table:
 
 
 def _time(seconds: float) -> str:
-    """Return seconds with a unit and the digits that matter."""
+    """Return seconds as text, with a suitable unit and number of digits."""
     if 0 < seconds < 1:
         return f"{1000 * seconds:.0f} ms"
     return f"{seconds:.1f} s" if 1 <= seconds < 100 else f"{seconds:.0f} s"

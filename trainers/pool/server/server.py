@@ -1,4 +1,4 @@
-"""Hosts a pool of GPUs: starts or joins a Ray cluster, starts the pool's actor, serves its figures, and ends both."""
+"""Hosts a pool of GPUs: starts or joins a Ray cluster, starts the pool's actor, serves its figures, and stops both."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PoolCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         try:
-            with self._lock:  # scrapes that pile up must not fill the pool's queue of calls
+            with self._lock:  # Scrapes that pile up must not fill the pool's queue of calls.
                 figures = self._client.figures(STATUS_TIMEOUT_S)
         except PoolLost:
             figures = None
@@ -70,7 +70,7 @@ def pool_families(figures: PoolFigures) -> Iterator[Metric]:
 
 
 CALLS = 1 << 12
-"""Number of calls that a pool's actor answers at the same time; most of them wait for news."""
+"""Number of calls that a pool's actor answers at the same time; most of them are long polls."""
 RESERVE_S = 60.0
 """Seconds within which Ray must have given the pool all GPUs of its cluster."""
 
@@ -85,13 +85,12 @@ def served_pool(
     num_cpus: int | None,
     prometheus_port: int | None = None,
 ) -> Iterator[ServedPool]:
-    """Context manager that starts a pool, or starts it again from its journal in `folder`, and stops it at the end.
-
-    num_gpus: number of GPUs, which are numbers only in a cluster without GPUs; None for those of the cluster, which are
-    reserved in Ray for as long as the pool exists. address: Ray cluster to join; None starts one with `num_cpus`
-    logical CPUs (None: those of this machine). prometheus_port: port on loopback at which the pool's figures are
-    served; 0 for any free one, None for none. Raises UserError if the cluster has a pool of this name already, or not
-    as many GPUs, if others hold some of them, or if the port is taken.
+    """Context manager that starts a pool, or restarts it from its journal in `folder`, and stops it at the end.
+    num_gpus: number of GPUs for a cluster without GPUs, where they are plain numbers without devices; None for the GPUs
+    of the cluster, which are reserved in Ray for as long as the pool exists. address: Ray cluster to join; None starts
+    one with `num_cpus` logical CPUs (None: those of this machine). prometheus_port: port on loopback at which the
+    pool's figures are served; 0 for any free one, None for none. Raises UserError if the cluster has a pool of this
+    name already, if its number of GPUs differs, if other programs hold some of them, or if the port is taken.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cluster = _cluster(address, num_cpus)
@@ -122,7 +121,7 @@ def served_pool(
 
 
 def _cluster(address: str | None, num_cpus: int | None) -> Cluster:
-    """Connect this process to the Ray cluster at `address`, or start one; see `served_pool`."""
+    """Connect this process to the Ray cluster at `address`, or start a cluster; see `served_pool`."""
     return Cluster(
         address=address,
         num_cpus=num_cpus,

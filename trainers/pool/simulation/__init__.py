@@ -1,1 +1,1 @@
-"""Simulation of a pool of GPUs, without GPUs and in virtual time."""
+"""Simulates a pool of GPUs without GPUs and in virtual time."""

@@ -1,4 +1,4 @@
-"""Describes tenants of a simulated pool: their sections in its file, their GPUs, and the times of their steps."""
+"""Describes the tenants of a simulated pool: their sections in the file, their GPUs, and the times of their steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ..state.plan import TenantMap
 
 Policy = Literal["gap_ratio", "first_come", "fixed"]
 """Rule by which a pool is shared. `gap_ratio`: the rule of the pool itself. `first_come`: the first request gets the
-GPUs and keeps them until its step is complete. `fixed`: each tenant has a part of its own, by weight."""
+GPUs and keeps them until its step is complete. `fixed`: each tenant has a fixed part of the pool in proportion to its
+weight."""
 
 
 class SwitchSection(Section):
@@ -27,7 +28,7 @@ class SwitchSection(Section):
     sleep_s: NonNegative = 0.2
     """Seconds to put engines to sleep."""
     memory_s: NonNegative = 0.1
-    """Seconds until the GPUs' memory is seen free."""
+    """Seconds until the memory of the GPUs is measured as free."""
     wake_s: NonNegative = 0.3
     """Seconds to wake engines."""
     sync_s: NonNegative = 1.0
@@ -39,25 +40,25 @@ class SwitchSection(Section):
 
 
 class TenantSection(Section):
-    """One tenant of the pool, or several that are alike."""
+    """One tenant of the pool, or several identical ones."""
 
     count: Count = 1
-    """Number of such tenants. Several have the names `NAME-0`, `NAME-1` and so on."""
+    """Number of identical tenants. With more than 1, their names are `NAME-0`, `NAME-1` and so on."""
     weight: Positive = 1.0
     """Weight of the tenant: its share of the pool relative to other tenants with as much work."""
     rollout_gpus: Count
-    """Number of GPUs on which its engines can generate."""
+    """Number of GPUs on which the tenant's engines can generate."""
     train_gpus: Count
-    """Number of these GPUs on which it trains."""
+    """Number of the tenant's rollout GPUs on which it also trains."""
     tp: Count = 1
     """Number of GPUs of an engine."""
     first_gpu: CountOrZero | None = None
-    """Number of its first GPU; the others follow it, and after the pool's last GPU comes its first. Unset: the tenants
-    are spread over the pool."""
+    """Number of the tenant's first GPU. Its other GPUs follow; after the pool's last GPU the count continues at GPU 0.
+    Unset: the tenants are spread over the pool."""
     arrives_s: NonNegative = 0.0
-    """Simulated seconds after which it joins the pool."""
+    """Simulated seconds after which the tenant joins the pool."""
     steps: Count | None = None
-    """Number of train steps after which it leaves the pool. Unset: it stays."""
+    """Number of train steps after which the tenant leaves the pool. Unset: the tenant stays."""
     groups: Count = 64
     """Number of groups (the rollouts of one prompt) of a step."""
     max_staleness: CountOrZero = 1
@@ -67,11 +68,11 @@ class TenantSection(Section):
     group_s: Positive
     """Mean number of seconds that the generation of a group takes."""
     group_sigma: NonNegative = 0.5
-    """Sigma of the log-normal distribution of these seconds; 0 makes all groups alike."""
+    """Sigma of the log-normal distribution of `group_s`; with 0 all groups take equally long."""
     train_s: Positive
-    """Mean number of seconds that the training of a step takes on all its train GPUs."""
+    """Mean number of seconds that the training of a step takes on all train GPUs of the tenant."""
     train_sigma: NonNegative = 0.1
-    """Sigma of the log-normal distribution of these seconds over the steps."""
+    """Sigma of the log-normal distribution of `train_s` over the steps."""
     switch: SwitchSection = Field(default_factory=SwitchSection)
 
 
@@ -85,9 +86,9 @@ class PoolSection(Section):
     seconds: Positive | None = None
     """Simulated seconds after which the simulation ends. Unset: it ends when all tenants have taken their steps."""
     warmup_s: NonNegative = 0.0
-    """Simulated seconds at the beginning that count for no figure."""
+    """Simulated seconds at the beginning that are left out of all figures."""
     starve_s: Positive = 60.0
-    """Seconds after which training that waits for GPUs comes before all others and reserves them."""
+    """Seconds of waiting after which a request of training comes before all others and reserves its GPUs."""
     policies: tuple[Policy, ...] = Field(("gap_ratio", "first_come", "fixed"), min_length=1)
     """Policies to simulate."""
 
@@ -101,7 +102,7 @@ class PoolFile(Section):
 
 
 def is_pool_file(data: Mapping[str, Any]) -> bool:
-    """Return whether the sections of a file are those of a simulated pool, and not those of a run."""
+    """Return whether the sections of a file describe a simulated pool rather than a run."""
     return "tenants" in data
 
 
@@ -140,7 +141,7 @@ def _problems(name: str, tenant: TenantSection, pool: PoolSection) -> list[str]:
 
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2
-"""Distance between tenants as a share of the pool. Multiples of it spread any number of tenants evenly."""
+"""Distance between tenants as a share of the pool. Its multiples spread any number of tenants evenly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,20 +150,20 @@ class TenantSpec:
 
     name: str
     number: int
-    """Position among all tenants, from 0; it seeds the tenant's random numbers."""
+    """Position among all tenants, from 0; the position seeds the tenant's random numbers."""
     section: TenantSection
     map: TenantMap
     first_gpu: int = 0
-    """Number in the whole pool of the GPU that its map calls 0; above 0 for a tenant with a part of its own."""
+    """Number in the whole pool of GPU 0 of the tenant's map; above 0 only in a fixed partition."""
 
     @property
     def train_scale(self) -> float:
-        """Seconds that training takes here for each second that it takes with all of `train_gpus`."""
+        """Factor by which training takes longer here than with all of `train_gpus`."""
         return self.section.train_gpus / len(self.map.train_gpus)
 
 
 def place_tenants(file: PoolFile) -> list[TenantSpec]:
-    """Return all tenants with their maps of a pool that they share."""
+    """Return all tenants, each with its map of GPUs in a shared pool."""
     named = list(_named(file))
     specs = []
     for number, (name, section) in enumerate(named):
@@ -175,8 +176,8 @@ def place_tenants(file: PoolFile) -> list[TenantSpec]:
 
 
 def partition(specs: Sequence[TenantSpec], num_gpus: int) -> list[TenantSpec]:
-    """Return the tenants with maps of parts of their own, by weight. No part is larger than the tenant's
-    `rollout_gpus`; what one cannot use goes to the others. A part has whole engines, on some of which it trains.
+    """Return the tenants with their maps in a fixed partition by weight. No part is larger than the tenant's
+    `rollout_gpus`; other tenants get the rest. A part consists of whole engines, and the tenant trains on some of them.
 
     Raises ConfigError for a tenant whose part is smaller than one of its engines.
     """
@@ -199,8 +200,7 @@ def partition(specs: Sequence[TenantSpec], num_gpus: int) -> list[TenantSpec]:
 
 def _parts(specs: Sequence[TenantSpec], num_gpus: int) -> Mapping[str, int]:
     """Return the number of GPUs of each tenant's part. One engine at a time goes to the tenant that has least for its
-    weight, with half of the engine counted (the rule of Webster, which favours neither large engines nor small
-    ones)."""
+    weight, with half of the engine counted (Webster's rule, which favours neither large nor small engines)."""
     sizes = dict.fromkeys((spec.name for spec in specs), 0)
     left, growing = num_gpus, list(specs)
     while growing:
@@ -225,15 +225,15 @@ def _map(name: str, section: TenantSection, gpus: Sequence[int], num_train: int)
 
 
 class PhaseSeconds:
-    """Draws the seconds that one phase of a tenant's work takes, time after time."""
+    """Draws the seconds that one phase of a tenant's work takes, a new number each time."""
 
     def __init__(self, mean_s: float, sigma: float, *seed: int) -> None:
-        """mean_s: mean of the seconds. sigma: sigma of their log-normal distribution. seed: equal ones give equal
+        """mean_s: mean of the seconds. sigma: sigma of their log-normal distribution. seed: equal seeds give equal
         seconds."""
         self._mean_s, self._sigma = mean_s, sigma
         self._random = np.random.default_rng(seed)
 
     def draw(self) -> float:
-        """Return the seconds of the next time."""
+        """Draw the seconds of the next phase."""
         # Half of the variance is subtracted, so that the mean does not depend on sigma.
         return self._mean_s * float(np.exp(self._sigma * (self._random.standard_normal() - self._sigma / 2)))

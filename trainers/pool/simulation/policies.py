@@ -1,8 +1,8 @@
 """Simulates a pool of GPUs under several policies, and writes a table, summary.json and timelines of the results.
 
-The policies are the pool's own rule, a fixed partition, and first come, first served: a tenant that asks first gets its
-GPUs and keeps them until it needs them no more, training until it ends and rollouts until their step is complete. Only
-engines of the tenant itself sleep for its training, as in a run alone.
+The policies are the pool's own rule, a fixed partition, and first come, first served: the tenant that asks first gets
+its GPUs and keeps them until its training has ended, or its rollouts of the step are complete. Only engines of the
+tenant itself sleep for its training, as in a run alone.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from .simulated_tenants import PoolSimulation, TenantFigures
 
 @dataclass(slots=True)
 class FirstComePool(Pool):
-    """A pool that serves tenants in the order in which they ask. Tenants report their demand step by step."""
+    """Pool that serves tenants in the order of their requests. Tenants report their demand step by step."""
 
     since_s: dict[str, float] = field(default_factory=dict)
-    """Time since which each tenant has rollouts of one step to generate."""
+    """Time at which each tenant began to have rollouts of its current step to generate."""
 
     def plan(self, state: PoolState) -> Plan:
-        """Return the plan that serves training and rollouts in the order in which they were asked for.
-
-        Training that cannot have all of its GPUs reserves the ones it can have. Rollouts take what there is.
+        """Return the plan that serves training and rollouts in the order of their requests. Training that cannot get
+        all of its GPUs reserves the available ones. Rollouts take any available GPUs.
         """
         at_work = {name for name, one in state.tenants.items() if not one.ending and (one.remaining or one.estimate)}
         self.since_s = {name: self.since_s.get(name, state.now_s) for name in sorted(at_work)}
@@ -58,7 +57,7 @@ class FirstComePool(Pool):
 
 
 def _of_holders(draft: Draft, given_up: np.ndarray) -> np.ndarray:
-    """Return for each GPU whether it is idle or held by an engine of a tenant that needs it no more (bool `[GPUs]`)."""
+    """Return for each GPU whether it is idle or held by an engine that its tenant no longer needs (bool `[GPUs]`)."""
     held = draft.holder >= 0
     can_have = draft.holder == IDLE
     can_have[held] = given_up[draft.tenant_of[draft.holder[held]]]
@@ -66,8 +65,8 @@ def _of_holders(draft: Draft, given_up: np.ndarray) -> np.ndarray:
 
 
 def _serve(draft: Draft, request: Request, can_have: np.ndarray) -> None:
-    """Grant training its GPUs if all are free, given up, or held by engines of the tenant itself. Otherwise reserve the
-    GPUs that are."""
+    """Grant training its GPUs if each is idle, no longer needed, or held by an engine of the tenant itself. Otherwise
+    reserve those GPUs of which this is true."""
     wanted = np.array(draft.state.tenants[request.tenant].map.gpus(request.role))
     own = draft.of_tenant(request.tenant)
     holders = draft.holder[wanted]
@@ -103,20 +102,20 @@ class SimulatedPool:
 
     num_gpus: int
     begin_s: float
-    """Simulated time from which the figures count."""
+    """Simulated time in seconds at which the figures begin."""
     end_s: float
-    """Simulated time at which the simulation ended."""
+    """Simulated time in seconds at which the simulation ended."""
     tenants: list[TenantFigures]
     events: list[PoolEvent]
     """Events of each GPU; empty if they were not kept."""
     num_rejected: int
-    """Number of plans that broke a check, and were not carried out."""
+    """Number of plans that broke a check and were not carried out."""
 
 
 def simulate_pool(file: PoolFile, policy: Policy, *, keep_events: bool = False) -> SimulatedPool:
     """Simulate the tenants of a file under one policy.
 
-    Raises ConfigError if a fixed partition leaves a tenant no engine.
+    Raises ConfigError if a tenant gets no engine in a fixed partition.
     """
     # Simulated tenants do not fail, so they send no signs of life.
     settings, bounds = file.pool, PoolBounds(starve_s=file.pool.starve_s, lease_s=math.inf)
@@ -181,11 +180,11 @@ def run_pool_simulation(file: PoolFile, out: Path, tell: Callable[[str], None] =
 def pool_figures(pool: SimulatedPool) -> dict[str, float]:
     """Return the figures of a pool under one policy.
 
-    `utilisation` is the share of all GPU seconds in which a GPU trained or generated, where an engine counts by the
-    share of its room that groups fill. `idle_share` is that in which no tenant held it. `train_wait_*` are seconds from
-    the question for train GPUs to the grant, `rollout_wait_*` those of groups for a first engine that is awake.
-    `fairness` is Jain's index of the GPU seconds that each tenant held for each unit of its weight (Jain, Chiu and
-    Hawe, 1984): 1 if all have the same, 1 / tenants if one has all.
+    `utilisation` is the share of all GPU seconds in which a GPU trained or generated, where an engine counts in
+    proportion to its number of groups. `idle_share` is the share in which no tenant held the GPU. `train_wait_*` are
+    seconds from the request for train GPUs to the grant. `rollout_wait_*` are seconds for which groups waited while no
+    engine was awake. `fairness` is Jain's index of the GPU seconds that each tenant held for each unit of its weight
+    (Jain, Chiu and Hawe, 1984): 1 if all have the same, 1 / tenants if one has all.
     """
     total = pool.num_gpus * (pool.end_s - pool.begin_s)
     train_waits = [wait for one in pool.tenants for wait in one.train_waits_s]
@@ -206,8 +205,8 @@ def pool_figures(pool: SimulatedPool) -> dict[str, float]:
 
 
 def _beside_fixed(summary: Mapping[str, float], tenants: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return each policy's utilisation over that of a fixed partition, and its smallest ratio of a tenant's steps. The
-    ratios are multiples of the partition's figures."""
+    """Return each policy's utilisation and the smallest number of steps of a tenant, both as multiples of the figures
+    of a fixed partition."""
     found: dict[str, float] = {}
     fixed = tenants.get("fixed", {})
     for policy, own in tenants.items():

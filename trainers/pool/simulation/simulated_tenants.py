@@ -1,11 +1,10 @@
-"""Simulates tenants on a pool of GPUs as discrete events: rollouts, training, switches, and what each waits for.
+"""Simulates tenants on a pool of GPUs as discrete events: rollouts, training, switches, and their waits.
 
     simulated tenant -> command -> Pool -> orders, grants -> simulated tenant, some seconds later
 
 The pool is the real state machine with the real planner; only time, engines and trainers are simulated. An engine
-generates a number of groups at the same time, each for as long as it takes. Groups of an engine that is put to sleep
-continue elsewhere from where they were. Tenants here never fail, and their engines and trainers are already built when
-they arrive.
+generates several groups at the same time. Groups of an engine that is put to sleep continue on another engine without
+loss. Tenants here never fail, and their engines and trainers are already built when they arrive.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from .config import PhaseSeconds, SwitchSection, TenantSpec
 
 @dataclass(slots=True)
 class TenantFigures:
-    """Figures of one tenant between the end of the warm-up and the end of the simulation. GPU seconds count each GPU by
-    itself."""
+    """Figures of one tenant between the end of the warm-up and the end of the simulation. GPU seconds are summed over
+    the GPUs."""
 
     name: str
     weight: float
@@ -49,21 +48,22 @@ class TenantFigures:
     held_gpu_s: float = 0.0
     """GPU seconds that the tenant held."""
     train_gpu_s: float = 0.0
-    """GPU seconds in which it trained."""
+    """GPU seconds in which the tenant trained."""
     rollout_gpu_s: float = 0.0
-    """GPU seconds in which its engines generated; an engine with less groups than it has room for counts in part."""
+    """GPU seconds in which the tenant's engines generated. An engine that is not full of groups counts in
+    proportion."""
     train_waits_s: list[float] = field(default_factory=list)
-    """Seconds that each training waited for its GPUs, from the question to the grant."""
+    """Seconds that each training waited for its GPUs, from the request to the grant."""
     rollout_waits_s: list[float] = field(default_factory=list)
-    """Seconds of each time in which it had groups to generate and no engine that was awake."""
+    """Seconds of each period in which the tenant had groups to generate but no engine awake."""
     switches: int = 0
     """Number of times that an engine was woken or put to sleep."""
     ended_s: float | None = None
-    """Simulated time at which it left the pool; None if it had not left."""
+    """Simulated time in seconds at which the tenant left the pool; None if it has not left."""
 
     @property
     def busy_gpu_s(self) -> float:
-        """GPU seconds in which it trained or generated."""
+        """GPU seconds in which the tenant trained or generated."""
         return self.train_gpu_s + self.rollout_gpu_s
 
 
@@ -71,13 +71,13 @@ class TenantFigures:
 class _Group:
     step: int
     left_s: float
-    """Seconds of generation that are left to it when it next gets an engine."""
+    """Seconds of generation that the group needs when it next gets an engine."""
     shard: int = -1
-    """Engine that generates it; -1 while it waits for one."""
+    """Number of the engine that generates the group; -1 while the group waits for one."""
     end_s: float = 0.0
-    """Time at which it is complete if its engine stays awake."""
+    """Time in seconds at which the group is complete if its engine stays awake."""
     starts: int = 0
-    """Number of engines that it has been on."""
+    """Number of engines that have generated a part of the group."""
 
 
 class _Tenant:
@@ -98,20 +98,20 @@ class _Tenant:
         self.num_active = 0
         self.num_held_gpus = 0
         self.told: tuple[int, int] | None = None
-        """Target that was reported to the pool last, and the bucket of the progress; None before the first time."""
+        """Target of the last report to the pool, and the bucket of its progress; None before the first report."""
         self.settled_s = 0.0
         """Time up to which figures are counted."""
         self.starved_since_s: float | None = None
         """Time since which groups wait while no engine is awake; None at other times."""
         self.asked_s: float | None = None
-        """Time at which the training that waits was asked for; None if none waits."""
+        """Time in seconds of the waiting request for training; None without one."""
         self.training = False
-        """True from the question for train GPUs to their release."""
+        """True from the request for train GPUs to their release."""
         self.ending = False
 
     @property
     def generated(self) -> int:
-        """Number of the first steps that are complete."""
+        """Number of steps with completely generated rollouts."""
         return min(self.missing, default=self.begun)
 
     @property
@@ -121,8 +121,8 @@ class _Tenant:
         return ahead <= self.section.max_staleness and (steps is None or self.begun < steps)
 
     def demand(self, *, by_step: bool) -> Demand:
-        """Return the demand. by_step: whether it is that of the oldest step in generation alone, rather than of all
-        steps that may be generated by now."""
+        """Return the demand. by_step: true for the demand of the oldest step in generation alone, false for that of all
+        steps that may be generated now."""
         groups = self.section.groups
         if by_step:
             return Demand(groups, groups - self.missing.get(self.generated, 0))
@@ -143,12 +143,12 @@ class PoolSimulation:
         by_step: bool = False,
         trace: Callable[[PoolEvent], None] | None = None,
     ) -> None:
-        """Prepare the simulation; nothing has arrived yet.
+        """Prepare the simulation; no tenant has arrived yet.
 
         pool: an empty pool whose tenants need not show signs of life (`lease_s` infinite). seed: seed of the seconds
-        that groups and training take. warmup_s: seconds that count for no figure. by_step: whether tenants report their
-        demand step by step, or for all work that they may do by now. trace: gets what happens on each GPU, in the order
-        of time.
+        that groups and training take. warmup_s: seconds at the beginning that are left out of all figures. by_step:
+        true if tenants report their demand step by step, false for all work that they may do now. trace: receives the
+        events of each GPU, in the order of time.
         """
         self.pool = pool
         self._warmup_s, self._by_step, self._trace = warmup_s, by_step, trace
@@ -221,7 +221,8 @@ class PoolSimulation:
     def _arrive(self, tenant: _Tenant) -> None:
         tenant.settled_s = self._now
         self._apply(Register(tenant.spec.map))
-        self._apply(StepFinished(tenant.name))  # the engine is built, so the next need not wait for a step
+        # The engine exists already, so the next tenant can begin without a step.
+        self._apply(StepFinished(tenant.name))
         self._begin(tenant)
         self._apply(Ask(tenant.name, "rollout", Priority.GENERATION, tenant.section.groups))
         self._report(tenant)
@@ -334,7 +335,7 @@ class PoolSimulation:
         tenant.missing[group.step] -= 1
         complete = not tenant.missing[group.step]
         if complete and self._by_step:
-            self._report(tenant)  # that nothing is left of this step, before the next step's demand
+            self._report(tenant)  # The pool must see this step as complete before it gets the next step's demand.
         if complete:
             del tenant.missing[group.step]
         self._report(tenant)
@@ -370,7 +371,7 @@ class PoolSimulation:
     def _note_stages(
         self, tenant: _Tenant, role: Role, gpus: Iterable[int], stages: Sequence[tuple[Stage, float]]
     ) -> float:
-        """Note stages that follow each other from now on, and return the seconds that all take together."""
+        """Record stages that follow each other from now on, and return the sum of their seconds."""
         took_s = 0.0
         for stage, seconds in stages:
             took_s += seconds

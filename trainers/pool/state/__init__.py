@@ -1,1 +1,1 @@
-"""The state of a pool of GPUs and the plans that change it: pure, without a clock or a process."""
+"""Implements the state of a pool of GPUs and the plans that change it, without a clock or a process."""

@@ -1,4 +1,4 @@
-"""Defines what can be asked of a pool of GPUs: the calls of tenants, and the passing of time. All are plain data.
+"""Defines the commands to a pool of GPUs as plain data: the calls of tenants, and the passing of time.
 
 The pool's state changes by these commands alone, and each carries all that the change depends on. A pool that is
 started again after its process has died repeats the commands of its journal, which restores its state.
@@ -15,35 +15,35 @@ from .plan import Priority, Role, TenantMap
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """Address of a tenant's processes, by which the pool ends them and sees them dead."""
+    """Address of a tenant's processes. The pool uses it to end them and to check that they are dead."""
 
     host: str
     """Name of the driver's host."""
     driver: int
     """Process id of the driver."""
     start: int
-    """Start time of the driver in clock ticks, which tells it from a later process with the same id."""
+    """Start time of the driver in clock ticks, which distinguishes it from a later process with the same id."""
     folder: str
     """Run folder, in which actors.json lists the tenant's other processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A run becomes a tenant. It is refused under a name that is taken, or with GPUs that the pool has not. Repeating
-    the call changes nothing."""
+    """A run becomes a tenant. The pool refuses a name that is taken, and GPUs that it does not have. Repeating the call
+    changes nothing."""
 
     map: TenantMap
     processes: Processes | None = None
-    """The tenant's processes; None for a tenant that has none, as in a simulation."""
+    """The tenant's processes; None for a tenant without processes, as in a simulation."""
     order_timeout_s: float | None = None
     """Seconds that the tenant has to carry out an order; None for the pool's own bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A tenant's role asks for its GPUs. Generation gets some of its shards, any other work all GPUs of its role.
-
-    Repeating the call changes nothing. Asking for other work before the first is granted or released is refused.
+    """A tenant's role asks for its GPUs. Generation gets some of the tenant's shards; any other work gets all GPUs of
+    its role. Repeating the call changes nothing. A second request for other work is refused until the first is granted
+    and released.
     """
 
     tenant: str
@@ -55,12 +55,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A tenant gives back the GPUs of a role that it was granted for other work than generation."""
+    """A tenant releases the GPUs of a role that were granted for other work than generation."""
 
     tenant: str
     role: Role
     then: Ask | None = None
-    """Request that the tenant makes at the same time; the release takes effect only if this is not refused."""
+    """Request that the tenant makes at the same time; the release takes effect only if this request is not refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +99,10 @@ class Outcome:
     tenant: str
     order: int
     done: tuple[int, ...]
-    """Numbers of the shards that now are as ordered."""
+    """Numbers of the shards that carried out the order."""
     failed: dict[int, str]
-    """Reason for each shard that is not. A shard that could not be woken sleeps. A shard that could not be put to sleep
-    has been ended, so its GPUs are free, too."""
+    """Reason of failure of each other shard. A shard that could not be woken sleeps. A shard that could not be put to
+    sleep has been ended, so its GPUs are free, too."""
     unready: tuple[int, ...] = ()
     """Failed shards that are healthy: they can wake once the tenant has weights for them."""
 
@@ -113,7 +113,7 @@ class Unregister:
 
     tenant: str
     dead: bool = False
-    """True if all processes of the tenant have been seen dead: whatever it held is free."""
+    """True if all processes of the tenant are known to be dead, so that all its GPUs are free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +133,10 @@ OrderKind = Literal["shrink", "expand"]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An instruction to a tenant for some of its shards. It has to acknowledge it with an `Outcome`."""
+    """An instruction to a tenant for some of its shards. The tenant has to acknowledge the order with an `Outcome`."""
 
     number: int
-    """Number of the order, ascending over all tenants. An order that is sent again has the same."""
+    """Number of the order, ascending over all tenants. A repeated order has the same number."""
     tenant: str
     kind: OrderKind
     shards: tuple[int, ...]

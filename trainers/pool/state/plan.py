@@ -1,4 +1,4 @@
-"""Describes maps, grants, requests, orders and plans of a pool of GPUs, and what makes a plan valid.
+"""Defines the maps, grants, requests and plans of a pool of GPUs, and the conditions for a valid plan.
 
 GPUs are numbered through the pool from 0. A tenant is one run; a shard is one of its engines, with the GPUs of that
 engine. Shrinking puts shards to sleep, expanding wakes them.
@@ -21,7 +21,7 @@ Role = Literal["train", "rollout"]
 
 
 class Priority(IntEnum):
-    """Kind of work that GPUs are requested for. Smaller numbers come first. One grant of training may span the kinds
+    """Kind of work that GPUs are requested for. Smaller numbers come first. One grant of training can cover the kinds
     from TRAINING to VALUES."""
 
     INITIALIZATION = 0
@@ -35,7 +35,7 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TenantMap:
-    """GPUs that one tenant may be granted."""
+    """Map of the GPUs that one tenant can be granted."""
 
     name: str
     weight: float
@@ -43,10 +43,10 @@ class TenantMap:
     train_gpus: tuple[int, ...]
     """GPUs of the train ranks, in the order of the ranks."""
     shards: tuple[tuple[int, ...], ...]
-    """GPUs of each engine. All engines have equally many, and no two share one."""
+    """GPUs of each engine. All engines have the same number of GPUs, and no two engines share a GPU."""
 
     def __hash__(self) -> int:
-        """Return a hash of the name alone: maps are keys of a cache, and may have thousands of GPUs."""
+        """Return a hash of the name alone, because maps are keys of a cache and can have thousands of GPUs."""
         return hash(self.name)
 
     @property
@@ -60,13 +60,13 @@ class TenantMap:
         return tuple(gpu for shard in self.shards for gpu in shard)
 
     def gpus(self, role: Role) -> tuple[int, ...]:
-        """Return the GPUs that a role holds when it has all of its own."""
+        """Return all GPUs of a role."""
         return self.train_gpus if role == "train" else self.rollout_gpus
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """GPUs that a role holds as a whole and gives back by itself: all grants but those of generation."""
+    """GPUs that a role holds as a whole and releases by itself, for any work other than generation."""
 
     tenant: str
     role: Role
@@ -76,13 +76,13 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A role's wait for all of its GPUs, for other work than generation."""
+    """Waiting request of a role for all of its GPUs, for any work other than generation."""
 
     tenant: str
     role: Role
     priority: Priority
     since_s: float
-    """Time at which it was made, by the pool's clock."""
+    """Time in seconds of the request, by the pool's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,29 +95,30 @@ class TenantState:
     remaining: int | None = None
     """Number of groups that are still to be generated; None while that is unknown."""
     estimate: int | None = None
-    """Number of groups that the generation request which waits now expects to generate; None if no request waits."""
+    """Number of groups that the waiting generation request expects to generate; None if no request waits."""
     generates: bool = False
     """True from the first granted generation request until the tenant's end."""
     ending: bool = False
     """True when all shards of the tenant are being put to sleep permanently."""
     left_out: frozenset[int] = frozenset()
-    """Numbers of the shards that could not be woken too often, and are not woken any more."""
+    """Numbers of the shards that failed to wake too often and are no longer woken."""
     hungry: bool = False
-    """True if the tenant has had work and no shard awake for so long that it may take another's last shard."""
+    """True if the tenant has waited so long with work but no shard awake that it may take another tenant's last
+    shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """All that a plan depends on."""
+    """The state of a pool from which the planner makes a plan."""
 
     num_gpus: int
     tenants: dict[str, TenantState]
     grants: tuple[Grant, ...] = ()
     requests: tuple[Request, ...] = ()
     now_s: float = 0.0
-    """Time by the pool's clock."""
+    """Time in seconds by the pool's clock."""
     blocked: frozenset[int] = frozenset()
-    """GPUs that no tenant holds but that cannot be granted yet, such as those of processes that are being ended."""
+    """GPUs without a holder that cannot be granted yet, such as the GPUs of processes that are being ended."""
 
     def holders(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield (holder, GPUs) for all GPUs that are held or blocked."""
@@ -130,7 +131,7 @@ class PoolState:
             yield "no tenant (blocked)", tuple(sorted(self.blocked))
 
     def held(self) -> list[int]:
-        """Return the GPUs that are held or blocked, in no order; GPUs with two holders twice."""
+        """Return the GPUs that are held or blocked, in no particular order. GPUs with two holders occur twice."""
         gpus = [gpu for grant in self.grants for gpu in grant.gpus]
         for tenant in self.tenants.values():
             for shard in tenant.awake:
@@ -163,11 +164,11 @@ class Plan:
     begin."""
 
     shrinks: tuple[ShardId, ...] = ()
-    """Shards to be put to sleep."""
+    """Shards to put to sleep."""
     grants: tuple[Grant, ...] = ()
-    """Requests to be granted, which are the pool's answers to them."""
+    """Requests to grant."""
     expands: tuple[ShardId, ...] = ()
-    """Shards to be woken."""
+    """Shards to wake."""
 
     def __bool__(self) -> bool:
         return bool(self.shrinks or self.grants or self.expands)
@@ -181,7 +182,7 @@ def broken_checks(state: PoolState, plan: Plan) -> list[str]:
 
 
 def apply_plan(state: PoolState, plan: Plan) -> PoolState:
-    """Return the state after all orders of a plan without faults have been carried out."""
+    """Return the state after all orders of a valid plan have been carried out."""
     tenants = dict(state.tenants)
     for shard in plan.shrinks:
         tenant = tenants[shard.tenant]
@@ -255,7 +256,8 @@ def _order_faults(state: PoolState, plan: Plan) -> Iterator[str]:
 
 
 def _gpu_faults(state: PoolState, plan: Plan) -> Iterator[str]:
-    """Yield GPUs that would be held twice, or woken upon before they are free. Called for a plan whose orders exist."""
+    """Yield a fault for each GPU that would be held twice, or used by a waking shard before it is free. All shards and
+    requests of the plan must exist."""
     after = apply_plan(state, plan)
     yield from _state_faults(after)
     held = after.held()

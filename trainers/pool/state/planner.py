@@ -1,10 +1,10 @@
-"""Decides which tenant gets which GPU: fixed requests by priority and age first, then rollouts by their gap.
+"""Decides which tenant gets which GPU: requests for whole roles by priority and age first, then rollouts by their gap.
 
     state of the pool -> plan_cycle -> Plan (shrinks, then grants and expands)
 
-The gap of a tenant is its share of the rollout work that is left, less its share of the GPUs. The planner moves one
-shard at a time from the tenant with the smallest gap to the one with the largest. It is a pure function: equal states
-give equal plans.
+The gap of a tenant is its share of the remaining rollout work minus its share of the GPUs. The planner moves one
+shard at a time from the tenant with the smallest gap to the one with the largest. The planner is a pure function: equal
+states give equal plans.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ import numpy as np
 from .plan import Grant, Plan, PoolState, Request, ShardId, TenantMap, TenantState
 
 EPSILON = 1e-9
-"""Smallest difference of shares that counts as one."""
+"""Smallest difference of shares that counts as a difference."""
 
 
 @dataclass(slots=True)
 class Gap:
-    """One tenant's part in the gap rule. The fields from `gap` on follow from the others."""
+    """One tenant's figures in the gap rule. The fields from `gap` on are computed from the others."""
 
     name: str
     share: float
-    """Share of this tenant in the work that is left, from 0 to 1: groups x GPUs of an engine x the tenant's weight."""
+    """Share of this tenant in the remaining work of the pool, from 0 to 1. The work of a tenant is groups x GPUs of an
+    engine x weight."""
     awake_gpus: int
     """Number of GPUs on which the tenant's engines are awake."""
     budget: int
@@ -36,25 +37,26 @@ class Gap:
     tp: int
     """Number of GPUs of one of the tenant's engines."""
     hungry: bool = False
-    """True for a tenant that may take another's last shard while it has none itself (`TenantState.hungry`)."""
+    """True for a tenant that may take the last shard of another tenant while it has no shard (`TenantState.hungry`)."""
     gap: float = field(init=False)
-    """Share of the work less the share of the GPUs: above 0 for a tenant that has too few GPUs."""
+    """Share of the work minus share of the GPUs: above 0 for a tenant with too few GPUs."""
     wanted: int = field(init=False)
-    """Number of GPUs that the share amounts to, in whole shards and at least one; halves are rounded up."""
+    """Number of GPUs that corresponds to the share, in whole shards (at least one); halves are rounded up."""
     takes: bool = field(init=False)
-    """True for a tenant that is to get another shard."""
+    """True for a tenant that should get another shard."""
     to_give: int = field(init=False)
-    """Number of shards that the tenant can give away: all when it has no work left, otherwise those beyond its share,
-    of which it keeps at least one."""
+    """Number of shards that the tenant can give away: all without work left, otherwise the shards beyond its share.
+    With work left, the tenant keeps at least one shard."""
     to_hungry: int = field(init=False)
-    """Number of shards that it can give to a hungry tenant: its last one, too, unless it is hungry itself."""
+    """Number of shards that the tenant can give to a hungry tenant. This includes its last shard, unless it is hungry
+    itself."""
 
     def __post_init__(self) -> None:
         self.wanted = max(int(self.share * self.budget / self.tp + 0.5) * self.tp, self.tp)
         self.set_awake(self.awake_gpus)
 
     def set_awake(self, awake_gpus: int) -> None:
-        """Set the number of awake GPUs, and all that follows from it."""
+        """Set the number of awake GPUs, and recompute the fields that depend on it."""
         self.awake_gpus = awake_gpus
         self.gap = self.share - (awake_gpus / self.budget if self.budget else 0.0)
         self.takes = self.gap > EPSILON and awake_gpus < self.wanted
@@ -68,7 +70,7 @@ class Gap:
 
 
 def gaps(state: PoolState, awake: Mapping[str, int], num_idle: int) -> dict[str, Gap]:
-    """Return the gap of every tenant that takes part: it generates or waits to, and knows how much work it has left.
+    """Return the gap of every tenant that generates or waits to generate and knows how much work it has left.
 
     awake: number of awake shards of each tenant. num_idle: number of GPUs that no tenant holds or has reserved.
     """
@@ -90,7 +92,7 @@ def _takes_part(tenant: TenantState, awake: int) -> bool:
 
 
 def _work(tenant: TenantState) -> int:
-    """Return the number of groups that are left; a waiting request adds the GPUs that it expects."""
+    """Return the number of remaining groups. A waiting request adds the number of groups that it expects."""
     return (tenant.remaining or 0) + (tenant.estimate or 0)
 
 
@@ -103,15 +105,13 @@ _logger = logging.getLogger(__name__)
 
 
 def plan_cycle(state: PoolState, *, starve_s: float) -> Plan:
-    """Return what is to be done now.
-
-    starve_s: seconds after which a request that still waits comes before all others and reserves its GPUs, so that no
-    other tenant gets them.
+    """Return the plan for the present state. starve_s: seconds of waiting after which a request comes before all others
+    and reserves its GPUs, so that no other tenant gets them.
     """
     awake = {name: len(tenant.awake) for name, tenant in state.tenants.items()}
     ends = any(tenant.ending and tenant.awake for tenant in state.tenants.values())
     if not (state.requests or ends or any(gap.takes for gap in gaps(state, awake, state.num_idle).values())):
-        return Plan()  # most cycles of a large pool end here
+        return Plan()  # Most cycles of a large pool end here.
     draft = Draft(state)
     draft.shrink_ending()
     starving = {one: state.now_s - one.since_s >= starve_s for one in state.requests}
@@ -129,7 +129,7 @@ def is_uneven(state: PoolState, difference: float = 0.1) -> bool:
 
 
 class Draft:
-    """A plan in the making, and the pool as it will be after it. Shards of all tenants are numbered through."""
+    """An unfinished plan, and the pool after the actions planned so far. Shards are numbered over all tenants."""
 
     def __init__(self, state: PoolState) -> None:
         self.state = state
@@ -188,14 +188,15 @@ class Draft:
         self.expands.append(flat)
 
     def shrink_ending(self) -> None:
-        """Put the shards of all tenants that end to sleep."""
+        """Put all shards of ending tenants to sleep."""
         for name in self.names:
             if self.state.tenants[name].ending:
                 for shard in sorted(self.state.tenants[name].awake):
                     self.shrink(self.flat(ShardId(name, shard)))
 
     def take(self, gpus: tuple[int, ...]) -> None:
-        """Keep these GPUs from all tenants for the rest of the plan. Shards that are awake on some of them stay so."""
+        """Withhold these GPUs from all tenants for the rest of the plan. Shards that are awake on some of them stay
+        awake."""
         idle = [gpu for gpu in gpus if self.holder[gpu] == IDLE]
         self.holder[idle] = TAKEN
 
@@ -204,8 +205,8 @@ class Draft:
 
 
 def _serve(draft: Draft, request: Request, *, starving: bool) -> None:
-    """Grant a request of other work than generation if all its GPUs can be had. They come from idle ones and from
-    shards that generate. Otherwise shrink nothing for it, so that no shard sleeps needlessly."""
+    """Grant a request of other work than generation if all its GPUs are idle or belong to shards that generate.
+    Otherwise shrink nothing for the request, so that no shard sleeps needlessly."""
     wanted = draft.state.tenants[request.tenant].map.gpus(request.role)
     holders = draft.holder[list(wanted)]
     if (holders != TAKEN).all():
@@ -237,7 +238,7 @@ def _balance(draft: Draft) -> None:
             in_vain.add(taker.name)
             continue
         if given:
-            in_vain.clear()  # a shard that slept may have left GPUs that others can use
+            in_vain.clear()  # A shard that was put to sleep can have left GPUs that others can use.
         for name in {taker.name, *given}:
             found[name].set_awake(draft.awake[name] * found[name].tp)
         givable = _givable(draft, {name: gap.to_give for name, gap in found.items()})
@@ -250,19 +251,18 @@ _ALL = np.iinfo(np.int64).max
 
 
 def _givable(draft: Draft, to_give: Mapping[str, int]) -> np.ndarray:
-    """Return for each GPU the number of shards that its holder has to give, int64 `[GPUs]`. It is 0 if the GPU cannot
-    be had, and _ALL if it is idle. to_give: number of shards that each tenant gives; one that is missing gives none."""
+    """Return for each GPU the number of shards that its holder can give, int64 `[GPUs]`. The number is 0 if the GPU is
+    not available, and _ALL if it is idle. to_give: number of shards that each tenant gives; tenants without an entry
+    give none."""
     given = np.array([to_give.get(name, 0) for name in draft.names], dtype=np.int64)
     of_shard = np.where(draft.touched, 0, given[draft.tenant_of])
-    return np.append(of_shard, [0, _ALL])[draft.holder]  # TAKEN and IDLE count from the end
+    return np.append(of_shard, [0, _ALL])[draft.holder]  # TAKEN and IDLE are indices from the end.
 
 
 def _wake_one(draft: Draft, taker: Gap, givable: np.ndarray) -> list[str] | None:
     """Wake one shard of `taker`, after shrinking the donors' shards on its GPUs. Returns the donors' names, one for
-    each shard, or None if no shard can be had.
-
-    A shard whose GPUs are idle is preferred, then one whose donors have most to give, then the one with the lowest
-    number.
+    each shard, or None if no shard is available. A shard with idle GPUs is preferred, then the shard with the donors
+    that have most to give, then the lowest number.
     """
     own, gpus = draft.of_tenant(taker.name), draft.gpus[taker.name]
     spare = givable[gpus].min(axis=1)

@@ -1,11 +1,11 @@
-"""Keeps the state of a pool of GPUs: its tenants, the GPUs that each holds, the waiting ones, and the open orders.
+"""Keeps the state of a pool of GPUs: its tenants, their GPUs, their waiting requests, and the open orders.
 
 The state is pure: it has no clock, no network and no thread.
 
     command + time -> Pool.apply -> changed state, orders for tenants
 
 One plan is carried out at a time: all its shrinks are acknowledged before its grants take effect and its expands are
-ordered. A tenant that does not answer in time is suspect. Its GPUs stay blocked until its processes have been seen
+ordered. A tenant that does not answer in time is suspect. Its GPUs stay blocked until its processes are known to be
 dead, and no other tenant waits for it.
 """
 
@@ -40,7 +40,7 @@ MAX_FAILURES = 3
 """Number of failed attempts to wake a shard after which it is left out permanently."""
 PAID = 0.25
 """Seconds of waiting that one second of holding a shard repays. It is below 1, because a tenant that gets a shard only
-briefly, between two trainings of another, generates little in it."""
+briefly, between two trainings of another tenant, generates little in that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +48,19 @@ class PoolBounds:
     """Time limits of a pool in seconds."""
 
     starve_s: float = 60.0
-    """Seconds after which a request that still waits comes before all others."""
+    """Seconds of waiting after which a request comes before all others."""
     order_timeout_s: float = 180.0
     """Seconds that a tenant has to carry out an order."""
     lease_s: float = 30.0
     """Seconds without a sign of life after which a tenant is suspect."""
     turn_s: float = 10.0
-    """Seconds for which a tenant has work but no shard awake, less a part of those for which it has one, after which it
-    may take another's last shard. Two tenants that compete for one shard thus take turns of about this length."""
+    """Value of `Tenant.owed_s` in seconds from which a tenant may take another tenant's last shard. Two tenants that
+    compete for one shard thus take turns of about this length."""
 
 
 @dataclass(slots=True)
 class Tenant:
-    """State of one tenant."""
+    """The pool's record of one tenant."""
 
     map: TenantMap
     number: int
@@ -68,7 +68,7 @@ class Tenant:
     heard_s: float
     """Time of the last sign of life."""
     admitted: bool
-    """True once all earlier tenants have finished a step or are gone; only then does it get GPUs."""
+    """True once all earlier tenants have finished a step or left. The tenant gets GPUs only then."""
     has_finished_step: bool = False
     awake: set[int] = field(default_factory=set)
     """Shards that hold their GPUs for generation, including those that are falling asleep or waking."""
@@ -76,17 +76,17 @@ class Tenant:
     """Number of failed attempts to wake each shard."""
     demand: Demand | None = None
     estimate: int | None = None
-    """Number of groups that the waiting generation request expects; None if none waits."""
+    """Number of groups that the waiting generation request expects; None without a waiting request."""
     generates: bool = False
     ending: bool = False
     processes: Processes | None = None
-    """The tenant's processes; None for a tenant that has none."""
+    """The tenant's processes; None for a tenant without processes."""
     order_timeout_s: float = 180.0
     """Seconds that the tenant has to carry out an order."""
     suspect: str = ""
-    """Reason for which the tenant is not trusted any more; "" for one that is."""
+    """Reason for which the tenant is no longer trusted; "" for a trusted tenant."""
     owed_s: float = 0.0
-    """Seconds for which it had work but no shard awake, less PAID times those for which it had one, up to
+    """Seconds for which the tenant had work but no shard awake, minus PAID times the seconds with a shard, up to
     `settled_s`."""
     settled_s: float = 0.0
     """Time up to which `owed_s` is counted."""
@@ -98,7 +98,7 @@ class Tenant:
 
     @property
     def left_out(self) -> set[int]:
-        """Shards that are not woken any more."""
+        """Numbers of the shards that are no longer woken."""
         return {shard for shard, count in self.failures.items() if count >= MAX_FAILURES}
 
 
@@ -108,12 +108,12 @@ class RunningPlan:
 
     plan: Plan
     waking: bool = False
-    """False while its shrinks are out, True while its expands are."""
+    """False while the plan's shrinks are being carried out, True during its expands."""
 
 
 @dataclass(slots=True)
 class Pool:
-    """A pool of GPUs and its tenants. Calls of one tenant cannot change what another holds, except by plans."""
+    """A pool of GPUs and its tenants. Calls of one tenant change the GPUs of another only through plans."""
 
     num_gpus: int
     bounds: PoolBounds = field(default_factory=PoolBounds)
@@ -128,15 +128,14 @@ class Pool:
     next_order: int = 1
     next_tenant: int = 0
     rejected: list[str] = field(default_factory=list)
-    """Faults of the last plan that was dropped; empty if none was."""
+    """Faults of the last dropped plan; empty if no plan was dropped."""
     num_rejected: int = 0
     """Number of plans that were dropped because they broke a check."""
 
     def apply(self, now_s: float, command: Command) -> bool:
-        """Carry out one command at time `now_s`, and then whatever follows from it: plans, orders, grants. Returns
-        whether the pool has changed, which only a passing of time may leave as it is.
-
-        Raises UserError, and changes nothing, for a command that is refused.
+        """Carry out one command at time `now_s` and its consequences: plans, orders, grants. Returns whether the pool
+        has changed; only a `Tick` can change nothing. Raises UserError, and changes nothing, for a command that is
+        refused.
         """
         owed = self._owed(now_s)
         self._carry_out(now_s, command)
@@ -151,8 +150,8 @@ class Pool:
         return [order for _, order in sorted(self.orders.items()) if order.tenant == tenant]
 
     def has(self, tenant: str, role: Role) -> bool:
-        """Return whether a role holds what it last asked for: for generation, any shard that is awake. Raises UserError
-        for an unknown tenant."""
+        """Return whether a role holds the GPUs that it last asked for (for generation: whether any shard is awake).
+        Raises UserError for an unknown tenant."""
         member = self._tenant(tenant)
         if _key(tenant, role) in self.grants:
             return True
@@ -160,12 +159,12 @@ class Pool:
 
     @property
     def suspects(self) -> dict[str, str]:
-        """Tenants whose processes have to be ended and seen dead, and the reason for each."""
+        """Tenants with processes that have to be ended, and the reason for each tenant."""
         return {name: tenant.suspect for name, tenant in self.tenants.items() if tenant.suspect}
 
     def state(self, now_s: float) -> PoolState:
-        """Return the state that the planner sees. GPUs of suspect tenants are blocked. Suspect tenants are not in it,
-        nor are tenants that have not been admitted."""
+        """Return the state for the planner. The GPUs of suspect tenants are blocked. The state has no suspect tenants
+        and no tenants that have not been admitted."""
         trusted = {name: tenant for name, tenant in self.tenants.items() if not tenant.suspect}
         owed = self._owed(now_s)
         blocked = {gpu for name in self.suspects for gpu in self._held(name)}
@@ -179,7 +178,7 @@ class Pool:
         )
 
     def plan(self, state: PoolState) -> Plan:
-        """Return what is to be done in `state`. A pool with another rule overrides this."""
+        """Return the plan for `state`. A pool with another rule overrides this method."""
         return plan_cycle(state, starve_s=self.bounds.starve_s)
 
     def _held(self, name: str) -> set[int]:
@@ -188,8 +187,8 @@ class Pool:
         return held.union(*(grant.gpus for grant in self.grants.values() if grant.tenant == name))
 
     def _owed(self, now_s: float) -> dict[str, float]:
-        """Return each tenant's seconds with work but no shard awake, less PAID times those with a shard or no work. The
-        result is at least 0 and at most two turns. While it trains, they stay."""
+        """Return each tenant's seconds with work but no shard awake, minus PAID times those with a shard or without
+        work. The result is at least 0 and at most two turns. It does not change while the tenant trains."""
         trains = {grant.tenant for grant in self.grants.values()}
         owed = {}
         for name, tenant in self.tenants.items():
@@ -204,8 +203,8 @@ class Pool:
         return owed
 
     def _settle(self, now_s: float, owed_s: Mapping[str, float]) -> None:
-        """Note what each tenant is owed at this time. It must be called before what a tenant has or wants changes, or
-        with what was found before."""
+        """Update `owed_s` of each tenant to this time. This method must be called before the shards or the work of a
+        tenant change, or with values of `_owed` from before the change."""
         for name, seconds in owed_s.items():
             if name in self.tenants:
                 self.tenants[name].owed_s, self.tenants[name].settled_s = seconds, now_s
@@ -246,12 +245,13 @@ class Pool:
         own, there = command.map, self.tenants.get(command.map.name)
         if there is not None:
             if command.processes is not None and (there.map, there.processes) == (own, command.processes):
-                return  # the same run, which has missed the answer
-            raise UserError(f"pool: a tenant named {own.name!r} is registered already; a run's name must be its own")
+                return  # The same run repeats the call, because it has missed the answer.
+            raise UserError(f"pool: a tenant named {own.name!r} is registered already, expected a name of its own for
+            each run")
         beyond = sorted(gpu for gpu in {*own.train_gpus, *own.rollout_gpus} if not 0 <= gpu < self.num_gpus)
         if beyond:
             last = self.num_gpus - 1
-            raise UserError(f"pool: tenant {own.name!r} names GPU {beyond[0]}, but the pool has 0 to {last}")
+            raise UserError(f"pool: tenant {own.name!r} names GPU {beyond[0]}, expected GPUs from 0 to {last}")
         self.tenants[own.name] = Tenant(own, self.next_tenant, now_s, admitted=False)
         tenant = self.tenants[own.name]
         tenant.processes, tenant.settled_s = command.processes, now_s
@@ -260,7 +260,7 @@ class Pool:
         self._admit()
 
     def _admit(self) -> None:
-        """Admit tenants in the order of registration, up to the first that has not finished a step."""
+        """Admit tenants in the order of registration, up to and including the first that has not finished a step."""
         for tenant in sorted(self.tenants.values(), key=lambda one: one.number):
             tenant.admitted = True
             if not (tenant.has_finished_step or tenant.suspect):
@@ -271,14 +271,15 @@ class Pool:
         key = _key(ask.tenant, ask.role)
         held = self.grants.get(key) or self.requests.get(key)
         if ask.priority is Priority.GENERATION and ask.role != "rollout":
-            raise UserError(f"pool: tenant {ask.tenant!r} asks for generation with its role {ask.role!r}")
+            raise UserError(f"pool: tenant {ask.tenant!r} asks for generation with its role {ask.role!r}, expected
+            'rollout'")
         if held is not None and held.priority is not ask.priority:
             raise UserError(
                 f"pool: {key} asks for {ask.priority.name} while it holds or waits for {held.priority.name}; "
                 "release that first"
             )
         if self.tenants[ask.tenant].ending:
-            raise UserError(f"pool: tenant {ask.tenant!r} asks for GPUs after it has said that it ends")
+            raise UserError(f"pool: tenant {ask.tenant!r} asks for GPUs after its `ShrinkToZero`")
 
     def _ask(self, now_s: float, ask: Ask) -> None:
         key = _key(ask.tenant, ask.role)
@@ -350,14 +351,15 @@ class Pool:
     def _tenant(self, name: str) -> Tenant:
         found = self.tenants.get(name)
         if found is None:
-            raise UserError(f"pool: {name!r} is no tenant; it has {', '.join(sorted(self.tenants)) or 'none'}")
+            raise UserError(f"pool: {name!r} is not a tenant; the tenants are {', '.join(sorted(self.tenants)) or
+            'none'}")
         return found
 
     # ---------------- These methods apply the consequences of a command.
 
     def _expire(self, now_s: float) -> bool:
-        """Mark tenants as suspect that have left an order or the pool without an answer for too long. Returns whether
-        there was one that had not been before."""
+        """Mark tenants as suspect that have not answered an order or shown a sign of life for too long. Returns whether
+        any tenant became suspect."""
         num_before = len(self.suspects)
         for order in list(self.orders.values()):
             if now_s > order.due_s:
@@ -378,7 +380,7 @@ class Pool:
             self._admit()
 
     def _go_on(self, now_s: float) -> bool:
-        """Carry the running plan on as far as acknowledgements allow, and begin another when it is over. Returns
+        """Continue the running plan as far as acknowledgements allow, and begin another plan when it is over. Returns
         whether anything has changed."""
         num_rejected, changed = self.num_rejected, False
         while not self.orders:
@@ -407,8 +409,8 @@ class Pool:
         return True
 
     def _grant_and_wake(self, now_s: float) -> None:
-        """Grant what the plan grants and order its expands, except what became impossible meanwhile. While shards were
-        put to sleep, a tenant left or became suspect, or GPUs did not become free."""
+        """Carry out the plan's grants and order its expands, except those that have become impossible: while shards
+        were put to sleep, a tenant can have left or become suspect, and GPUs can have failed to become free."""
         assert self.running is not None
         self.running.waking = True
         self._settle(now_s, self._owed(now_s))
@@ -439,7 +441,7 @@ class Pool:
             self.next_order += 1
 
     def is_uneven(self, now_s: float) -> bool:
-        """Return whether shares of work and of GPUs differ much, so that a cycle without an event is worth its time."""
+        """Return whether shares of work and of GPUs differ so much that a cycle without an event is worth its time."""
         return is_uneven(self.state(now_s))
 
 

@@ -8,7 +8,7 @@ from typing import Literal, NotRequired, TypedDict
 from .plan import Role
 
 Stage = Literal["shrink", "drain", "sleep", "memory", "wake", "sync", "onload", "offload"]
-"""Part of a switch of a GPU from one role to another."""
+"""Name of a stage in the switch of a GPU from one role to another."""
 
 Event = Literal["grant", "release"] | Stage
 """Kind of a line of pool_trace.jsonl. `grant` and `release` name the holder of a GPU; the others are stages of a
@@ -21,7 +21,7 @@ class PoolEvent(TypedDict):
     """Something that happened on one GPU of a pool; one line of `pool_trace.jsonl`."""
 
     t: float
-    """Seconds from the pool's start to the moment at which it was done."""
+    """Seconds from the pool's start to the end of the event."""
     gpu: int
     """Number of the GPU in the pool."""
     tenant: str | None
@@ -31,12 +31,13 @@ class PoolEvent(TypedDict):
     event: Event
     """Kind of the event. From its grant to its release, the GPU is held by the tenant's role."""
     seconds: NotRequired[float]
-    """Seconds that it took, all before `t`. For a grant, these are the seconds of the wait for it. Absent: unknown."""
+    """Duration in seconds of the event, which ended at `t`. For a grant, the duration of the wait. Absent if
+    unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageNote:
-    """One stage of a switch, as the tenant that went through it measured it."""
+    """One stage of a switch, as measured by its tenant."""
 
     event: Stage
     role: Role
@@ -53,7 +54,7 @@ class PooledGpu:
     is its position among the pool's GPUs."""
 
     host: str
-    """Name of its host."""
+    """Name of the GPU's host."""
     node: str
     """Ray's id of the host's node."""
     number: int
@@ -82,9 +83,9 @@ class TenantLine:
     """Share of this tenant in the work that is left in the pool, from 0 to 1."""
     admitted: bool
     suspect: str
-    """Reason for which the tenant's processes are being ended; "" for a tenant that is trusted."""
+    """Reason for which the tenant's processes are being ended; "" for a trusted tenant."""
     silent_s: float
-    """Seconds since the last sign of life."""
+    """Seconds since the tenant's last sign of life."""
     driver: int | None
     """Process id of the tenant's driver on its host; None for a tenant without processes."""
 
@@ -95,28 +96,29 @@ class WaitLine:
 
     who: str
     what: str
-    """Object of the wait, in words."""
+    """Description of the thing that the request or order waits for."""
     since_s: float
-    """Seconds since the wait began."""
+    """Number of seconds since the wait began."""
     freed_by: str
-    """Event that frees the GPUs next, in words; "" if nothing is under way."""
+    """Description of the event that will free the GPUs; "" if no such event is under way."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """Figures of a pool for Prometheus. The counts begin with the pool's process."""
+    """Figures of a pool for Prometheus. The counts start at 0 with each process of the pool."""
 
     num_gpus: int
     holders: tuple[tuple[int, str, Role], ...]
-    """GPUs that a tenant holds: number, tenant and role."""
+    """Number, tenant and role of each GPU that a tenant holds."""
     gaps: dict[str, float]
     """Gap of each tenant that takes part in the gap rule; see `Gap.gap`."""
     waits: tuple[tuple[str, str, float], ...]
-    """Requests that wait: tenant, priority in lower case, seconds."""
+    """Tenant, priority in lower case, and seconds so far of each waiting request."""
     switches: dict[str, tuple[int, float]]
-    """Stages of switches so far: number and sum of their seconds, by event."""
+    """Number of the stages of switches so far, and the sum of their seconds, by event."""
     orders: dict[str, int]
-    """Orders that are over: `done`, `failed` (of at least one shard), or `void` (their tenant left or is suspect)."""
+    """Number of completed orders, by result: `done`, `failed` (for at least one shard), or `void` (the tenant left or
+    is suspect)."""
     num_rejected: int
     """Number of plans that were dropped because they broke a check."""
 
@@ -129,13 +131,13 @@ class PoolStatus:
     age_s: float
     """Seconds since the pool was first started."""
     gpus: tuple[str, ...]
-    """Holder of each GPU in words; "idle" for one that no tenant holds."""
+    """Description of the holder of each GPU; "idle" for a GPU without a holder."""
     tenants: tuple[TenantLine, ...]
     waits: tuple[WaitLine, ...]
     rejected: tuple[str, ...]
-    """Faults of the last plan that broke a check; empty if none did."""
+    """Faults of the last plan that broke a check; empty if no plan did."""
     num_rejected: int
     pid: int
-    """Id of the process that keeps the pool; another one after a restart."""
+    """Id of the process that keeps the pool. It changes with a restart."""
     reserved: tuple[PooledGpu, ...]
     """Place of each GPU of the pool; () for a pool whose GPUs are numbers only."""

@@ -1,1 +1,1 @@
-"""A run as a tenant of a pool of GPUs."""
+"""Makes a run a tenant of a pool of GPUs."""

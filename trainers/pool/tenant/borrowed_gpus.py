@@ -1,4 +1,4 @@
-"""Gives the train workers of a tenant their GPUs for as long as they compute, and lends these to others otherwise.
+"""Gives the train workers of a tenant their GPUs while they compute, and returns the GPUs to the pool otherwise.
 
     to_training   the pool grants the train GPUs (engines there fall asleep) -> workers onload
     sync          new version into host memory and to the engines that are awake -> workers offload -> GPUs go back
@@ -9,8 +9,8 @@ onload      all train workers                        their last answer
 sync        all engines that are awake               every bucket being verified
 offload     all train workers, their memory to fall  the last answer, or an error that names the worker
 
-Engines fall asleep and wake in a thread of their own (shards.py). A train worker never waits for rollouts while it
-holds GPUs: those may need the GPUs of another tenant, which may wait in the same way.
+Engines fall asleep and wake in a separate thread (shards.py). A train worker never waits for rollouts while it holds
+GPUs: the rollouts may need the GPUs of another tenant that waits in the same way.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class BorrowsGpus:
         *,
         step_groups: int,
     ) -> None:
-        """client: data-plane client of its own. step_groups: number of groups of a step."""
+        """client: data-plane client that no other object uses. step_groups: number of groups of a step."""
         self._actors = actors
         self._weights = weights
         self._stages = stages
@@ -107,9 +107,9 @@ class BorrowsGpus:
 
     def sync_engine(self, engine: Engine, version: int) -> bool:
         if not version:
-            return True  # the engine loaded this version from the model's folder
+            return True  # The engine has loaded version 0 from the model's folder.
         if self._weights.kept is None:
-            return False  # the train workers were replaced, and will sync it soon
+            return False  # The train workers were replaced, and will sync the engine soon.
         try:
             self._weights.catch_up(engine)
         except ActorFailed:
@@ -119,11 +119,11 @@ class BorrowsGpus:
     def open_rollouts(self, feed: Callable[[], HasDemand]) -> None:
         def demand() -> Demand:
             if self._weights.kept is None:
-                return Demand(0, 0)  # no engine can wake until new train workers keep a version
+                return Demand(0, 0)  # No engine can wake until new train workers keep a version.
             left = feed().demand(self._client)
             if self._stages.current != VALIDATE:
                 return left
-            return Demand(left.target + self._step_groups, left.completed)  # an evaluation counts as much as a step
+            return Demand(left.target + self._step_groups, left.completed)  # An evaluation counts as a step.
 
         self._tenant.serve(self._shards.carry_out, demand)
         self._tenant.open_rollouts(self._step_groups)

@@ -33,17 +33,18 @@ from .shards import Shards
 from .tenant import Tenant
 
 STAGES_OF_AN_ORDER = 4
-"""Largest number of stages in which an order waits for actors: each may take this part of `pool.order_timeout_s`."""
+"""Largest number of stages in which an order waits for actors. Each stage may take `pool.order_timeout_s` divided by
+this number."""
 END_S = 30.0
-"""Seconds within which the processes of a run that ends must be gone."""
+"""Seconds within which the processes of an ending run must be gone."""
 
 
 class PoolMembership:
     """A run's part in a pool, from its start to its end; implements `Loan`."""
 
     def __init__(self, config: Config, folder: Path, heartbeat: Heartbeat) -> None:
-        """Register the run in its pool. Ray must be initialized. Raises UserError if the pool is not there or refuses
-        the run, such as for a name that is taken."""
+        """Register the run in its pool. Ray must be initialized. Raises UserError if the pool does not exist or refuses
+        the run, for example because its name is taken."""
         self._config = config
         self._heartbeat = heartbeat
         start = process_start(os.getpid())
@@ -57,8 +58,8 @@ class PoolMembership:
         self.tenant.join()
 
     def places(self) -> Reservation:
-        """Return the places of the run's actors on the GPUs that the pool has reserved. Where its GPUs are numbers
-        only, Ray chooses the places. Raises UserError if the run cannot be placed."""
+        """Return the places of the run's actors on the GPUs that the pool has reserved. If the pool's GPUs are numbers
+        without devices, Ray chooses the places. Raises UserError if the run cannot be placed."""
         reserved = self._client.status().reserved
         request = PlacementRequest.of(self._config)
         if reserved:
@@ -89,8 +90,9 @@ class PoolMembership:
     def roles(
         self, actors: RunActors, weights: WeightSync, stages: Stages, client: DataPlaneClient, bucket_bytes: int
     ) -> BorrowsGpus:
-        """Return the operations on the memory of the borrowed GPUs. client: data-plane client of its own. bucket_bytes:
-        GPU memory that a train worker may keep in addition, for the buffers from which it sends weights."""
+        """Return the operations on the memory of the borrowed GPUs. client: data-plane client that no other object
+        uses. bucket_bytes: GPU memory that a train worker may keep in addition, for the buffers from which it sends
+        weights."""
         config, residual_bytes = self._config, self._config.resources.residual_mib << 20
         shards = Shards(
             actors,
@@ -108,9 +110,9 @@ class PoolMembership:
         return BorrowsGpus(actors, weights, stages, self.tenant, shards, memory, client, step_groups=groups)
 
     def leave(self, pids: Callable[[], list[int]]) -> None:
-        """Leave the pool, once the processes of the run's actors on this host, whose ids `pids` returns, have ended.
-        Idempotent."""
+        """Leave the pool once the processes of the run's actors on this host have ended. Idempotent. pids: function
+        that returns their process ids."""
         if wait_until_ended(pids, END_S):
             self.tenant.leave()
         else:
-            self.tenant.stop()  # the pool ends them when it misses the signs of life
+            self.tenant.stop()  # The pool ends the processes when the signs of life stop.

@@ -1,4 +1,4 @@
-"""Puts engines to sleep and wakes them as a pool of GPUs orders, so that no request and no token is lost.
+"""Puts engines to sleep and wakes them by order of a pool of GPUs, without losing requests or tokens.
 
     shrink   no new requests -> those in flight end, or are cut off and continue elsewhere -> sleep -> memory has fallen
     expand   (a new process if the old one died) -> newest version from host memory -> wake -> requests
@@ -35,25 +35,26 @@ from ..state.status import Stage, StageNote
 
 _log = logging.getLogger(__name__)
 VERSION_S = 1.0
-"""Seconds for which shards that are to wake wait for a version where none is kept, because the train workers died."""
+"""Seconds for which waking shards wait for a version of the weights when none is kept because the train workers
+died."""
 
 Note = Callable[[list[StageNote]], None]
 
 
 @dataclass(slots=True)
 class Resizes:
-    """Counts of what shrinks and expands did since the start."""
+    """Counts of the effects of shrinks and expands since the start."""
 
     resizes: int = 0
     """Number of shards that fell asleep or woke."""
     moved: int = 0
     """Number of samples that were cut off by a shrink and continued elsewhere."""
     kept_tokens: int = 0
-    """Number of tokens that these samples took along."""
+    """Number of tokens that these samples kept."""
     lost_tokens: int = 0
-    """Largest number of tokens that can have been lost, because an engine died while it was put to sleep."""
+    """Upper bound on the number of tokens lost because an engine died while it was put to sleep."""
     asleep_bytes: int = 0
-    """Most memory in bytes that an engine held after the last shrink."""
+    """Largest memory in bytes of any engine after the last shrink."""
 
 
 class Shards:
@@ -73,7 +74,7 @@ class Shards:
     ) -> None:
         """own: GPUs of each shard. note: receives the stages of each switch, for the pool's trace. sleep_level: see
         `Sleeper.sleep`. residual_bytes: GPU memory that a process of an engine may keep asleep. timeout_s: seconds that
-        one stage may take. cut: whether requests in flight are cut off; otherwise, shrinks wait for their ends."""
+        one stage may take. cut: true to abort requests in flight; otherwise shrinks wait until these end."""
         self._actors = actors
         self._weights = weights
         self._map = own
@@ -95,20 +96,22 @@ class Shards:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Context manager in whose block no shard falls asleep or wakes. Threads may nest it; others wait."""
+        """Context manager that keeps all shards asleep or awake inside its block. A thread may nest it; other threads
+        wait."""
         with self._changes:
             yield
             self._changes.notify_all()
 
     def carry_out(self, order: Order) -> Outcome:
-        """Carry out an order of the pool, and return its outcome. Called in another thread than the driver's."""
+        """Carry out an order of the pool, and return its outcome. This method runs in another thread than the
+        driver's."""
         engines = [self._actors.engines.engines[shard] for shard in order.shards]
         carry_out = self._shrink if order.kind == "shrink" else self._expand
         self._unready.clear()
         try:
             with self._changes:
                 failed = carry_out(engines)
-        except Exception as error:  # any error must be reported to the pool
+        except Exception as error:  # Any error must be reported to the pool.
             _log.exception("%s of shards %s", order.kind, order.shards)
             for engine in engines:
                 self._end(engine, str(error))
@@ -127,8 +130,8 @@ class Shards:
         return Outcome(order.tenant, order.number, done, reasons, unready)
 
     def check(self) -> None:
-        """Raise ActorFailed, once, if train rank 0 was found dead when an engine was to wake, and not replaced since.
-        The driver may be waiting for rollouts of engines that cannot wake, and would not find out."""
+        """Raise ActorFailed, once, if train rank 0 was dead when an engine had to wake, and was not replaced since.
+        Without this check, the driver would wait for rollouts of engines that cannot wake."""
         found, self._trainer_death = self._trainer_death, None
         if found is not None and found[0] == self._actors.workers[0].info.pid:
             raise found[1]
@@ -150,10 +153,10 @@ class Shards:
     # ---------------- These methods shrink the tenant: they put engines to sleep.
 
     def _shrink(self, engines: Sequence[Engine]) -> dict[str, str]:
-        """Put engines to sleep. Returns the killed ones: name -> reason. Their GPUs are free, too."""
+        """Put engines to sleep. Returns the killed engines: name -> reason. Their GPUs are free, too."""
         awake = [engine for engine in engines if not engine.asleep]
         for engine in awake:
-            engine.asleep = True  # from now on it takes part in no weight sync
+            engine.asleep = True  # From now on the engine takes part in no weight sync.
         failed: dict[str, str] = {}
         with self._stage("drain", awake):
             self._drain(awake)
@@ -178,7 +181,7 @@ class Shards:
 
     def _drain(self, engines: Sequence[Engine]) -> None:
         """Stop all rollout actors from sending requests to `engines`, and wait until none is in flight. Rollout actors
-        that fail have no request any more."""
+        that fail have no requests left."""
         rollouts = self._actors.rollouts
         calls = [rollout.suspend_engine(engine.handle, self._cut) for rollout in rollouts for engine in engines]
         for outcome in gather_each(calls, "drain", self._timeout_s):
@@ -212,7 +215,7 @@ class Shards:
             _log.warning("expand: %s sleeps on: %s", engine.name, failed[engine.name])
             engine.asleep = False
         if back:
-            for name in self._shrink(back):  # engines that cannot sleep are ended
+            for name in self._shrink(back):  # Engines that cannot sleep are killed.
                 self._unready.discard(name)
         return failed
 
@@ -235,10 +238,9 @@ class Shards:
             )
 
     def _catch_up(self, engine: Engine, failed: dict[str, str]) -> None:
-        """Bring an engine to the newest version, which is kept while the train workers do something else.
-
-        If these have died, the driver gets the error, and the engine is unready: its GPUs are more useful to others,
-        and to the new train workers, than while it waits for these.
+        """Bring an engine to the newest kept version while the train workers do other work. If the train workers have
+        died, the driver gets the error, and the engine counts as unready: meanwhile others, or the new train workers,
+        can use its GPUs.
         """
         if self._weights.kept is not None:
             if engine.version == self._weights.kept and not engine.broken:
@@ -265,7 +267,7 @@ class Shards:
         rollouts = self._actors.rollouts
         outcomes = gather_each([rollout.readmit_engine(engine.handle) for rollout in rollouts], "engines", HEALTH_S)
         wrong = [outcome for outcome in outcomes if isinstance(outcome, ActorFailed) and outcome.cause is not None]
-        if wrong:  # the driver replaces a dead rollout actor, and gives this engine to the new one
+        if wrong:  # The driver replaces a dead rollout actor, and gives this engine to the new actor.
             failed[engine.name] = str(wrong[0])
             return
         engine.asleep = False
@@ -278,7 +280,7 @@ class Shards:
         failed: dict[str, str],
         call: Callable[[Engine], Call[None]],
     ) -> None:
-        """Make a call of all engines that have not failed, and add those for which it fails to `failed`."""
+        """Call all engines that have not failed, and add those for which the call fails to `failed`."""
         sound = [engine for engine in engines if engine.name not in failed]
         outcomes = gather_each([call(engine) for engine in sound], stage, self._timeout_s)
         for engine, outcome in zip(sound, outcomes, strict=True):
@@ -286,13 +288,13 @@ class Shards:
                 failed[engine.name] = str(outcome)
 
     def _end(self, engine: Engine, reason: str) -> None:
-        """Kill the processes of an engine, which frees their memory for certain, and wait until they are gone. New
+        """Kill the processes of an engine, which always frees their memory, and wait until they are gone. New
         processes replace them when the shard wakes."""
         info = engine.handle.info
         _log.warning("%s is ended: %s", info, reason)
         family = Family(info.pid) if info.host == socket.gethostname() else None
         if family is not None:
-            family.look()  # the engine's children hold the memory, and end after it
+            family.look()  # The engine's child processes hold the memory, and end after it.
         engine.handle.kill()
         engine.dead = engine.asleep = engine.broken = True
         self._asleep_since.setdefault(engine.name, time.monotonic())

@@ -1,4 +1,4 @@
-"""`Tenant` is a run's side of a pool of GPUs: it shows that the run is alive, and carries out the pool's orders.
+"""`Tenant` connects a run to a pool of GPUs: it sends signs of life, and carries out the pool's orders.
 
 driver's thread   hold(role) ... release(role)         waits for GPUs, and gives them back
 order thread      wait_for_orders -> carry_out -> outcome
@@ -21,16 +21,16 @@ from ..state.plan import Priority, Role, TenantMap
 from ..state.status import StageNote
 
 POLL_S = 1.0
-"""Seconds for which one question to the pool waits for news."""
+"""Seconds for which one long poll of the pool waits."""
 BEAT_S = 0.5
-"""Seconds between two looks at how much rollout work is left."""
+"""Seconds between two checks of the remaining rollout work."""
 ALIVE_S = 5.0
 """Seconds between two signs of life."""
 END_S = 30.0
-"""Seconds within which the threads of a tenant that leaves must have ended."""
+"""Seconds within which the threads of a leaving tenant must have ended."""
 
 CarryOut = Callable[[Order], Outcome]
-"""Function that carries out an order. It must not raise: what fails is in the outcome."""
+"""Function that carries out an order. The function must not raise exceptions; its outcome lists the failures."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,20 +51,21 @@ class Tenant:
         self._joined = False
 
     def join(self) -> None:
-        """Register in the pool, and show from now on that this run is alive. Raises UserError if it is refused."""
+        """Register in the pool, and send signs of life from now on. Raises UserError if the pool refuses the run."""
         self._client.send(self._registration)
         self._joined = True
         self._start(self._beat, "pool beat")
 
     def serve(self, carry_out: CarryOut, demand: Callable[[], Demand | None]) -> None:
-        """Carry out orders from now on, in a thread of its own. demand: function that returns the rollout work that is
-        left, or None while that is unknown; it is called in another thread."""
+        """Carry out orders from now on, in a separate thread. demand: function that returns the remaining rollout work,
+        or None while this is unknown; it is called in another thread."""
         self._start(lambda: self._carry_out_orders(carry_out), "pool orders")
         self._start(lambda: self._report(demand), "pool progress")
 
     def hold(self, role: Role, priority: Priority, on_wait: Callable[[], None] = lambda: None) -> None:
         """Wait until the pool has granted all GPUs of a role. The wait lasts for as long as the pool answers, because
-        other tenants may hold them for long. on_wait: called about every POLL_S seconds meanwhile. Idempotent."""
+        other tenants can hold them for long. on_wait: function that is called about every POLL_S seconds during the
+        wait. Idempotent."""
         self._client.send(Ask(self.map.name, role, priority))
         while not self._client.wait_for_grant(self.map.name, role, POLL_S):
             self.check()
@@ -75,13 +76,13 @@ class Tenant:
         self._client.send(Ask(self.map.name, "rollout", Priority.GENERATION, groups))
 
     def release(self, role: Role) -> None:
-        """Give the GPUs of a role back that `hold` has waited for."""
+        """Return the GPUs of a role that `hold` has waited for."""
         self._client.send(Release(self.map.name, role))
 
     @contextmanager
     def holding(self, role: Role, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Context manager in whose block a role has its GPUs to be initialized on. They stay held if the block raises
-        an exception: the processes on them must end first."""
+        """Context manager in whose block a role holds its GPUs for initialization. If the block raises an exception,
+        they stay held, because the processes on them must end first."""
         self.hold(role, Priority.INITIALIZATION, on_wait)
         yield
         self.release(role)
@@ -100,19 +101,20 @@ class Tenant:
             raise self._failure
 
     def stop(self) -> None:
-        """End the threads, and wait for an order that is being carried out. The pool then gets no sign of life any
-        more, so `leave` must follow soon. Idempotent."""
+        """End the threads, and wait for an order that is being carried out. The pool then gets no more signs of life,
+        so `leave` must follow soon. Idempotent."""
         self._stopping.set()
         deadline = time.monotonic() + END_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def leave(self) -> None:
-        """Unregister, after all processes that used GPUs have ended; whatever the run held is free then. Idempotent."""
+        """Unregister after all processes that used GPUs have ended, so that all GPUs of the run are free.
+        Idempotent."""
         self.stop()
         if self._joined:
             self._joined = False
-            with contextlib.suppress(Exception):  # the pool itself finds that this process has ended
+            with contextlib.suppress(Exception):  # The pool detects by itself that this process has ended.
                 self._client.send(Unregister(self.map.name, dead=True))
 
     # ---------------- These methods run in threads.
