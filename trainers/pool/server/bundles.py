@@ -34,8 +34,9 @@ def reserve_pool(name: str, timeout_s: float, stack: ExitStack) -> tuple[PooledG
     within `timeout_s` seconds.
     """
     if _is_there(name):
-        raise UserError(f"--name: got {name!r}, expected another name, because the Ray cluster has a pool of that name
-        already")
+        raise UserError(
+            f"--name: got {name!r}, expected a new name, as the Ray cluster has a pool of that name already"
+        )
     deadline = time.monotonic() + timeout_s
     hosts = read_hosts()
     places = [host for host, one in enumerate(hosts) for _ in range(one.num_gpus)]

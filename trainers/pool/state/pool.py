@@ -246,8 +246,7 @@ class Pool:
         if there is not None:
             if command.processes is not None and (there.map, there.processes) == (own, command.processes):
                 return  # The same run repeats the call, because it has missed the answer.
-            raise UserError(f"pool: a tenant named {own.name!r} is registered already, expected a name of its own for
-            each run")
+            raise UserError(f"pool: a tenant named {own.name!r} is registered already, expected another run name")
         beyond = sorted(gpu for gpu in {*own.train_gpus, *own.rollout_gpus} if not 0 <= gpu < self.num_gpus)
         if beyond:
             last = self.num_gpus - 1
@@ -271,8 +270,9 @@ class Pool:
         key = _key(ask.tenant, ask.role)
         held = self.grants.get(key) or self.requests.get(key)
         if ask.priority is Priority.GENERATION and ask.role != "rollout":
-            raise UserError(f"pool: tenant {ask.tenant!r} asks for generation with its role {ask.role!r}, expected
-            'rollout'")
+            raise UserError(
+                f"pool: tenant {ask.tenant!r} asks for generation with its role {ask.role!r}, expected 'rollout'"
+            )
         if held is not None and held.priority is not ask.priority:
             raise UserError(
                 f"pool: {key} asks for {ask.priority.name} while it holds or waits for {held.priority.name}; "
@@ -351,8 +351,7 @@ class Pool:
     def _tenant(self, name: str) -> Tenant:
         found = self.tenants.get(name)
         if found is None:
-            raise UserError(f"pool: {name!r} is not a tenant; the tenants are {', '.join(sorted(self.tenants)) or
-            'none'}")
+            raise UserError(f"pool: {name!r} is not a tenant; tenants: {', '.join(sorted(self.tenants)) or 'none'}")
         return found
 
     # ---------------- These methods apply the consequences of a command.

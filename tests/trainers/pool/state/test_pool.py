@@ -191,7 +191,7 @@ def test_the_next_tenant_begins_at_the_first_step_of_the_one_before() -> None:
     [
         (Register(tenant_map("a", range(2), 1, 1)), "registered already"),
         (Register(tenant_map("c", range(8), 1, 1)), "names GPU 4, expected GPUs from 0 to 3"),
-        (Ask("z", "train", Priority.TRAINING), "'z' is not a tenant; the tenants are a, b"),
+        (Ask("z", "train", Priority.TRAINING), "'z' is not a tenant; tenants: a, b"),
         (Ask("a", "train", Priority.GENERATION, 3), "asks for generation with its role 'train'"),
         (Ask("a", "train", Priority.CRITIC), "while it holds or waits for TRAINING"),
         (Release("b", "train"), "holds none and waits for none"),
