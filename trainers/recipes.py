@@ -1,6 +1,6 @@
-"""Finds the recipes of `examples/`, and makes one work without a network, with stand-ins for its model and data sets.
+"""Finds the recipes of `examples/`, and writes offline forms with stand-ins for models and data sets.
 
-A recipe is a folder with a configuration, a page on it, and a description of what stands in for its files:
+A recipe is a folder with a configuration, a page about it, and a description of the stand-ins for its files:
 
 model      a folder with the model's shape and a byte-level tokenizer; with `small` a tiny model with random weights
 data sets  .jsonl files with rows of the same columns
@@ -28,16 +28,17 @@ class RecipeFile(Section):
     summary: str
     """Model and task of the training, in a few words."""
     hardware: str
-    """Machine that the configuration is made for, in a few words."""
+    """Machine for which the configuration is written, in a few words."""
     machine: str | None = None
-    """The same machine as `headrace train --dry-run --machine` takes it. Unset: any machine without GPUs."""
+    """The same machine, in the form of the option `--machine` of `headrace train --dry-run`. Unset: any machine without
+    GPUs."""
     model: dict[str, Any] = {}
-    """Content of the model's config.json, from which a stand-in of the same shape is made. Empty: the recipe makes its
-    model itself."""
+    """Content of the model's config.json. A stand-in of the same shape is made from it. Empty: the recipe uses the
+    built-in model."""
     rows: dict[str, tuple[dict[str, Any], ...]] = {}
-    """Key of a source of prompts (`data.train`) -> rows with the columns of the data set that it names."""
+    """Key of a source of prompts (such as `data.train`) -> rows with the columns of that data set."""
     small: dict[str, Any] = {}
-    """Dotted keys of the configuration, and their values in the scaled-down form, besides those of every recipe."""
+    """Dotted config key -> its value in the scaled-down form, in addition to the keys that every recipe scales down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +74,18 @@ def find_recipe(name: str) -> Recipe:
 
 
 _ROWS = 64
-"""Number of rows of a file that stands in for a data set."""
+"""Number of rows of a stand-in for a data set."""
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-"""Chat template that reads the same arguments as that of Qwen3."""
+"""Chat template with the same arguments as Qwen3's template."""
 _SMALL_MODEL = {
     "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
-"""Dimensions of the tiny model, of which those are set that the recipe's model has."""
+"""Dimensions of the tiny model. Only keys that the config of the recipe's model contains are set."""
 _SMALL_RUN: Mapping[str, Any] = {
     "rollout.engine": "hf",
     "rollout.max_new_tokens": 16,
@@ -98,7 +99,7 @@ _SMALL_RUN: Mapping[str, Any] = {
     "resources.threads": 1,
     "logging.tensorboard": False,
 }
-"""Keys of the scaled-down form of every recipe, and their values."""
+"""Dotted config key -> its value in the scaled-down form of every recipe."""
 _LEFT_OUT = (
     "model.dtype", "resources.layout", "resources.ray_address", "resources.switch_roles", "rollout.num_engines",
     "rollout.num_actors", "rollout.tp", "rollout.max_batch", "rollout.max_model_len", "rollout.kv_cache",
@@ -107,16 +108,15 @@ _LEFT_OUT = (
     "trainer.mixed_precision", "trainer.packing", "trainer.warmup_steps", "trainer.head", "algorithm.chunk_groups",
     "algorithm.minibatches", "validation.max_new_tokens",
 )  # fmt: skip
-"""Keys that the scaled-down form leaves at their defaults: those for GPUs, and those of sizes."""
+"""Keys about GPUs and sizes that the scaled-down form leaves at their defaults."""
 
 
 def write_offline(recipe: Recipe, folder: Path, *, small: bool) -> list[str]:
-    """Write `config.yaml` and the stand-ins that it names into `folder`. Returns one sentence for each thing that was
-    replaced.
+    """Write `config.yaml` and the stand-ins that it names into `folder`. Returns one sentence for each replacement.
 
     small: True also replaces the model by a tiny one with random weights and shortens the run, so that it trains on a
-    CPU in a minute. Otherwise the model folder has no weights: it is for `headrace train --dry-run`. Raises UserError
-    if `folder` is not empty.
+    CPU in a minute. Otherwise the model folder has no weights, and suits only `headrace train --dry-run`. Raises
+    UserError if `folder` is not empty.
     """
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--out: {folder} is not empty, expected a new folder")
@@ -147,7 +147,7 @@ def _replace_rows(config: dict[str, Any], key: str, rows: tuple[dict[str, Any], 
         ("subset", "split") if name in ("train", "source") else ("validation_subset", "validation_split")
     ):
         _drop(config, f"{section}.{of_data_set}")
-    if key == "data.train" and "validation_split" in config["data"]:  # validation reads the same data set
+    if key == "data.train" and "validation_split" in config["data"]:  # Validation reads the same data set.
         for of_data_set in ("validation_subset", "validation_split"):
             _drop(config, f"data.{of_data_set}")
         _put(config, "data.validation", str(path))
@@ -170,7 +170,7 @@ def _shortened(config: dict[str, Any]) -> str:
 
 
 def _replace_model(config: dict[str, Any], recipe: Recipe, folder: Path, *, small: bool) -> str:
-    from .base_model.made_tokenizers import byte_level_tokenizer  # imports transformers, which takes seconds
+    from .base_model.made_tokenizers import byte_level_tokenizer  # Importing transformers takes seconds.
 
     given, path, shape = config["model"]["path"], folder / "model", dict(recipe.file.model)
     tokens = 256 + 3 if small else shape["vocab_size"]

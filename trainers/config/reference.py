@@ -1,5 +1,6 @@
-"""Renders the configuration reference: type, default, meaning and conditions of every key. Keys are list entries
-instead of table rows, because a table with a column of long keys does not fit on a phone.
+"""Renders the configuration reference: type, default, meaning and conditions of every key.
+
+Keys are list entries instead of table rows, because a table with a column of long keys does not fit on a phone.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Builds the HTML pages of a report and of a comparison: their frame, style, cards, plots and tables. A page is one
-file that works offline. All text in it is escaped, because prompts and answers may contain HTML.
+"""Builds the HTML pages of a report and of a comparison: their frame, style, cards, plots and tables.
+
+A page is one file that works offline. All text in it is escaped, because prompts and answers may contain HTML.
 """
 
 from __future__ import annotations

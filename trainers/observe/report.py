@@ -1,5 +1,6 @@
-"""Writes a run's report as one HTML file that works offline, and rebuilds it while the run is in progress. A separate
-process of low priority rebuilds it, so that the run does not wait for plots.
+"""Writes a run's report as one HTML file that works offline, and rebuilds it while the run is in progress.
+
+A separate process of low priority rebuilds it, so that the run does not wait for plots.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""A run from start to end: launch, dry run, restarts, replay of rollouts, and the checks before it starts."""
+"""Carries out a run from start to end: checks, launch, restarts, and replay of rollouts."""

@@ -1,4 +1,4 @@
-"""Starts a run's own Ray while the driver imports what it needs; both take seconds, and Ray's are mostly waits."""
+"""Starts a run's own Ray while the driver imports modules. Both take seconds, and Ray's start is mostly waiting."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MODULES = (f"{__package__}.launch", "transformers")
 
 
 def train_early(config: Config, *, resume: bool) -> Path:
-    """Train as `run_training` does, but start Ray before anything else and import the rest of the driver meanwhile.
+    """Train as `run_training` does, but start Ray first, and import the rest of the driver meanwhile.
 
-    For the command line, whose process has imported nothing yet. Ray itself must start in the main thread, because it
-    installs signal handlers, and because its processes end with the thread that started them.
+    The command line calls this function before it has imported the driver. Ray must start in the main thread, because
+    it installs signal handlers, and because its processes end with the thread that started them.
     """
     times = StartTimes.of_process()
-    if config.resources.ray_address is not None:  # to join one takes no time, once it is known to be there
+    if config.resources.ray_address is not None:  # Joining a cluster is fast after a check that it is reachable.
         from .launch import go_on_training
 
         return go_on_training(config, resume=resume, cluster=None, times=times)
@@ -31,7 +31,7 @@ def train_early(config: Config, *, resume: bool) -> Path:
         cluster = open_cluster(config.resources, PlacementRequest.of(config), config.dataplane.store)
         times.mark("Ray")
     finally:
-        importing.join(IMPORT_TIMEOUT_S)  # a process must not end in the middle of an import
+        importing.join(IMPORT_TIMEOUT_S)  # A process must not end in the middle of an import.
     try:
         from .launch import go_on_training
 

@@ -32,11 +32,11 @@ class SetResult:
     name: str
     """Name of the set: `validation`, or the name of a section below `evaluation`."""
     model: str
-    """Folder or hub id of the model that was evaluated."""
+    """Folder or hub id of the evaluated model."""
     source: str
     """Source of the prompts."""
     rows: int
-    """Number of samples that were generated."""
+    """Number of generated samples."""
     failed: int
     """Number of samples whose reward or episode failed."""
     first_error: str
@@ -44,7 +44,7 @@ class SetResult:
     sampling: dict[str, object]
     """Sampling parameters of the set."""
     metrics: dict[str, float]
-    """Metrics of the set, by the keys that they have in a run."""
+    """Metrics of the set, under the same keys as in a run."""
     seconds: float
     """Seconds that the evaluation took."""
 
@@ -60,7 +60,8 @@ def evaluate_model(
     """
     sets = {name: one.model_copy(update={"every": 1}) for name, one in config.evaluation.items()}
     path = config.model.model_copy(update={} if model is None else {"path": model})
-    config = config.model_copy(update={"model": path, "evaluation": sets})  # the engine then has room for all sets
+    # With these sections, the engine has room for all sets.
+    config = config.model_copy(update={"model": path, "evaluation": sets})
     if config.model.builtin:
         raise UserError(
             f"--model: got {config.model.path!r}, expected a model folder or hub id, because each run makes the "
@@ -85,7 +86,8 @@ def _chosen(plans: Sequence[EvaluationPlan], names: Sequence[str]) -> list[Evalu
 
 
 def short_name(plan: EvaluationPlan) -> str:
-    """Return the name of a set as users write it: `validation`, or the name of its section below `evaluation`."""
+    """Return the short name of a set, as users write it: `validation`, or the name of its section below
+    `evaluation`."""
     return plan.name.removeprefix("evaluation.")
 
 
@@ -96,8 +98,8 @@ async def _evaluate(
     plans: Sequence[EvaluationPlan],
     tell: Callable[[str], None],
 ) -> list[SetResult]:
-    """Evaluate `model` as `plans` say. setup_of: function that returns the settings of a rollout actor that embeds an
-    engine, from the handle of its data plane and its device."""
+    """Evaluate `model` according to `plans`. setup_of: function from the handle of a data plane and a device to the
+    settings of a rollout actor with an embedded engine."""
     import torch
 
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -115,7 +117,7 @@ async def _evaluate(
                 started = time.perf_counter()
                 report = await actor.worker.evaluate(plan.name, 0, 1, plan.sampling, 0)
                 results.append(_result(model, plan, report, time.perf_counter() - started))
-        except ValueError as error:  # a model or prompts that cannot be used
+        except ValueError as error:  # The model or the prompts cannot be used.
             raise UserError(str(error)) from error
         finally:
             await actor.close()

@@ -1,4 +1,4 @@
-"""Carries out a run: opens its folder, launches its processes, trains, and restarts after a process was lost."""
+"""Carries out a run: opens its folder, launches its processes, trains, and restarts after the loss of a process."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
 
     If one of its processes dies, the run restarts from its newest checkpoint by itself, up to `run.max_restarts` times.
     Raises UserError if the user made a mistake, ActorFailed or DataPlaneError if a process died, failed or hung, and
-    RunStuck if the watchdog stopped the run. In every case, the processes, shared memory and ports of the run are gone
+    RunStuck if the watchdog stopped the run. The processes, shared memory and ports of the run are always released
     afterwards.
     """
     return go_on_training(config, resume=resume, cluster=None, times=StartTimes())
 
 
 def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, times: StartTimes) -> Path:
-    """Do what `run_training` does, in a start that has begun. cluster: a Ray cluster that this process has started for
-    the run, which the caller closes; None opens one. times: times of the start so far."""
+    """Continue the start of a run that has begun, and train as `run_training` does. cluster: a Ray cluster that this
+    process has started for the run and that the caller closes; None opens one. times: times of the start so far."""
     config = with_run_dir(config)
-    problems = contradictions(config)  # a config that was built in Python has not been checked by the loader
+    problems = contradictions(config)  # The loader has not checked a configuration that was built in Python.
     if problems:
         raise ConfigError(problems)
     check_start(config, resume=resume, part="quick")
@@ -90,22 +90,22 @@ def _steps_done(folder: RunFolder) -> int:
 
 
 def tell_how_to_go_on(folder: RunFolder, progress: Progress) -> None:
-    """Print the newest checkpoint's step and the command that continues the run from it, or that there is none. Prints
-    nothing if the run has not begun."""
+    """Print the step of the newest checkpoint and the command that continues the run, or that there is no checkpoint.
+    Prints nothing if the run has not begun."""
     try:
         step = Checkpoints(folder.checkpoints_dir).latest_state().step
     except UserError:
         if folder.metrics.begun and not folder.metrics.finished:
             progress.message(f"{folder.path} has no checkpoint, so this run cannot be continued")
         return
-    except OSError:  # the failed disk was already reported
+    except OSError:  # The failure of the disk was already reported.
         return
-    progress.message(f"to go on from the checkpoint of step {step}: headrace train {folder.config_path} --resume")
+    progress.message(f"to continue from the checkpoint of step {step}: headrace train {folder.config_path} --resume")
 
 
 class _Training:
-    """One call of `run_training`. Launches the run's processes, and launches them again after one was lost, as often as
-    run.max_restarts allows."""
+    """One call of `run_training`. Launches the run's processes, and relaunches them after a loss, at most
+    run.max_restarts times."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _Training:
             lost = self._attempt(state)
             if lost is None:
                 break
-            gc.collect()  # handles of the Ray that is gone must not meet the next one
+            gc.collect()  # Handles of the ended Ray must be deleted before the next Ray starts.
             state = self._go_back(lost)
         self._watch.heartbeat.enter("writing the report")
         self._tracer.write(self._folder.trace_path)
@@ -158,12 +158,14 @@ class _Training:
     def _check_prompts(self) -> None:
         """Raise ConfigError if tokenizer or prompts cannot be used. A no-op once the run has begun."""
         if not self._begun:
-            self._watch.heartbeat.enter("checking the prompts", math.inf)  # the prompts may be on a slow disk
+            # There is no time limit, because the prompts can be on a slow disk.
+            self._watch.heartbeat.enter("checking the prompts", math.inf)
             check_start(self._config, part="prompts")
 
     def _prepare(self) -> str:
-        """Return the model to start from, a local folder or hub id, after making it if need be."""
-        self._watch.heartbeat.enter("preparing the model", math.inf)  # the warm-up can take long
+        """Return the model to start from, a local folder or hub id. Makes the built-in model if necessary."""
+        # There is no time limit, because the warm-up can take long.
+        self._watch.heartbeat.enter("preparing the model", math.inf)
         config = self._config
         check_model(config)
         model = prepare_model(config.model, config.warmup, config.run.seed, self._folder, self._progress)
@@ -194,7 +196,7 @@ class _Training:
                 run.actors.replaced, run.actors.max_replaced = self._replaced, config.run.max_restarts - self._restarts
                 try:
                     self._train(run, state)
-                except Exception as error:  # the cause is found while the other processes still run
+                except Exception as error:  # The cause must be found while the other processes still run.
                     self._replaced = run.actors.replaced
                     cause = root_cause(error, run.actors, needed_processes(self._folder.path))
                     lost = lost_process(cause)
@@ -216,8 +218,7 @@ class _Training:
             self._folder.metrics.event("distrust", state.step, note=warning)
 
     def _train(self, run: Run, state: State) -> None:
-        """Train from `state` to the end, and export the model. Restarts the train workers alone where that is
-        enough."""
+        """Train from `state` to the end, and export the model. Restarts only the train workers if that is enough."""
         folder = self._folder
         checkpoints = Checkpoints(folder.checkpoints_dir, self._config.run, warn=self._progress.message)
         self._endpoint.run.watch(run.observers.watch)
@@ -255,7 +256,7 @@ class _Training:
         self._finish(run, state, checkpoints)
 
     def _after_step(self, run: Run, checkpoints: Checkpoints, first: int) -> AfterStep:
-        """Return the callback that logs, shows and saves a step when it has ended. first: number of the first step."""
+        """Return the callback that logs, shows and saves each completed step. first: number of the first step."""
 
         def after_step(state: State, metrics: dict[str, float]) -> None:
             metrics["run/restarts"] = float(self._restarts)
@@ -287,15 +288,16 @@ class _Training:
         self._progress.phase("saving the model")
         run.roles.to_training()
         checkpoints.finish(run.workers, run.rollouts, state)
-        run.workers.export_model(folder / "model")  # in the place of that of the run that this one resumed
+        # The export replaces an earlier model in the folder of a resumed run.
+        run.workers.export_model(folder / "model")
         if self._config.run.keep_best and not (folder / BEST).exists():
             judged = self._config.judged_figure
             self._progress.message(f"best/: none, as no validation after the first had a higher {judged}")
 
     def _save_interrupted(self, run: Run, state: State, checkpoints: Checkpoints) -> None:
         """Save a checkpoint of the last finished step after the run was interrupted. A no-op if no step is finished, if
-        the weights are those of the middle of a step (an update of several, or one that was interrupted twice), if the
-        run writes no checkpoints, or if it was the watchdog that stopped the run."""
+        the run writes no checkpoints, or if the watchdog stopped the run. Also a no-op if the weights are from the
+        middle of a step, after one of several updates or after a second interrupt."""
         if self._watch.reason() is not None or not self._config.run.saves_checkpoints:
             return
         if not state.step:
@@ -315,8 +317,8 @@ class _Training:
             self._progress.message(f"no checkpoint of step {state.step} could be saved: {error}")
 
     def _may_restart_workers(self, run: Run, error: ActorFailed) -> bool:
-        """Return whether it is enough to restart the train workers. No other process may be lost, the run must keep a
-        journal of the groups that they must train on again, and run.max_restarts must allow a restart."""
+        """Return whether it is enough to restart the train workers. This requires that no other process is lost, that
+        the run keeps a journal of the groups since the checkpoint, and that run.max_restarts allows a restart."""
         if not self._config.run.keeps_journal or self._watch.reason() is not None:
             return False
         processes = needed_processes(self._folder.path)
@@ -332,14 +334,14 @@ class _Training:
         """Restart the train workers from the newest complete checkpoint, while rollouts in flight continue. Sets
         `state` back to that checkpoint, and returns a new feed to continue with.
 
-        Engines keep the version that they serve; those without a complete version get the checkpoint's. Until the train
-        workers have caught up with the engines, they train again on the groups since the checkpoint, which come from
-        the journal.
+        Engines keep the version that they serve; engines without a complete version get that of the checkpoint. Until
+        the train workers have caught up with the engines, they repeat the training on the groups since the checkpoint,
+        from the journal.
         """
         earlier = self._go_back(f"{error}; the train workers alone are restarted, the rollouts go on")
         run.actors.max_replaced -= 1
         run.roles.end_generation()
-        # It makes three bounded waits, one after another.
+        # The restart has three consecutive waits, each with its own time limit.
         with run.stages.timed("restarting the train workers", 3 * run.actors.start_timeout_s):
             run.actors.restart_workers()
         run.weights.forget()

@@ -1,9 +1,9 @@
-"""Starts all processes of a run, in five parts of which each builds on those before, and stops them in reverse.
+"""Starts all processes of a run in five parts, each based on the previous ones, and stops them in reverse order.
 
     cluster -> places -> data plane -> actors -> roles in GPU memory -> Run
 
-Each part registers its end in one exit stack as soon as there is something to end. One stack, because an interrupt can
-come at any instruction: inside nested generators it would leave some suspended, whose processes would keep running.
+Each part registers its cleanup in one common exit stack as soon as there is something to clean up. Nested generators
+would not be safe: an interrupt at any instruction could leave one of them suspended, and its processes running.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ CLOSE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The places of the actors of a run, and what follows from them."""
+    """The places of a run's actors, and the decisions that depend on them."""
 
     config: Config
-    """The configuration, with what was decided: `resources.switch_roles` and `trainer.packing` are not `auto`."""
+    """The configuration, with the values `auto` of `resources.switch_roles` and `trainer.packing` resolved."""
     reservation: Reservation
     route: WeightRoute
     roles: RolesDecision
     membership: PoolMembership | None
-    """The run's part in a pool of GPUs; None if the GPUs are its own."""
+    """The run's membership in a pool of GPUs; None if the run has its own GPUs."""
     one_host: bool
     """Whether all processes of the run are on one host."""
 
@@ -81,12 +81,12 @@ def launched(
     times: StartTimes | None = None,
 ) -> Iterator[Run]:
     """Context manager that starts Ray, the data plane and all actors, and yields a `Run` that is ready to train. On
-    leaving, even after an error, it stops everything.
+    exit, even after an error, it stops everything.
 
     prepare: function that returns the model, a local folder or hub id; it is called while the actors' processes start.
     watch: the watchdog, which gets the list of processes; None for a run without one. cluster: an open cluster, which
     is closed at the end; None opens one. check: function that raises an error if the run cannot work; it is called once
-    the actors' processes are starting. times: gets the time at which each part of the start has ended.
+    the actors' processes are starting. times: records when each part of the start has ended.
     """
     with ExitStack() as stack:
         launch = _Launch(config, folder, watch, times or StartTimes(), stack)
@@ -99,7 +99,7 @@ def launched(
 
 
 class _Launch:
-    """The start of one run's processes. Its methods are called once each, in the order of their definitions."""
+    """The start of one run's processes. Each method must be called once, in the order of the definitions."""
 
     def __init__(
         self, config: Config, folder: Path, watch: WatchdogProcess | None, times: StartTimes, stack: ExitStack
@@ -120,7 +120,7 @@ class _Launch:
         """Kills the actors when it is closed."""
 
     def cluster(self, cluster: Cluster | None) -> Cluster:
-        """Open a Ray cluster, unless there is one."""
+        """Open a Ray cluster, unless one is given."""
         self._stack.callback(remove_shared_memory, self._run_id)
         self.heartbeat.enter("starting Ray", self._start_s)
         config = self._config
@@ -129,8 +129,8 @@ class _Launch:
         return cluster
 
     def places(self, cluster: Cluster) -> Places:
-        """Reserve the places of all actors, and decide what depends on them. Raises UserError for a weight transport
-        that cannot work between these places, before any actor starts."""
+        """Reserve the places of all actors, and make the decisions that depend on them. Raises UserError for a weight
+        transport that cannot work between these places, before any actor starts."""
         config, membership = self._config, None
         if self._request.pooled:
             membership = PoolMembership(config, self._folder, self.heartbeat)
@@ -164,7 +164,7 @@ class _Launch:
         self._times.mark("data plane")
         client = connect(plane.handle, name="driver")
         self._stack.callback(client.close)
-        # Once more, so that the actors end before the data plane, which they use.
+        # The actors use the data plane, so this second callback ends them before it.
         self._stack.callback(self._ending_actors.close)
         if self._watch is not None:
             self._watch.opened(plane.handle)
@@ -174,7 +174,8 @@ class _Launch:
         """Prepare the model, and build all actors with it."""
         model = prepare()
         self._times.mark("model")
-        self.heartbeat.enter("starting the actors", 4 * self._start_s)  # four bounded waits, one after another
+        # The start has four consecutive waits, each with this time limit.
+        self.heartbeat.enter("starting the actors", 4 * self._start_s)
         actors = starting.build(model, plane.plane, self._times, places.membership)
 
         def tell() -> None:
@@ -190,7 +191,7 @@ class _Launch:
         return actors
 
     def run(self, actors: RunActors, plane: Plane, places: Places, stages: Stages) -> Run:
-        """Put the parts of the run together, with the roles that engines and train workers have in GPU memory."""
+        """Combine the parts into a `Run`, and choose whether engines and train workers take turns in GPU memory."""
         config, route, membership = places.config, places.route, places.membership
         cached = (places.roles.take_turns or membership is not None) and route.keeps_in_host
         weights = WeightSync(
@@ -220,7 +221,7 @@ class _Launch:
 
 
 def _opened(config: DataPlaneConfig, run_id: str, *, one_host: bool, start_timeout_s: float) -> DataPlane:
-    """Open the run's data plane. Raises UserError if a host cannot provide what the configuration asks for."""
+    """Open the run's data plane. Raises UserError if a host cannot provide the configured store."""
     try:
         return open_data_plane(config, run_id=run_id, one_host=one_host, start_timeout_s=start_timeout_s)
     except DataPlaneError:

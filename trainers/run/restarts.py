@@ -1,4 +1,4 @@
-"""Decides whether a failure means that a process was lost, after which a run can continue from its last checkpoint."""
+"""Decides whether a failure is the loss of a process, after which a run can continue from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from ..grpo.weight_sync import HEALTH_S
 from ..supervision.cleanup import is_running
 
 DEATH_S = 1.0
-"""Largest number of seconds from the first sign of a process's death until it has exited. Its sockets close earlier, so
-processes connected to it fail first."""
+"""Largest number of seconds from the first sign of a process's death until its exit. The sockets of a dying process
+close earlier, so connected processes fail first."""
 NEWS_S = 5.0
-"""Seconds that Ray may take to report a death on another host after a connection to the dead process has broken."""
+"""Largest number of seconds until Ray reports a death on another host, counted from the break of a connection to the
+dead process."""
 LOOK_S = 0.5
 """Seconds spent on querying actors before the processes of this host are checked again."""
 POLL_S = 0.05
 """Seconds between two checks of the processes of this host."""
 _BROKEN = ("connection", "broken pipe", "reset by peer", "closed by peer", "socket", "nccl", "gloo", "end of file")
-"""Words in lower case that mark an error message as coming from a broken connection to another process."""
+"""Words that occur in error messages about broken connections to other processes, in lower case."""
 
 
 def root_cause(error: Exception, actors: RunActors, processes: Mapping[str, int]) -> Exception:
-    """Find out whether the death of a process caused `error`. If so, returns an ActorFailed that names the dead
-    processes and then `error`. Returns `error` itself if nothing has died or if it already reports a death.
+    """Find out whether the death of a process caused `error`. If so, returns an ActorFailed whose message names the
+    dead processes and then `error`. Returns `error` itself if no process has died or if `error` already reports a
+    death.
 
     processes: name -> pid of the processes on this host that the run needs. Waits for proof of a death, from Ray or
     from this host: up to NEWS_S after an error about a connection, up to DEATH_S after any other error.
@@ -42,7 +44,7 @@ def root_cause(error: Exception, actors: RunActors, processes: Mapping[str, int]
 
 
 def is_about_another(error: Exception) -> bool:
-    """Return whether an error says that a connection to another process broke, as happens when that process dies."""
+    """Return whether an error is about a broken connection to another process, as after a death of that process."""
     cause = error.cause if isinstance(error, ActorFailed) and error.cause is not None else error
     return isinstance(cause, (PeerLost, ConnectionError, EOFError)) or any(
         words in str(cause).lower() for words in _BROKEN
@@ -51,12 +53,11 @@ def is_about_another(error: Exception) -> bool:
 
 def lost_process(error: Exception) -> str | None:
     """Return a sentence about the lost process that caused `error`. Returns None if the cause is the code of an actor
-    or of the driver, because the error would then happen again after a restart.
-
-    error: result of `root_cause`, if the actors had been started.
+    or of the driver, because the error would then recur after a restart. error: result of `root_cause` if the actors
+    had been started.
     """
     cause = error.cause if isinstance(error, ActorFailed) and not error.died else None
-    if isinstance(error, ActorFailed) and cause is None:  # the actor died, or does not answer
+    if isinstance(error, ActorFailed) and cause is None:  # The actor died, or does not answer.
         return str(error)
     cause = cause or error
     if isinstance(cause, PeerLost) or (isinstance(cause, RayError) and not isinstance(cause, RayTaskError)):

@@ -1,4 +1,4 @@
-"""Starts the watchdog process of a run, keeps it informed of the run's processes, and ends it (the driver's side)."""
+"""Starts the watchdog process of a run, reports the run's processes to it, and ends it (the driver's side)."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from ..supervision.heartbeat import Heartbeat, shared_memory
 from ..supervision.stuck_report import Opened, answer_with_stacks, remove_stacks, stop_answering
 
 END_TIMEOUT_S = 10.0
-"""Seconds within which the watchdog must exit after it was asked to; then it is killed."""
+"""Seconds within which the watchdog must exit on request; then it is killed."""
 
 _log = logging.getLogger(__name__)
 
 
 class RunStuck(RuntimeError):
-    """The watchdog has stopped the run. The message says at which stage, after how long, and where the report is."""
+    """The watchdog has stopped the run. The message gives the stage, its duration and the path of the report."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepSize:
-    """The rows that a step trains on, which the watchdog's report compares with the rows in the data plane."""
+    """Numbers of groups and rows of a step. The watchdog's report compares them with the rows in the data plane."""
 
     groups: int
     rows_per_group: int
@@ -50,8 +50,8 @@ class WatchdogProcess:
     def __init__(
         self, resources: ResourcesConfig, folder: Path, size: StepSize, own: Collection[psutil.Process] = ()
     ) -> None:
-        """Start the watchdog process, unless `resources.watchdog` is off. own: processes of the run that this process
-        has started before."""
+        """Start the watchdog process, unless `resources.watchdog` is false. own: processes of the run that this process
+        has already started."""
         bound_s = resources.stage_timeout_s
         self.heartbeat = Heartbeat(bound_s=bound_s)
         self._folder = folder
@@ -80,7 +80,7 @@ class WatchdogProcess:
             self._before = signal.signal(watchdog.STOP, _stop)
 
     def opened(self, handle: DataPlaneHandle) -> None:
-        """Tell the watchdog that the data plane has started, and at which address."""
+        """Send the watchdog the address of the started data plane."""
         address = handle.address
         assert address is not None, "a run's directory is an actor"
         opened = Opened(handle.run_id, address.local, address.host, address.port, handle.store.key.hex(), handle.peer)
@@ -89,7 +89,7 @@ class WatchdogProcess:
         self._tell(self._said[-1])
 
     def replace_if_dead(self) -> None:
-        """Start a new watchdog process if the present one has died, so that the run is watched again."""
+        """Start a new watchdog process if the current one has died."""
         process = self._process
         if process is None or process.poll() is None or self.reason() is not None:
             return
@@ -103,17 +103,17 @@ class WatchdogProcess:
             self._tell(said)
 
     def started(self, actors: RunActors) -> None:
-        """Make all actors able to answer requests for stack traces. Must be called after the actors started and after
-        one of them was replaced."""
+        """Make all actors able to answer requests for stack traces. Must be called after the start of the actors and
+        after each replacement of one."""
         if self._process is None:
             return
-        # Nothing waits for these calls, because a train worker runs them only between two other calls. For a process
-        # that has not run its call, the watchdog's report says that the stacks are missing.
+        # The driver does not wait for these calls, because a train worker runs them only between two other calls. If a
+        # process has not run its call, the watchdog's report says that its stacks are missing.
         for handle in actors.handles:
             handle.run(_answer_with_stacks, str(self._folder))
 
     def reason(self) -> str | None:
-        """Return the reason for which the watchdog stops the run, or None if it does not stop it."""
+        """Return the watchdog's reason for stopping the run, or None if it does not stop the run."""
         if self._process is not None and self._process.stdout is not None:
             self._reason += self._process.stdout.read() or b""
         return self._reason.decode(errors="replace").strip() or None
@@ -141,15 +141,16 @@ class WatchdogProcess:
             self._process.stdin.write(json.dumps(said).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has died: `replace_if_dead` starts another at the end of the step, which gets the message
+            # The watchdog has died. At the end of the step, `replace_if_dead` starts another, which gets the message.
+            pass
 
 
 @contextmanager
 def under_watchdog(
     resources: ResourcesConfig, folder: Path, size: StepSize, own: Collection[psutil.Process] = ()
 ) -> Iterator[WatchdogProcess]:
-    """Context manager that runs a watchdog for the run in `folder`. If the watchdog stops the run, raises RunStuck in
-    place of the run's own error. own: processes of the run that this process has started before."""
+    """Context manager that runs a watchdog for the run in `folder`. If the watchdog stops the run, raises RunStuck
+    instead of the run's own error. own: processes of the run that this process has already started."""
     under = WatchdogProcess(resources, folder, size, own)
     try:
         yield under
@@ -181,7 +182,8 @@ def _start(command: list[str], descriptor: int) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         pass_fds=[descriptor],
-        start_new_session=True,  # Ctrl-C is meant for the driver, and the watchdog must outlive the driver's group
+        # Ctrl-C must reach only the driver, and the watchdog must outlive the driver's process group.
+        start_new_session=True,
     )
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
@@ -193,5 +195,5 @@ def _stop(_signum: int, _frame: FrameType | None) -> None:
 
 
 def _answer_with_stacks(_actor: object, folder: str) -> None:
-    """Make this process, which runs an actor, able to answer requests for stack traces."""
+    """Prepare this actor's process to answer requests for stack traces."""
     answer_with_stacks(folder)

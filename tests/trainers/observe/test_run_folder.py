@@ -220,7 +220,7 @@ def test_a_run_that_stops_says_how_it_goes_on_or_that_it_cannot(
         (run.checkpoints_dir / "step_000001.json").write_text('{"step": 1}')
         tell_how_to_go_on(run, progress)
         said = capsys.readouterr().out
-    assert said == f"to go on from the checkpoint of step 1: headrace train {run.config_path} --resume\n"
+    assert said == f"to continue from the checkpoint of step 1: headrace train {run.config_path} --resume\n"
     with RunFolder(config_for(tmp_path / "ended"), resume=False) as run:
         run.metrics.log(1, {})
         run.metrics.finish(1)

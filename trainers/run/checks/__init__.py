@@ -1,1 +1,1 @@
-"""Checks of a run before it starts: the dry run, the doctor, extras, GPUs and the trust in recorded log-probs."""
+"""Checks a run before it starts: dry run, doctor, extras, GPUs, and the agreement of engine and trainer."""

@@ -1,4 +1,4 @@
-"""Checks what this machine can run (versions, hardware, stores, engines) and names the command that fixes each problem.
+"""Checks which stores and engines this machine can run, and names the command that fixes each problem.
 
 Imports are tried in child processes, so that a broken library can neither crash the doctor nor stay loaded.
 """
@@ -41,11 +41,11 @@ SMI_TIMEOUT_S = 10.0
 
 
 class State(enum.Enum):
-    """State of a finding; each value is (mark, colour) as the table shows it."""
+    """State of a finding. Each value is (mark, colour) in the table."""
 
     OK = ("ok", "green")
     NOTE = ("-", "bright_black")
-    """Marks something that is absent but not needed."""
+    """State of an absent item that is not needed."""
     FIX = ("fix", "red")
 
 
@@ -58,7 +58,7 @@ class Finding:
     state: State
     detail: str
     fix: str = ""
-    """Command or advice that fixes the problem; "" when there is nothing to do."""
+    """Command or advice that fixes the problem; "" if there is no problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Probe:
     area: str
     """`store`, `engine` or `backend`."""
     name: str
-    """Kind of the store, engine or backend, as in the config."""
+    """Kind of the store, engine or backend, as in the configuration."""
     imports: tuple[str, ...]
     """Modules that must be importable."""
     extra: str = ""
@@ -90,8 +90,8 @@ PROBES = (
     Probe("backend", "megatron", ("megatron.core",), "megatron"),
 )
 
-# Imports `ahead`, and then each group in a fork, all at the same time. JSON lines, marked because libraries print too:
-# group -> first line of the error, "" when fine.
+# The script imports `ahead`, and then each group in a fork, all in parallel. It writes JSON lines (group -> first line
+# of the error, "" for success). The lines have a marker, because libraries print, too.
 _IMPORTER = """
 import importlib, json, os, sys
 groups, ahead = json.loads(sys.argv[1])
@@ -189,7 +189,7 @@ def _packages() -> list[Finding]:
 
 
 def _versions() -> list[Finding]:
-    """Compare what is installed with the nearest of the sets of versions that were run."""
+    """Compare the installed packages with the nearest tested set of versions."""
     nearest = nearest_set()
     if nearest is None:
         return []
@@ -226,7 +226,7 @@ def _machine() -> list[Finding]:
 
 
 def _cgroup_cores() -> float | None:
-    """Return the number of cores that the container may use, possibly a fraction; None without a limit."""
+    """Return the number of cores that the container can use, possibly a fraction; None without a limit."""
     try:
         quota, _, period = Path("/sys/fs/cgroup/cpu.max").read_text().strip().partition(" ")
     except OSError:
@@ -291,7 +291,7 @@ def _layout() -> list[Finding]:
     if shutil.which("nvidia-smi") is None:
         return []
     from ...cluster.placement import PlacementRequest
-    from .dry_run import gpu_lines, plan_here  # imports torch, which takes seconds of a core that the probes need
+    from .dry_run import gpu_lines, plan_here  # Importing torch takes seconds of a core, which the probes need first.
 
     plain = Config()
     placement = plan_here(PlacementRequest.of(plain), plain.resources, plain.sync)
@@ -316,8 +316,8 @@ def _gib(nbytes: float) -> str:
 
 
 def _starts() -> list[Finding]:
-    """Return a finding for each probe. Their imports are tried at the same time, after torch, which most of them need
-    and which is then loaded only once."""
+    """Return a finding for each probe. torch is imported once first, because most probes need it. The imports of the
+    probes are then tried in parallel."""
     errors = try_imports({probe.name: probe.imports for probe in PROBES}, ahead=("torch", "torch._dynamo"))
     for kind in ("shm", "tcp"):
         errors[kind] = errors[kind] or write_error(SHARED_MEMORY)
@@ -330,11 +330,9 @@ def _starts() -> list[Finding]:
 
 
 def try_imports(groups: dict[str, tuple[str, ...]], ahead: tuple[str, ...] = ()) -> dict[str, str]:
-    """Try to import each group of modules in a process of its own. Returns the outcomes: name of the group -> error in
-    one line, "" if there was none.
-
-    ahead: modules that many groups need, which are imported once before the processes part. If they crash or block that
-    process, each group imports them for itself.
+    """Try to import each group of modules in a separate process. Returns name of the group -> error in one line, "" if
+    there was none. ahead: modules that many groups need. They are imported once in a common parent process. If they
+    crash or block the parent, each group imports them itself.
     """
     absent = {
         name: f"{module.partition('.')[0]} is not installed"
@@ -350,10 +348,10 @@ def try_imports(groups: dict[str, tuple[str, ...]], ahead: tuple[str, ...] = ())
 
 
 def _import_in_children(wanted: dict[str, tuple[str, ...]], ahead: tuple[str, ...]) -> dict[str, str]:
-    """Import the groups in child processes. Returns the outcomes of imports that ended within IMPORT_TIMEOUT_S: name ->
-    error, "" if there was none."""
+    """Import the groups in child processes. Returns, for imports that ended within IMPORT_TIMEOUT_S, name -> error (""
+    if there was none)."""
     command = [sys.executable, "-c", _IMPORTER, json.dumps([wanted, ahead])]
-    # A session of their own, so that all of them can be ended together.
+    # The processes get a new session, so that all of them can be ended together.
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=quiet, text=True, start_new_session=True)
     try:
@@ -366,8 +364,8 @@ def _import_in_children(wanted: dict[str, tuple[str, ...]], ahead: tuple[str, ..
 
 
 def verdict(probe: Probe, error: str, kinds: Sequence[str]) -> Finding:
-    """Return the finding for a probe. error: why its imports failed, "" if they succeeded. kinds: names of all stores,
-    engines and backends that the config accepts."""
+    """Return the finding for a probe. error: error of the probe's imports, "" if they succeeded. kinds: names of all
+    stores, engines and backends that the configuration accepts."""
     if probe.name not in kinds:
         detail = f"this version has no such {probe.area} ({error or 'its library is installed'})"
         return Finding(probe.area, probe.name, State.NOTE, detail)

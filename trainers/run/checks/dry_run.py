@@ -1,6 +1,6 @@
 """Describes a run without starting it: placement, memory, and the rows and microbatches of a step.
 
-The lines of `gpu_lines` are part of `--dry-run`; `headrace doctor` has them for a run with the default configuration.
+`headrace train --dry-run` prints the lines of `gpu_lines`; `headrace doctor` prints them for the default configuration.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from ...errors import UserError
 
 
 def plan_here(request: PlacementRequest, resources: ResourcesConfig, sync: SyncConfig) -> Placement | None:
-    """Return the placement of a run that asks for `request` on this machine, or on the assumed one. Returns None for
-    a run that joins a Ray cluster, whose hosts are known only then. Raises UserError if the run does not fit on the
-    machine's GPUs, or its weight transport not to them."""
+    """Return the placement of a run with `request` on this machine, or on the assumed one. Returns None for a run that
+    joins a Ray cluster, because its hosts are not known yet. Raises UserError if the run does not fit on the machine's
+    GPUs, or if its weight transport cannot work between them."""
     assumed = assumed_machine()
     if resources.ray_address is not None and assumed is None:
         return None
@@ -54,15 +54,15 @@ def plan_here(request: PlacementRequest, resources: ResourcesConfig, sync: SyncC
 
 
 def local_host(num_cpus: int) -> Host:
-    """Return this machine as the run's own Ray will see it. It has all GPUs that this process may use, and as many
-    logical CPUs as Ray is given."""
+    """Return this machine as the run's own Ray will see it. The host has all GPUs that this process can use, and as
+    many logical CPUs as Ray gets."""
     gpus = count_gpus()
     return Host(socket.gethostname(), gpus, tuple(range(gpus)), num_cpus)
 
 
 def count_gpus() -> int:
-    """Return the number of this machine's GPUs that this process may use, or of those of an assumed host.
-    CUDA_VISIBLE_DEVICES, if it is set, limits them."""
+    """Return the number of GPUs that this process can use, or the number of GPUs of an assumed host.
+    CUDA_VISIBLE_DEVICES limits the GPUs if it is set."""
     assumed = assumed_machine()
     if assumed is not None:
         return assumed.gpus
@@ -74,10 +74,8 @@ def count_gpus() -> int:
 
 
 def gpu_lines(placement: Placement, more: Mapping[int, str] | None = None) -> list[str]:
-    """Return the layout and the reason for it, then a line for each GPU that the run uses. A line has the GPU's number
-    over all hosts, its host, and the actors on it.
-
-    more: number of a GPU -> text that is appended to its line.
+    """Return a line with the layout and its reason, then a line for each GPU that the run uses. The line of a GPU has
+    its number over all hosts, its host, and the actors on it. more: number of a GPU -> text to append to its line.
     """
     on_gpu: dict[int, list[str]] = {}
     host_of: dict[int, str] = {}
@@ -97,7 +95,7 @@ def gpu_lines(placement: Placement, more: Mapping[int, str] | None = None) -> li
 
 
 VLLM_BYTE_EXPERTS = 256
-"""Largest number of experts whose ids vLLM keeps in one byte each."""
+"""Largest number of experts for which vLLM stores an expert's id in one byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +105,14 @@ class PlannedProcess:
     name: str
     """Name of the process."""
     cpus: int
-    """Number of logical CPUs that it requests from Ray."""
+    """Number of logical CPUs that the process requests from Ray."""
     what: str
     """Purpose of the process, in a few words."""
 
 
 def placements(request: PlacementRequest, store: StoreConfig, engine: str, backend: str) -> list[PlannedProcess]:
-    """Return every process that the run would start, except Ray's own. engine, backend: their kinds."""
+    """Return every process that the run would start, except Ray's own processes. engine, backend: kinds of the engine
+    and the train backend."""
     listed = [
         PlannedProcess("driver", 0, "controller: receipts, plans, metrics"),
         PlannedProcess("directory", 0, "row metadata"),
@@ -147,8 +146,8 @@ def _role(topology: Topology, rank: int) -> str:
 
 
 def describe(config: Config) -> str:
-    """Return the description of the run that `--dry-run` prints after the resolved configuration. Raises UserError if
-    the model cannot be used, as the run itself would."""
+    """Return the description of the run that `--dry-run` prints after the resolved configuration. Raises UserError like
+    the run itself if the model cannot be used."""
     check_model(config)
     request, kinds = PlacementRequest.of(config), (config.rollout.engine, config.trainer.backend)
     lines = ["placement"]
@@ -178,7 +177,7 @@ class _Description:
         return gpu_lines(placement)
 
     def model(self) -> list[str]:
-        """Return the memory that the model takes in engines and train workers."""
+        """Return lines about the memory that the model takes in engines and train workers."""
         config = self._config
         trainer, rollout, model = config.trainer, config.rollout, config.model
         params, reference = parameters(model), config.with_reference
@@ -197,8 +196,9 @@ class _Description:
         ]
 
     def _memory(self) -> list[str]:
-        """Return the estimated memory of a GPU that holds an engine and a train worker, part by part. It ends with what
-        `resources.switch_roles` makes of it on this machine's GPUs. Returns [] if no GPU can be shared here."""
+        """Return the estimated memory of a GPU that holds an engine and a train worker, part by part. The last line
+        says whether the roles take turns on this machine's GPUs (`resources.switch_roles`). Returns [] if no GPU can be
+        shared here."""
         config = self._config
         sizes = gpu_sizes()
         memory = estimate(config, min(sizes, default=None))
@@ -233,7 +233,7 @@ class _Description:
         ]
 
     def plan(self) -> list[str]:
-        """Return the rows and microbatches of a step, and the steps of the run."""
+        """Return lines about the rows and microbatches of a step, and the steps of the run."""
         config = self._config
         algorithm, trainer = config.algorithm, config.trainer
         topology = trainer.topology
@@ -252,8 +252,8 @@ class _Description:
 
 
 def _pool_lines(pool: PoolConfig, trainer_gpus: Sequence[int], engine_gpus: Sequence[Sequence[int]]) -> list[str]:
-    """Return the tenant's map: the pool's GPUs for training, and those of each engine. An engine is woken and put to
-    sleep as a whole."""
+    """Return lines with the tenant's map: the pool's GPUs for training, and the GPUs of each engine. An engine wakes
+    and sleeps as a whole."""
     lines = [
         f"  of pool {pool.name} at {pool.address}, with weight {pool.weight:g}",
         f"  training         GPUs {', '.join(map(str, trainer_gpus))}",
@@ -265,9 +265,9 @@ def _pool_lines(pool: PoolConfig, trainer_gpus: Sequence[int], engine_gpus: Sequ
 
 
 def _route_lines(rollout: RolloutConfig, model: ModelConfig, longest: int, routes: RouteSpec) -> list[str]:
-    """Return what the routes cost in the store and in a vLLM engine's host memory. It is the bytes per token in the
-    store, and the memory in which the engine keeps one route for each token of its key-value cache, with all layers.
-    longest: number of tokens of the longest sequence."""
+    """Return lines about the memory of routes: bytes per token in the store, and host memory of a vLLM engine. The
+    engine keeps a route over all layers for each token of its key-value cache. longest: number of tokens of the longest
+    sequence."""
     lines = [f"  routes           {routes.token_bytes} bytes per token, beside {ROLLOUT_TOKEN_BYTES} without them"]
     if rollout.engine != "vllm":
         return lines
@@ -286,8 +286,8 @@ def _route_lines(rollout: RolloutConfig, model: ModelConfig, longest: int, route
 
 
 def check_host_memory(trainer: TrainerConfig, params: int, total: int, *, model: str, with_reference: bool) -> None:
-    """Raise UserError if the train workers together need more than `total` bytes of host memory besides their GPUs.
-    model: path of the model, which has `params` parameters."""
+    """Raise UserError if the train workers together need more than `total` bytes of host memory in addition to GPU
+    memory. model: path of the model, which has `params` parameters."""
     world = trainer.topology.world
     needed = host_bytes(trainer, params, with_reference=with_reference, gpus=True)
     if needed * world > total:

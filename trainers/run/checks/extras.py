@@ -1,4 +1,4 @@
-"""Checks, before a run starts, that the optional packages that it will use are installed."""
+"""Checks before a run starts that the optional packages for it are installed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_extras(
     renderer: str,
     store: str,
 ) -> None:
-    """Raise ConfigError if optional packages are missing, with one sentence for each that names its extra. sources: see
+    """Raise ConfigError if optional packages are missing. Its sentences name the extra of each package. sources: see
     `Config.sources`. renderer, store: kinds of the model's renderer and of the data plane's store."""
     needs = _run_packages(logging, rollout, renderer=renderer, store=store)
     _expect_installed([*needs, *_prompt_packages(sources), *_reward_packages(rubrics)])
@@ -51,8 +51,8 @@ def _run_packages(
 
     renderer, store: kinds of the model's renderer and of the data plane's store.
 
-    Packages of engines and backends are not among them: these check for their packages themselves, within the first
-    seconds of the run.
+    Packages of engines and backends are not included, because engines and backends check them in the first seconds of
+    the run.
     """
     yield "matplotlib", "report.html, which every run ends with,", "report"
     for tracker in wanted_trackers(logging):

@@ -1,4 +1,4 @@
-"""Checks a run before its actors are built, as far as its configuration, its files and this machine allow."""
+"""Checks a run before its actors are built, from its configuration, its files and this machine."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from .extras import check_evaluation_extras, check_extras
 from .prompts import read_prompts
 
 Check = Callable[[], list[str] | None]
-"""Function that raises ValueError or ConfigError if a run cannot work, and returns what only the run itself can
-check."""
+"""Function that raises ValueError or ConfigError if a run cannot work. It returns a line for each check that only the
+run itself can make."""
 CONNECT_TIMEOUT_S = 5.0
 """Seconds within which the cluster at `resources.ray_address` must accept a connection."""
 
@@ -47,9 +47,9 @@ def check_start(config: Config, *, resume: bool = False, part: Literal["all", "q
     ConfigError with one sentence for each reason why it cannot.
 
     Returns one line for each check that only the run itself can make, for example because the model is not on this
-    machine yet. config: must have `run.dir` set, see `with_run_dir`. part: `quick` leaves out the prompts, which take
-    seconds to read, unless something else is wrong, so that the ConfigError has all mistakes. `prompts` checks what
-    `quick` has left out: the tokenizer and the prompts.
+    machine yet. config: must have `run.dir` set, see `with_run_dir`. part: `quick` leaves out the tokenizer and the
+    prompts, which take seconds to read, if everything else is right. If another check fails, it reads them too, so that
+    the ConfigError lists all mistakes. `prompts` checks only the tokenizer and the prompts.
     """
     model, data, rollout, store = config.model, config.data, config.rollout, config.dataplane.store.kind
     rubrics = config.rubrics.values()
@@ -66,8 +66,8 @@ def check_start(config: Config, *, resume: bool = False, part: Literal["all", "q
 
 
 def check_evaluation(config: Config) -> None:
-    """Check what the evaluation of a model without a training run needs. It needs the model, the rewards, and the
-    packages for these and for the prompts. Raises ConfigError with one sentence for each mistake."""
+    """Check the requirements of evaluating a model without a training run: the model, the rewards and the optional
+    packages. Raises ConfigError with one sentence for each mistake."""
     check_evaluation_extras(config.sources, config.rubrics.values())
     rubrics = config.rubrics
     _check(
@@ -98,7 +98,7 @@ def _quick_checks(config: Config, resume: bool) -> list[Check]:
 
 
 def _check(checks: Sequence[Check], otherwise: Check | None = None) -> list[str]:
-    """Run all checks, and `otherwise` as well if one of them fails. Returns the lines that the checks return."""
+    """Run all checks, and also `otherwise` if one of them fails. Returns the lines of the checks."""
     problems: list[str] = []
     left: list[str] = []
 
@@ -150,7 +150,7 @@ def _check_run_dir(run: RunConfig, *, resume: bool) -> None:
 
 
 def _check_rewards(rubrics: Mapping[str, RewardConfig]) -> None:
-    """Check the functions of every rubric: name of its evaluation set, "" for that of training -> rubric."""
+    """Check the functions of every rubric. rubrics: name of the evaluation set, or "" for training -> rubric."""
     for name, rubric in rubrics.items():
         try:
             check_rewards(rubric.functions)
@@ -183,7 +183,7 @@ def _check_engine_arguments(rollout: RolloutConfig) -> None:
 
 def _check_loss(loss: LossConfig, data: DataConfig, max_new_tokens: int) -> None:
     if ":" in loss.kind:
-        from ....actors.protocols import row_schema  # imports torch, which checks do without
+        from ....actors.protocols import row_schema  # This imports torch, which the other checks do not need.
         from ...losses.step_loss import build_loss
 
         row_schema(None, data.columns)
@@ -231,7 +231,7 @@ def _cluster_address(given: str) -> str:
     found."""
     if given != "auto":
         return given.removeprefix("ray://")
-    from ray._private.services import get_ray_address_from_environment  # imports Ray, and only this needs it
+    from ray._private.services import get_ray_address_from_environment  # Only this check needs to import Ray.
 
     return get_ray_address_from_environment(given, None)
 
@@ -239,14 +239,14 @@ def _cluster_address(given: str) -> str:
 def _check_store(plane: DataPlaneConfig, *, joins_ray: bool) -> None:
     if not joins_ray:
         check_store(plane)
-    else:  # the number of hosts of that cluster is not known yet
+    else:  # The number of hosts of the joined cluster is not known yet.
         check_trust(plane, plane.store.kind, one_host=True)
 
 
 def _check_memory(config: Config) -> None:
     """Check that the model fits into this machine's memory; a no-op for an assumed machine. Without GPUs, raises
-    ValueError if the weights, gradients and optimizer state of all train workers and engines need more. With GPUs,
-    raises UserError if the part that the train workers keep in host memory needs more."""
+    ValueError if the weights, gradients and optimizer state of all train workers and engines exceed the memory. With
+    GPUs, raises UserError if the train workers' share of host memory exceeds it."""
     trainer, rollout, model = config.trainer, config.rollout, config.model
     params, reference = parameters(model), config.with_reference
     if assumed_machine() is not None or params is None or config.resources.ray_address is not None:

@@ -1,4 +1,4 @@
-"""Reads tokenizer and prompts as the rollout actors will, to find mistakes in columns, templates and lengths."""
+"""Reads tokenizer and prompts as the rollout actors do later, to find mistakes in columns, templates and lengths."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from ....actors.rollout.data_config import DataConfig, is_generated
 from ...cluster.rollout_specs import EvaluationPlan
 
 READ_PROMPTS = 10_000
-"""Largest number of prompts in a source that is read to check their lengths. Reading that many takes about 4 seconds
-for prompts of 200 tokens."""
+"""Largest number of prompts per source that are read to check their lengths. This takes about 4 seconds for prompts of
+200 tokens."""
 
 
 def read_prompts(
     model: ModelConfig, environment: str, training: DataConfig, seed: int, plans: Sequence[EvaluationPlan]
 ) -> list[str]:
-    """Read the prompts as the rollout actors will, to check tokenizer, columns, templates and lengths.
-
-    environment: kind of the environment. training: source of the prompts of training. plans: evaluations, which have
-    sources of their own. Returns one line for each source that is not on this machine yet or is too large to be read in
-    full now.
+    """Read the prompts as the rollout actors do later, to check tokenizer, columns, templates and lengths. environment:
+    kind of the environment. training: source of the prompts of training. plans: evaluations, with their own sources.
+    Returns one line for each source that is not on this machine yet or is too large to be read in full now.
     """
     if not model.builtin and not _is_local(model.path) and not _model_is_cached(model.path):
         return [f"model.path: {model.path} is not on this machine, so neither are its tokenizer nor the prompts"]
@@ -49,7 +47,7 @@ def read_prompts(
                 left.append(f"data.max_prompt_tokens: only the first {READ_PROMPTS} of {source.size} prompts of {name}")
                 source = _FirstPrompts(source, READ_PROMPTS)
             if not validation and environment in ("single_turn", "tool_use"):
-                check_columns(source, data.columns)  # other environments may set them
+                check_columns(source, data.columns)  # Other environments can set these columns themselves.
             if data.overlong_prompts == "error" or source.size is None:
                 check_prompt_lengths(source, tokenizer, data.max_prompt_tokens)
             elif not isinstance(source, _FirstPrompts):
@@ -72,8 +70,8 @@ class _FirstPrompts:
 
 @contextmanager
 def _one_tokenizer_thread() -> Iterator[None]:
-    """Context manager that keeps tokenizers from starting threads. With threads, tokenizers would print a warning
-    whenever this process later starts another one."""
+    """Context manager that keeps tokenizers from starting threads. If threads were started, tokenizers would print a
+    warning whenever this process starts a child process."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -98,8 +96,8 @@ def _model_is_cached(repository: str) -> bool:
 
 
 def _source_is_here(source: str) -> bool:
-    """Return whether the prompts of `source` can be read without a download. They can if it is a generated task, a
-    local file or folder, or a dataset in the Hugging Face cache."""
+    """Return whether the prompts of `source` can be read without a download: a generated task, a local file or folder,
+    or a dataset in the Hugging Face cache."""
     if (
         is_generated(source)
         or source.startswith(("/", ".", "~"))

@@ -1,9 +1,9 @@
-"""Compares an engine with a train backend on 64 tokens of a model: log-probs, routers, and what replay makes of them.
+"""Compares an engine and a train backend on 64 tokens: log-probs and router choices, with and without router replay.
 
 prompts -> engine samples 64 tokens, with log-probs and, for a model with experts, routes
         -> engine closes -> backend computes the log-probs of these tokens, without and with replay
 
-A run judges its first step by the same measure, and warns if engine and trainer do not compute the same policy.
+A run applies the same measure to its first step, and warns if engine and trainer do not compute the same policy.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from ...errors import UserError
 from ...losses.correction import MISMATCH_MAX, MISMATCH_SUMS, mismatch_of
 
 SOUND_RATIO = 1.02
-"""Largest mean factor between the trainer's and the engine's probability of a token, `logprob/ratio_error`, at which
-the ratio of a policy update still says more about the policy than about numerics."""
+"""Largest acceptable mean factor between the trainer's and the engine's probability of a token (`logprob/ratio_error`).
+Above it, the probability ratio of a policy update reflects numerical differences more than changes of the policy."""
 
 
 def distrust(
@@ -45,11 +45,9 @@ def distrust(
     *,
     has_experts: bool,
 ) -> str | None:
-    """Return a sentence that warns of log-probs that differ too much, or None if there is nothing to warn of.
-
-    metrics: those of the first step of a run or of its continuation, in which both sides have the same weights. Rows of
-    older versions, which a continuation may train on first, prove nothing. has_experts: whether the model has layers
-    with experts.
+    """Return a warning if the log-probs differ too much, else None. metrics: metrics of the first step of a run or of
+    its continuation, in which both sides have the same weights. A continuation can train on rows of older versions
+    first; such rows prove nothing. has_experts: whether the model has layers with experts.
     """
     ratio = metrics.get("logprob/ratio_error")
     if ratio is None or ratio <= SOUND_RATIO or metrics.get("staleness/max", 0.0) > 0:
@@ -76,7 +74,7 @@ PROMPTS = (
     "Write one sentence about water.",
 )
 TOKENS = 64
-"""Number of tokens that the engine samples, shared equally by the prompts."""
+"""Number of tokens that the engine samples, divided equally among the prompts."""
 NATIVE = "routes/native_"
 
 
@@ -85,28 +83,29 @@ class TrustReport:
     """Result of the comparison of an engine with a train backend."""
 
     engine: str
-    """Kind of the engine, and the number format in which it computes."""
+    """Kind of the engine, and the number format of its computations."""
     backend: str
-    """Kind of the train backend, and the number format in which it computes."""
+    """Kind of the train backend, and the number format of its computations."""
     tokens: int
     """Number of sampled tokens that were compared. Fewer than TOKENS if samples ended early."""
     native: dict[str, float]
     """Mismatch of the log-probs when the trainer's routers choose the experts: name of a metric of `losses.mismatch` ->
     value."""
     replayed: dict[str, float]
-    """The same when the trainer uses the engine's experts; {} for a model without experts."""
-    agreement: dict[int, float]
-    """Share of the tokens for which the trainer's router chooses the engine's experts: decoder layer -> share; {} for a
+    """Mismatch of the log-probs when the trainer uses the engine's choice of experts, in the form of `native`; {} for a
     model without experts."""
+    agreement: dict[int, float]
+    """Decoder layer -> share of the tokens for which the trainer's router chooses the same experts as the engine; {}
+    for a model without experts."""
 
     @property
     def sound(self) -> bool:
-        """True if a run can trust the ratio, with replay if the model has experts."""
+        """True if the mean factor is at most SOUND_RATIO, with router replay if the model has experts."""
         return (self.replayed or self.native)["ratio_error"] <= SOUND_RATIO
 
     @property
     def verdict(self) -> str:
-        """Judgement in one sentence."""
+        """The result of the comparison in one sentence."""
         native, best = self.native["ratio_error"], (self.replayed or self.native)["ratio_error"]
         if not self.sound:
             return (
@@ -151,7 +150,8 @@ def probe_trust(
 def route_spec(path: str) -> RouteSpec | None:
     """Return the shape of the routes of the model at `path`, a folder or hub id; None for a model without experts.
     Raises ValueError if there is no such model."""
-    from transformers import AutoConfig  # takes seconds to import, and the plain doctor does not need it
+    # The import takes seconds, and `headrace doctor` without a model does not need it.
+    from transformers import AutoConfig
 
     try:
         return RouteSpec.of(AutoConfig.from_pretrained(path))
@@ -189,11 +189,9 @@ async def _sample(rollout: RolloutConfig, model: ModelConfig, seed: int, spec: R
 def compare_rows(
     model: ModelConfig, rollout: RolloutConfig, trainer: TrainerConfig, spec: RouteSpec | None, rows: Rows
 ) -> TrustReport:
-    """Return how far the log-probs of the train backend are from those of the engine that sampled `rows`. The
-    backend is on one device in this process.
-
-    spec: shape of the routes that the completions have; None for a model without experts. The temperature is that of
-    `rollout`.
+    """Compare the log-probs of the train backend with the log-probs of the engine that sampled `rows`. The backend runs
+    on one device in this process, with the temperature of `rollout`. spec: shape of the completions' routes; None for a
+    model without experts.
     """
     trainer = trainer.model_copy(update={"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "sequence_parallel": False})
     replay = RouterReplayConfig(enabled=spec is not None, verify="values")
@@ -220,7 +218,7 @@ def compare_rows(
 
 
 def _micro_batch(rows: Rows, spec: RouteSpec | None) -> tuple[MicroBatch, torch.Tensor]:
-    """Return the rows as a microbatch, and which of its tokens were sampled, bool `[tokens]`."""
+    """Return the rows as a microbatch, and a mask of the sampled tokens, bool `[tokens]`."""
     columns: dict[str, list[np.ndarray]] = {"input_ids": [], "response_mask": [], "rollout_logprobs": []}
     if spec is not None:
         columns[ROUTES] = []
@@ -237,7 +235,7 @@ def _micro_batch(rows: Rows, spec: RouteSpec | None) -> tuple[MicroBatch, torch.
     return MicroBatch(batch, lengths, ones, groups, None), batch.jagged("response_mask").values > 0
 
 
-# ---------------------------------------------------------------- as shown
+# ---------------------------------------------------------------- output
 
 LABELS = {
     "mismatch_mean": "mean difference of log-probs",

@@ -1,6 +1,6 @@
-"""Compares the installed packages with the sets of versions that were run, which are the files of `constraints/`.
+"""Compares the installed packages with the tested sets of versions, the files in `constraints/`.
 
-Only metadata is read, so that nothing that takes seconds to import, or is broken, is imported.
+Only metadata is read, so slow or broken packages are not imported.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ _COMPARE = {"<": operator.lt, ">=": operator.ge}
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A set of versions beside what is installed."""
+    """A set of versions, compared with the installed packages."""
 
     name: str
     """Name of the set, such as `cpu`."""
     same: int
-    """Number of packages of the set that are installed in its version."""
+    """Number of packages that are installed in the version of the set."""
     different: tuple[str, ...]
     """Packages that are installed in another version, such as `torch 2.12.0, not 2.13.0`."""
 
 
 def read_set(path: Path, python: tuple[int, int]) -> dict[str, str]:
-    """Return the versions of a set by package, as a Python of this version installs them.
-
-    Raises ValueError for a line that pins no version.
+    """Return the versions of a set by package, for the running version of Python. Raises ValueError for a line without
+    a pinned version.
     """
     versions = {}
     for line in path.read_text().splitlines():
@@ -49,10 +48,8 @@ def read_set(path: Path, python: tuple[int, int]) -> dict[str, str]:
 
 
 def compare(name: str, versions: Mapping[str, str]) -> Comparison:
-    """Compare a set with the installed packages.
-
-    Those that are not installed do not count, nor does the part of an installed version that names a build, such as
-    `+cpu`.
+    """Compare a set with the installed packages. Packages that are not installed are ignored, as is the build in an
+    installed version, such as `+cpu`.
     """
     same, different = 0, []
     for package, version in versions.items():
@@ -68,9 +65,8 @@ def compare(name: str, versions: Mapping[str, str]) -> Comparison:
 
 
 def nearest_set(folder: Path = FOLDER) -> Comparison | None:
-    """Return the set that has the fewest differences to what is installed; None if there are no sets.
-
-    Of several such sets, it is the one with the most packages in common.
+    """Return the set with the fewest differences from the installed packages; None if there are no sets. Of several
+    such sets, returns the set with the most packages in common.
     """
     python = sys.version_info[:2]
     found = [compare(path.stem, read_set(path, python)) for path in sorted(folder.glob("*.txt"))]
