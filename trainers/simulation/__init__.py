@@ -1,1 +1,1 @@
-"""Simulates GRPO runs to predict step times and the idle time of trainer and engines, by mode and number of GPUs."""
+"""Simulates GRPO runs to predict step times and idle times for each mode and number of GPUs."""

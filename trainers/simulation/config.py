@@ -1,4 +1,4 @@
-"""The section `simulation` of the configuration: the speeds and sizes of a simulated run."""
+"""Declares the section `simulation` of the configuration: the speeds and sizes of a simulated run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..config.load import validated
 
 class SimulationConfig(Section):
     """Speeds and sizes of a simulated run. `headrace simulate --from RUN_DIR` measures some of the unset keys in that
-    run; the other unset keys have the values given below."""
+    run; the other unset keys have the defaults below."""
 
     steps: Count | None = None
     """Number of steps to simulate. Unset: `algorithm.steps`, but at most 100."""
@@ -22,12 +22,12 @@ class SimulationConfig(Section):
     """Largest allowed staleness in the mode `streaming`: the number of weight versions between the start of a rollout
     and the step that trains on it. 0 is strictly on-policy."""
     sampler: Literal["in_order", "windowed", "ready_first", "oldest_version_first"] | None = None
-    """Order in which the trainer takes groups. A group that others overtake can become too old and is then dropped.
-    Unset: `algorithm.sampler` if it is one of these, else `ready_first` for `streaming` and `in_order` for the other
-    modes."""
+    """Order in which the trainer takes groups. A group can become too old if later groups are taken first; it is then
+    dropped. Unset: `algorithm.sampler` if this key supports its value, else `ready_first` for `streaming` and
+    `in_order` for the other modes."""
     window: Count | None = None
-    """Number of consecutive prompts of the prompt stream that the sampler `windowed` can choose from, counted from the
-    first prompt that was neither taken nor dropped. Unset: the window in `algorithm.sampler_options`, else
+    """Number of consecutive prompts of the prompt stream from which the sampler `windowed` can choose, beginning with
+    the first prompt that was neither taken nor dropped. Unset: the window in `algorithm.sampler_options`, else
     `algorithm.prompts_per_step`."""
 
     response_tokens: Positive | None = None
@@ -48,27 +48,27 @@ class SimulationConfig(Section):
     """Seconds that an engine takes to decode one token for all its rows, apart from `simulation.decode_row_s`. Unset:
     0.02."""
     decode_row_s: NonNegative = 0.0
-    """Seconds that each row in the engine adds to `simulation.decode_s`."""
+    """Seconds that each row in an engine adds to `simulation.decode_s`."""
     latency_s: NonNegative | None = None
-    """Median number of seconds to generate a group, for groups whose time does not depend on response lengths or on the
-    engine's other work, as with tools or a remote service. The keys about decoding then have no effect. Unset:
-    `scripted.latency_s` with `rollout.engine=scripted`, else 0, which makes engines decode token by token."""
+    """Median seconds to generate a group, independent of response lengths and of the engine's other work, as with tools
+    or a remote service. If this key is set, the keys about decoding have no effect. Unset: `scripted.latency_s` with
+    `rollout.engine=scripted`, else 0, which makes engines decode token by token."""
     latency_sigma: NonNegative | None = None
     """Sigma of the log-normal distribution around `simulation.latency_s`. Unset: `scripted.latency_sigma`."""
     request_s: NonNegative | None = None
-    """Seconds that a group takes in addition to decoding, for prefill, environment and rewards. Unset: 0."""
+    """Seconds per group in addition to decoding, for prefill, environment and rewards. Unset: 0."""
 
     train_token_s: NonNegative | None = None
     """Seconds that the whole trainer takes for the forward and backward pass of one token of a prompt or response.
     Unset: 1e-5, or 0 with `trainer.backend=scripted`."""
     logprob_token_s: NonNegative | None = None
-    """Seconds that the whole trainer takes for all log-prob passes over one token. Unset: a third of `train_token_s` if
-    the run has such passes, else 0."""
+    """Seconds that the whole trainer takes for all log-prob passes over one token. Unset: a third of
+    `simulation.train_token_s` if the run has such passes, else 0."""
     train_row_s: NonNegative | None = None
-    """Seconds that the whole trainer takes for a row in addition to the time for its tokens. Unset:
+    """Seconds that the whole trainer takes per row in addition to the time for the row's tokens. Unset:
     `scripted.train_row_s` divided by `trainer.dp` with `trainer.backend=scripted`, else 0."""
     chunk_s: NonNegative | None = None
-    """Seconds that the trainer takes for a chunk (groups that are trained on together) in addition to the time for its
+    """Seconds that the trainer takes per chunk (groups that are trained on together) in addition to the time for its
     rows. A step of `sync` and `async` has one chunk. Unset: 0."""
     plan_s: NonNegative | None = None
     """Seconds that the controller takes to plan a chunk, while the trainer waits. Unset: 0."""
@@ -76,8 +76,8 @@ class SimulationConfig(Section):
     """Number of groups that `streaming` trains on together, as a chunk. Unset: `algorithm.chunk_groups`, or its
     default."""
     train_step_s: NonNegative | None = None
-    """Seconds that the trainer takes for a step in addition to the time for its rows, for the optimizer, checkpoints
-    and metrics. Unset: `scripted.train_step_s` with `trainer.backend=scripted`, else 0."""
+    """Seconds that the trainer takes per step in addition to the time for its rows, for the optimizer, checkpoints and
+    metrics. Unset: `scripted.train_step_s` with `trainer.backend=scripted`, else 0."""
 
     controller_s: NonNegative | None = None
     """Seconds that the controller takes in each step to plan, log and clear rows, while the trainer waits. Unset: 0."""
@@ -89,12 +89,12 @@ class SimulationConfig(Section):
     call_s: NonNegative | None = None
     """Seconds that a call of the data plane takes. Unset: 0.001."""
     gib_per_s: Positive = 1.0
-    """Bandwidth of the data plane in GiB/s. Each put of a rollout has this bandwidth for itself; all reads of the
-    trainer share it."""
+    """Bandwidth of the data plane in GiB/s. Each put of a rollout gets this full bandwidth; all reads of the trainer
+    share it."""
     put_bytes: NonNegative = 21.0
-    """Number of bytes that a rollout writes to the data plane for each token."""
+    """Bytes that a rollout writes to the data plane per token."""
     got_bytes: NonNegative = 40.0
-    """Number of bytes that the trainer reads from the data plane for each token, in all passes together."""
+    """Bytes that the trainer reads from the data plane per token, in all passes together."""
 
     gpus: Count = 1
     """Number of GPUs to which the values of this section apply; `--gpus` scales them to other numbers of GPUs."""
@@ -105,7 +105,7 @@ class SimulationConfig(Section):
 
 
 class _SimulationFile(Section):
-    """The part of a run's configuration that only `headrace simulate` reads."""
+    """The part of a run's configuration file that only `headrace simulate` reads."""
 
     simulation: SimulationConfig
 

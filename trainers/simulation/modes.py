@@ -1,4 +1,4 @@
-"""Runs `headrace simulate` and reports all modes as a table, summary.json, steps.jsonl and depth.jsonl."""
+"""Runs `headrace simulate`, and reports all modes as a table and in summary.json, steps.jsonl and depth.jsonl."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .scenario import MODES, Mode, Scenario, build_scenario, measure_run
 from .simulate import SimulatedRun, simulate
 
 DEPTH_POINTS = 2000
-"""Largest number of points in time for which depth.jsonl has the numbers of ready and in-flight groups of one simulated
-run."""
+"""Largest number of points in time per simulated run in depth.jsonl. Each point has the numbers of ready and in-flight
+groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class SimulateOptions:
     section: SimulationConfig = field(default_factory=SimulationConfig)
     modes: tuple[Mode, ...] = MODES
     from_run: Path | None = None
-    """Folder of a run in the mode `sync`. Values measured in this run are used for keys that the section `simulation`
-    leaves unset."""
+    """Folder of a run in the mode `sync`. Measured values of this run replace unset keys of the section
+    `simulation`."""
     gpus: tuple[int, ...] = ()
     """GPU counts to simulate besides `simulation.gpus`."""
 
@@ -47,8 +47,8 @@ def run_simulation(
     summary.json has `simulate.{mode}.{seconds | trainer_idle_share | engine_idle_share | staleness_max | ...}` and
     `simulate.{mode}_vs_sync` (above 1 means faster), and the same under `simulate.gpus{N}.` for each of `options.gpus`.
     It also has `step.{mode}.{seconds | trainer_idle_share}` and `step.{mode}_vs_sync`, the names that `headrace bench
-    step` uses. steps.jsonl has one line per step; depth.jsonl has the numbers of groups that are ready and in flight
-    over time. `tell` gets a line of progress before each simulated run.
+    step` uses. steps.jsonl has one line per step; depth.jsonl has the numbers of ready and in-flight groups over time.
+    `tell` receives a line of progress before each simulated run.
     """
     unknown = [mode for mode in options.modes if mode not in MODES]
     if unknown or not options.modes or any(number < 1 for number in options.gpus):

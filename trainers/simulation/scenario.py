@@ -1,4 +1,4 @@
-"""Builds a scenario, the set of all numbers that a simulated run needs, from the configuration and a measured run."""
+"""Builds a scenario, all numbers of a simulated run, from the configuration and a measured run."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Scenario:
     number."""
     sampler: Mapping[Mode, Sampler]
     window: int
-    """Number of consecutive prompts of the prompt stream that the sampler `windowed` may choose from, counted from the
-    first prompt that was neither taken nor dropped."""
+    """Number of consecutive prompts of the prompt stream from which the sampler `windowed` can choose, beginning with
+    the first prompt that was neither taken nor dropped."""
     in_flight: Literal["keep", "wait", "abort"]
     """Treatment of running requests during a weight sync. `abort` is simulated as `keep`, because aborted requests
     continue after the sync."""
@@ -60,7 +60,7 @@ class Scenario:
     decode_s: float
     decode_row_s: float
     latency_s: float
-    """Median number of seconds to generate a group, independently of lengths; 0 when engines decode token by token."""
+    """Median seconds to generate a group, independent of its lengths; 0 when engines decode token by token."""
     latency_sigma: float
     request_s: float
     train_token_s: float
@@ -90,7 +90,7 @@ class Scenario:
     def draw_lengths(self, num_prompts: int) -> np.ndarray:
         """Draw the number of tokens of each response, float64 `[num_prompts, group_size]`.
 
-        With the same seed the first prompts always have the same lengths, however many prompts are drawn.
+        With the same seed the first prompts always have the same lengths, regardless of `num_prompts`.
         """
         normal = np.random.default_rng(self.seed).standard_normal((num_prompts, self.group_size + 1))
         share = self.prompt_share
@@ -99,7 +99,7 @@ class Scenario:
         return np.clip(np.exp(location + self.response_sigma * mixed), 1.0, self.max_response_tokens)
 
     def draw_work(self, num_prompts: int, lengths: np.ndarray) -> np.ndarray:
-        """Return the number of tokens that an engine has to decode for each row, float64 `[num_prompts, group_size]`.
+        """Return the number of tokens that an engine must decode for each row, float64 `[num_prompts, group_size]`.
 
         These are `lengths` unless `latency_s` is set. With `latency_s` they are the row's latency in seconds, because
         the engine then takes one second per token.
@@ -110,23 +110,23 @@ class Scenario:
 
     def draw_latencies(self, num_prompts: int) -> np.ndarray:
         """Return the scripted engine's seconds for each of the stream's first prompts, float64 `[num_prompts]`."""
-        from ...actors.engines.scripted import request_latency  # imports torch, which nothing else here needs
+        # The import is here, because it imports torch, which this module does not need otherwise.
+        from ...actors.engines.scripted import request_latency
         from ...actors.rollout.prompts import base36
 
         ids = map(base36, range(num_prompts))
         return np.array([request_latency(uid, self.seed, self.latency_s, self.latency_sigma) for uid in ids])
 
     def put_s(self, tokens: float) -> float:
-        """Return the seconds from a group's last token until it is ready, for environment, reward and put.
+        """Return the seconds from a group's last token until the group is ready, for environment, reward and put.
 
         `tokens` is the number of tokens of the group.
         """
         return self.request_s + self.call_s + tokens * self.put_bytes / (self.gib_per_s * GIB)
 
     def read_s(self, tokens: float) -> float:
-        """Return the seconds that the trainer waits for the data of a ready chunk: the time for claim, plan and get.
-
-        `tokens` is the number of tokens of the chunk, which consists of groups that are trained on together.
+        """Return the seconds that the trainer waits for the data of a ready chunk: the time for claim, plan and get. A
+        chunk consists of groups that are trained on together; `tokens` is its number of tokens.
         """
         return self.plan_s + 2 * self.call_s + tokens * self.got_bytes / (self.gib_per_s * GIB)
 
@@ -222,9 +222,8 @@ def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dic
 
     The values are read from metrics.jsonl in `run_dir`. The distribution of response lengths is derived from their mean
     and from the longest response of a step, as if no response had been cut off. The time of a token is derived from the
-    longest response of a step. For a run with scripted engine and scripted backend, whose durations are known, the
-    overheads of its steps are measured too. Raises UserError when the run has no metrics of a step or its steps
-    generated nothing.
+    longest response of a step. If engine and backend are scripted, their durations are known, and the overheads of the
+    steps are measured, too. Raises UserError when the run has no metrics of a step, or its steps generated no tokens.
     """
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
@@ -267,10 +266,9 @@ def _scripted_overheads(
     records: Sequence[Mapping[str, float]], scenario: Scenario, scripted: ScriptedConfig, dp: int
 ) -> dict[str, float]:
     """Return the overheads of a run with scripted engine and backend: the seconds beyond the configured sleeps.
-
-    scenario: what `build_scenario` makes of the run without measurements. dp: number of replicas. The run must be in
-    the mode `sync`. The result maps keys of the section `simulation` to seconds; `train_step_s`
-    includes the configured time of a step.
+    scenario: result of `build_scenario` for the run without measurements. dp: number of replicas. The run must be in
+    the mode `sync`. The result maps keys of the section `simulation` to seconds; `train_step_s` includes the configured
+    time of a step.
     """
     prompts = scenario.prompts_per_step
     longest = scenario.draw_latencies(prompts * int(records[-1]["step"])).reshape(-1, prompts).max(axis=1)
@@ -278,10 +276,12 @@ def _scripted_overheads(
     call_s = statistics.median(record["time/data_wait_s"] for record in records)
     around = [record["time/rollout_s"] - float(longest[int(record["step"]) - 1]) for record in records]
     trained = statistics.median(record["time/train_s"] - record["time/data_wait_s"] for record in records)
-    overhead = max(0.0, trained - train_s) / 2  # the overhead of each of two calls: one per chunk, one per step
+    # The overhead is divided equally between two calls: one per chunk and one per step.
+    overhead = max(0.0, trained - train_s) / 2
     return {
         "call_s": call_s,
-        "request_s": max(0.0, statistics.median(around) - 2 * call_s),  # the time includes a put and a claim
+        # The time includes a put and a claim, which count separately.
+        "request_s": max(0.0, statistics.median(around) - 2 * call_s),
         "train_token_s": 0.0,
         "chunk_s": overhead,
         "train_step_s": scripted.train_step_s + overhead,

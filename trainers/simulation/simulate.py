@@ -1,12 +1,12 @@
-"""Simulates one GRPO run as discrete events: engines, one trainer, weight syncs, and what each waits for.
+"""Simulates one GRPO run as discrete events: engines, one trainer, weight syncs, and their waits.
 
     prompt allowed -> admitted by an engine -> last token -> put -> ready -> claimed, trained -> sync -> next version
 
 Prompts begin in the order of the prompt stream, each at most `staleness` weight versions before the step that would
 train on it. The modes `sync` and `async` train on all groups of a step at once. The modes `streaming` and
-`async_streaming` train on groups as they become ready and step the optimizer once per step; in `async_streaming` each
-chunk that is trained on makes room for as many new prompts. An engine decodes its rows in one batch, at a speed that
-depends on the number of rows.
+`async_streaming` train on groups as they become ready and step the optimizer once per step; in `async_streaming`, after
+training on a chunk, as many new prompts can begin. An engine decodes its rows in one batch, at a speed that depends on
+the number of rows.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .scenario import Scenario
 
 
 class SimulatedEngine:
-    """An engine that decodes one token for all its rows in a time that grows with their number. It is `decode_s +
+    """An engine that decodes one token for all its rows at a time. The time per token is `decode_s +
     decode_row_s * (number of running rows)` seconds.
 
     The engine counts the tokens that it has decoded per row since the start of the run. Between changes (new rows,
-    pauses) the future is known: `_marks` has the token count at which each row ends, and `_times` the corresponding
-    times in seconds. Both are computed again only at changes.
+    pauses) the ends of rows are known: `_marks` has the token count at which each row ends, and `_times` has the
+    corresponding times in seconds. Both are recomputed only at changes.
     """
 
     def __init__(self, rows: int, decode_s: float, decode_row_s: float) -> None:
@@ -73,12 +73,12 @@ class SimulatedEngine:
         self._foresee(np.sort(np.concatenate((self._marks, ends.reshape(-1)))))
 
     def pause(self, now: float, seconds: float) -> None:
-        """Stop decoding for `seconds`, starting at time `now` or at the end of a pause that is in progress."""
+        """Stop decoding for `seconds`, starting at time `now` or at the end of a pause in progress."""
         self._settle(now, pause_s=seconds)
         self._foresee(self._marks)
 
     def next_end(self) -> float:
-        """Return the time at which the next group ends; infinity when there is no group."""
+        """Return the time at which the next group ends; infinity if the engine has no group."""
         if not self._groups:
             return math.inf
         return self._times[bisect_left(self._mark_list, self._groups[0][0])]
@@ -105,7 +105,7 @@ class SimulatedEngine:
             assert not self._groups or self._groups[0][0] > self._mark, "ended groups were not taken"
         if gone < running and now > self._since:
             self._mark += (now - self._since) / (self._decode_s + self._decode_row_s * (running - gone))
-        self._since = max(now, self._since) + pause_s  # a pause in progress ends first
+        self._since = max(now, self._since) + pause_s  # A pause in progress ends before the new pause begins.
         self._marks = self._marks[gone:]
 
     def _foresee(self, marks: np.ndarray) -> None:
@@ -126,7 +126,7 @@ class SimulatedStep:
     end_s: float
     seconds: float
     trainer_busy_s: float
-    """Seconds during which the trainer computed, without waits, reads and weight syncs."""
+    """Seconds during which the trainer computed, excluding waits, reads and weight syncs."""
     engines_busy_s: float
     """Seconds during which engines decoded, summed over the engines."""
     staleness_mean: float
@@ -141,22 +141,22 @@ class SimulatedRun:
     steps: list[SimulatedStep] = field(default_factory=list)
     depth_times: array[float] = field(default_factory=lambda: array("d"))
     depth_ready: array[int] = field(default_factory=lambda: array("q"))
-    """Numbers of groups that are ready for training. Each number holds from the time at the same index of `depth_times`
-    until the next one."""
+    """Numbers of groups that are ready for training. Each number is valid from the time at the same index of
+    `depth_times` until the next time."""
     depth_in_flight: array[int] = field(default_factory=lambda: array("q"))
-    """Numbers of groups that have begun but are not ready for training. Each number holds from the time at the same
-    index of `depth_times` until the next one."""
+    """Numbers of groups that have begun but are not ready for training. Each number is valid from the time at the same
+    index of `depth_times` until the next time."""
     started: int = 0
     trained: int = 0
     dropped: int = 0
-    """Number of groups that were dropped because they became too old to be trained on."""
+    """Number of groups that were dropped because they became too old for training."""
     ready: int = 0
     in_flight: int = 0
 
 
 class Simulation:
-    """Simulates one run in one mode. The result is deterministic, and with the same seed each prompt has the same
-    response lengths in all modes."""
+    """Simulates one run in one mode. The result is deterministic. With the same seed each prompt has the same response
+    lengths in all modes."""
 
     def __init__(self, scenario: Scenario, mode: Mode) -> None:
         self._scenario = scenario
@@ -213,8 +213,7 @@ class Simulation:
 
     @property
     def _waiting(self) -> int:
-        """Number of prompts that may begin now but have not begun. It is 0 during the times when engines admit no new
-        groups."""
+        """Number of prompts that can begin now but have not begun; 0 while engines admit no new groups."""
         prompts = self._scenario.prompts_per_step
         allowed = (self._version + self._staleness + 1) * prompts
         if self._paced:
@@ -273,14 +272,14 @@ class Simulation:
         self._collect(number)
         if self._waiting > 0:
             self._admit((number,))
-        if stamp == engine.stamp:  # no group has joined since
+        if stamp == engine.stamp:  # The stamp is unchanged if no group has joined since.
             self._foresee(number)
 
     def _collect(self, number: int) -> None:
         """Take the groups that have ended on engine `number`, and schedule when each is ready. A group is ready when
         its rows are stored.
 
-        If the weight sync was waiting for the last running groups to end, this starts it.
+        Starts the weight sync if it was waiting for the last running groups to end.
         """
         ended = self._engines[number].take_ended(self._now)
         for group in ended:
@@ -310,7 +309,7 @@ class Simulation:
         """Let the trainer take the ready groups inside the sampler's window, a range of the prompt stream.
 
         The window begins at the first prompt that was neither granted to the trainer nor dropped. Only the samplers
-        `in_order` and `windowed`, which follow the prompt stream, have one.
+        `in_order` and `windowed`, which follow the prompt stream, have a window.
         """
         while self._window and self._blocked and self._blocked[0] < self._progress.first + self._window:
             group = heapq.heappop(self._blocked)
@@ -346,8 +345,8 @@ class Simulation:
     # -------------------------------------------------------------- trainer
 
     def _train(self) -> None:
-        """Start to train on a chunk if the trainer is free and enough groups are ready. A chunk is groups that are
-        trained on together."""
+        """Start to train on a chunk if the trainer is free and enough groups are ready. A chunk consists of groups that
+        are trained on together."""
         scenario, missing = self._scenario, self._scenario.prompts_per_step - self._step_groups
         wanted = min(scenario.chunk_groups, missing) if self._streaming else missing
         if self._training or not missing or len(self._granted) < wanted:
@@ -415,7 +414,7 @@ class Simulation:
         self._engines_busy_s = busy
         self._step_groups, self._step_busy_s, self._step_staleness = 0, 0.0, []
 
-    # -------------------------------------------------------------- inside
+    # -------------------------------------------------------------- events and records
 
     def _draw(self, num_prompts: int) -> None:
         self._lengths = self._scenario.draw_lengths(num_prompts)

@@ -1,1 +1,1 @@
-"""The watchdog notices a run that makes no progress, reports where it hangs, and ends it with all its processes."""
+"""Watches a run: the watchdog detects a run without progress, reports where it hangs, and ends all its processes."""

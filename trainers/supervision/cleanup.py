@@ -1,4 +1,4 @@
-"""Finds and kills the processes of a run, and removes the folders that it left in shared memory."""
+"""Finds and kills the processes of a run, and removes the run's folders in shared memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import psutil
 from ...dataplane.owned_folder import PREFIX, SHARED_MEMORY, process_start
 
 END_TIMEOUT_S = 10.0
-"""Seconds to wait for killed processes to be gone."""
+"""Seconds to wait for the end of killed processes."""
 POLL_S = 0.05
 
 
 class Family:
-    """The processes of a run: its driver, the driver's descendants, and its actors in a Ray cluster. The driver
-    connected to the cluster.
-
-    A process is identified by its pid and its start time, so that a process that reuses a pid is never killed.
+    """The processes of a run: its driver, the driver's descendants, and its actors in a joined Ray cluster. A process
+    is identified by pid and start time, so that a new process with a reused pid is never killed.
     """
 
     def __init__(self, driver_pid: int, strangers: Iterable[int] = ()) -> None:
@@ -38,19 +36,18 @@ class Family:
             self._note(_below(self.driver))
 
     def add(self, processes: Iterable[tuple[int, int]]) -> None:
-        """Add processes, given as (pid, `process_start`), that need not be the driver's descendants. An example is an
-        actor in a Ray cluster that the driver connected to."""
+        """Add processes, given as (pid, `process_start`), which can be other processes than the driver's descendants.
+        An example is an actor in a joined Ray cluster."""
         self._note(_processes(pid for pid, ticks in processes if process_start(pid) == ticks))
 
     def kill(self) -> list[str]:
-        """Kill the driver, all members that are alive, and whatever they have started since. Returns the members'
-        names.
-
-        Waits until all of them are gone, at most END_TIMEOUT_S.
+        """Kill the driver, all live members, and all processes that they have started since. Returns the members'
+        names. Waits until all of them have ended, for END_TIMEOUT_S seconds at most.
         """
         self.look()
         if self.driver is not None:
-            kill_process(self.driver)  # first, so that it cannot start another process while the others end
+            # The driver is killed first, so that it cannot start another process while the others end.
+            kill_process(self.driver)
         killed: dict[psutil.Process, str] = {}
         while True:
             for process in list(self.members):
@@ -62,7 +59,7 @@ class Family:
                 killed[process] = _describe(process)
                 kill_process(process)
         gone = [*killed, *([self.driver] if self.driver is not None else [])]
-        # A zombie counts as gone, unlike in psutil.wait_procs, because its parent may be slow to notice.
+        # Unlike in psutil.wait_procs, a zombie counts as ended, because its parent can be slow to reap it.
         _wait(lambda: any(map(is_alive, gone)), END_TIMEOUT_S)
         return list(killed.values())
 
@@ -110,8 +107,8 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether the process runs. A zombie does not count once its last thread has ended: until then it keeps its
-    files and its GPU memory."""
+    """Return whether the process runs. A zombie counts as running until its last thread has ended, because it keeps its
+    files and its GPU memory until then."""
     try:
         return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
     except psutil.NoSuchProcess:
@@ -121,18 +118,18 @@ def is_alive(process: psutil.Process) -> bool:
 def kill_process(process: psutil.Process) -> None:
     """Kill a process, unless it has ended or belongs to another user.
 
-    psutil compares start times before it sends a signal, but not for a process that it has seen gone: it then signals
-    whichever process has that pid now. So a process that does not run is left alone here.
+    psutil compares start times before it sends a signal, except if it has already seen the end of the process: it then
+    signals whichever process has that pid now. This function therefore skips processes that do not run.
     """
     try:
         if process.is_running():
             process.kill()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
-        pass  # it has ended, or belongs to another user, and Ray has to end it
+        pass  # The process has ended, or belongs to another user, so that only Ray can end it.
 
 
 def _wait(alive: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait until `alive` returns False, for `timeout_s` seconds at most. Returns whether it did."""
+    """Wait until `alive` returns False, for `timeout_s` seconds at most. Returns False if the time is over first."""
     deadline = time.monotonic() + timeout_s
     while alive():
         if time.monotonic() >= deadline:

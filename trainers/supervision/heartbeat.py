@@ -1,6 +1,6 @@
-"""The heartbeat records the driver's current stage in memory that it shares with its watchdog.
+"""Records the driver's current stage, the heartbeat, in memory shared with its watchdog.
 
-It is one record of fixed size with a checksum. Only one thread of the driver writes it at a time, because the
+The heartbeat is one record of fixed size with a checksum. Only one thread of the driver writes at a time, because the
 interpreter's lock is held for the single copy. A reader that sees a partial record notices the wrong checksum and reads
 again.
 """
@@ -18,11 +18,10 @@ from dataclasses import dataclass
 _BODY = struct.Struct("<qddB47p")
 _SUM = struct.Struct("<I")
 SIZE = 4096
-"""Number of bytes of the memory, one page; the record is at its start."""
+"""Size of the shared memory in bytes, one page. The record is at its start."""
 _RECORD = _SUM.size + _BODY.size
 _LOOKS = 100
-"""Maximum number of times that a reader reads a record again because its checksum is wrong. A write takes a
-microsecond."""
+"""Largest number of times that a reader retries because the checksum is wrong. A write takes a microsecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +33,12 @@ class Beat:
     stage: str
     """Name of the current stage, or of the last one when none is in progress."""
     inside: bool
-    """True while the stage is in progress, False when it has ended and the next one has not begun."""
+    """True while the stage is in progress, False between its end and the begin of the next stage."""
     since_s: float
     """Time in seconds at which the stage began or ended, by `time.monotonic()`, a clock that all processes of a host
     share."""
     bound_s: float
-    """Maximum number of seconds for the stage, or for the time until the next one; infinite when there is no limit."""
+    """Largest number of seconds for the stage, or for the time until the next stage; infinite if there is no limit."""
 
     def __str__(self) -> str:
         step = f"step {self.step}, " if self.step else ""
@@ -50,11 +49,8 @@ class Heartbeat:
     """Writes the heartbeat (the driver's current stage) in the driver. Thread-safe."""
 
     def __init__(self, descriptor: int = -1, *, bound_s: float = math.inf) -> None:
-        """Write to the shared memory of `descriptor`, which `shared_memory` returned. If it is -1, write to memory that
-        is not read.
-
-        `bound_s` is the maximum number of seconds for the time between stages, and for stages without a time limit of
-        their own.
+        """Write to the shared memory of `descriptor`, a result of `shared_memory`. With -1, write to memory without
+        readers. `bound_s` is the largest number of seconds between stages, and for stages without their own time limit.
         """
         self._memory = mmap.mmap(descriptor, SIZE)
         self._bound_s = bound_s
@@ -73,7 +69,8 @@ class Heartbeat:
         self._write(False, self._bound_s)
 
     def enter(self, stage: str, bound_s: float | None = None) -> None:
-        """Record that `stage` begins and may take `bound_s` seconds. With None, the default time limit applies."""
+        """Record that `stage` begins and can take up to `bound_s` seconds. With None, the default time limit
+        applies."""
         self._stage = stage.encode()
         self._write(True, self._bound_s if bound_s is None else bound_s)
 
@@ -87,9 +84,8 @@ class Heartbeat:
 
 
 def shared_memory() -> int:
-    """Return a descriptor of memory for one heartbeat, for its writer and for the process that reads it.
-
-    The caller closes it. The memory belongs to no file system and is freed when the last process closes it.
+    """Return a descriptor of memory for one heartbeat, shared by its writer and its reader. The caller closes the
+    descriptor. The memory belongs to no file system and is freed when the last process closes it.
     """
     descriptor = os.memfd_create("headrace-heartbeat")
     os.ftruncate(descriptor, SIZE)
@@ -104,7 +100,7 @@ class HeartbeatReader:
         self._last = Beat(0, "start", False, time.monotonic(), math.inf)
 
     def read(self) -> Beat:
-        """Return the newest record. If the driver was killed while writing it, return the record before it."""
+        """Return the newest complete record. If the driver was killed during a write, this is the previous record."""
         for _ in range(_LOOKS):
             record = self._memory[:_RECORD]
             body = record[_SUM.size :]

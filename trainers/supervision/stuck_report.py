@@ -1,7 +1,7 @@
 """Writes the report on a run that makes no progress: its processes, its data plane, and the stacks of all threads.
 
-Processes write their stacks into files on SIGUSR1. The handler is written in C (faulthandler), so that a process that
-hangs in native code answers too. Every query has a timeout, so that the report is always written. This module imports
+Processes write their stacks into files on SIGUSR1. The handler is written in C (faulthandler), so a process that hangs
+in native code also answers. Every query has a timeout, so that the report is always written. This module imports
 neither Ray nor torch, because every actor imports it.
 """
 
@@ -29,7 +29,7 @@ FOLDER = "stacks"
 """Name of the folder of stack files in the run's folder."""
 SIGNAL = signal.SIGUSR1
 SETTLE_S = 0.2
-"""Seconds for which a stack file must not have grown before it is considered complete."""
+"""Seconds without growth after which a stack file counts as complete."""
 
 _files: list[TextIO] = []
 """The open stack file. It must stay referenced, because faulthandler keeps only its descriptor."""
@@ -67,7 +67,7 @@ def collect_stacks(folder: str | os.PathLike[str], pids: Mapping[str, int], time
     found: dict[str, str] = {}
     for name, pid in pids.items():
         path = stacks_path(folder, pid)
-        # The signal would end a process that has no handler for it.
+        # The signal would end a process without a handler.
         if not path.exists() or not is_caught(pid, SIGNAL):
             found[name] = "none: the process is gone or does not handle the signal"
             continue
@@ -92,7 +92,7 @@ def remove_stacks(folder: str | os.PathLike[str]) -> None:
 
 
 def is_caught(pid: int, signum: int) -> bool:
-    """Return whether the process has a handler for the signal; False when the process is gone."""
+    """Return whether the process has a handler for the signal; False if the process has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -102,9 +102,9 @@ def is_caught(pid: int, signum: int) -> bool:
 
 
 ASK_TIMEOUT_S = 5.0
-"""Seconds that the directory has to answer a request for its status."""
+"""Seconds within which the directory must answer a request for its status."""
 IMPORT_TIMEOUT_S = 60.0
-"""Additional seconds to import the data plane's client. The watchdog imports it only to write a report, to stay
+"""Additional seconds for importing the data plane's client. The watchdog imports it only for a report, to stay
 small."""
 STACKS_TIMEOUT_S = 10.0
 DRIVER = "driver"
@@ -112,17 +112,17 @@ DRIVER = "driver"
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Message that a run sends to its watchdog once its data plane is open, with the address of the directory. Plain
-    data."""
+    """Message from a run to its watchdog when the data plane is open, with the address of the directory. Plain data."""
 
     run_id: str
-    """Id of the run, which is part of the names of its folders in shared memory and is written in its actors.json."""
+    """Id of the run. It is part of the names of the run's folders in shared memory, and is written in actors.json."""
     local: str
     host: str
     port: int
-    """These three form the `DirectoryAddress` of the directory (the data plane's metadata service)."""
+    """TCP port of the directory (the data plane's metadata service). `local`, `host` and `port` form its
+    `DirectoryAddress`."""
     key: str = field(repr=False)
-    """Secret of the run's data plane in hexadecimal, which clients must know."""
+    """Secret of the run's data plane in hexadecimal, which authenticates clients."""
     peer: str
     """Name of the directory in error messages."""
 
@@ -229,7 +229,7 @@ def _data_plane(opened: Opened | None, groups: int, group_size: int) -> list[str
     def ask() -> None:
         try:
             answer.append(_status(opened))
-        except Exception as error:  # any error goes into the report, which must be written
+        except Exception as error:  # Every error goes into the report, because the report must be written.
             answer.append(error)
 
     asking = threading.Thread(target=ask, name="ask the directory", daemon=True)

@@ -1,12 +1,12 @@
-"""The watchdog process ends a run that makes no progress and cleans up after a driver that was killed.
+"""Runs the watchdog process, which ends a run without progress and cleans up after a killed driver.
 
     python -m headrace.trainers.supervision.watchdog DESCRIPTOR PID FOLDER ...      (`under_watchdog.py` starts it)
 
 The driver writes a heartbeat (`heartbeat.py`) when a stage begins and when it ends. When a stage exceeds its time limit
 by more than a margin, the watchdog writes watchdog.txt into the run's folder, prints a line on standard output for the
 driver to read, and sends SIGUSR2 to the driver. If the driver does not end in time, the watchdog kills it and all
-processes of the run. When the driver ends without notice (kill -9), the watchdog kills its remaining processes and
-removes what they left in shared memory. In either case one line on standard error says what happened.
+processes of the run. When the driver ends without notice (kill -9), the watchdog kills the remaining processes of the
+run and removes their folders in shared memory. In either case one line on standard error describes the event.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ POLL_S = 1.0
 LOOK_S = 5.0
 """Seconds between two searches for the run's processes, which take some milliseconds each."""
 STOP = signal.SIGUSR2
-"""Signal that asks the driver to end. It is not SIGINT, because shells make background commands ignore that."""
+"""Signal that asks the driver to end. SIGINT would not work, because shells make background commands ignore it."""
 MARGIN_S = 30.0
-"""Seconds that a stage may exceed its time limit before the watchdog acts. In this time, the code that waits in the
+"""Seconds by which a stage can exceed its time limit before the watchdog acts. In this time, the waiting code in the
 stage can fail by itself with a better error."""
 GRACE_S = 30.0
-"""Seconds without a sign of life after which a driver that was asked to stop is killed."""
+"""Seconds without a heartbeat after which a driver that was asked to stop is killed."""
 END = {"end": True}
-"""Message with which the driver tells the watchdog that the run has ended and needs no watchdog any more."""
+"""Message from the driver to the watchdog that the run has ended."""
 
 
 class Watchdog:
-    """Watches one driver until its run is over or has to be ended."""
+    """Watches one driver until its run is over or must be ended."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         """Create the watchdog of one driver. `options` are the parsed command-line options of `main`."""
@@ -82,9 +82,10 @@ class Watchdog:
         if not select.select([0], [], [], timeout_s)[0]:
             return
         data = os.read(0, 1 << 16)
-        if not data:  # every writing end of the pipe is closed, usually because the driver has ended
+        if not data:  # All writing ends of the pipe are closed, usually because the driver has ended.
             self._wait_for_driver(self._grace_s)
-            self._over = self._driver_is_alive()  # a driver that still runs has closed the pipe to end the watchdog
+            # If the driver still runs, it has closed the pipe to end the watchdog.
+            self._over = self._driver_is_alive()
             return
         *lines, self._line = (self._line + data).split(b"\n")
         for line in lines:
@@ -97,8 +98,8 @@ class Watchdog:
             self._look()
 
     def stood_s(self, beat: Beat) -> float:
-        """Return the seconds since the heartbeat `beat` was written, or the driver was last seen suspended (Ctrl-Z).
-        The later of the two counts."""
+        """Return the seconds since the later of two times: when the heartbeat `beat` was written, and when the driver
+        was last seen suspended (Ctrl-Z)."""
         now = time.monotonic()
         try:
             if psutil.Process(self._pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
@@ -156,8 +157,8 @@ class Watchdog:
         return True
 
     def _wait_for_end(self) -> None:
-        """Wait until the driver reports the end of the run, has died, or is late with its heartbeat. Late is later than
-        the grace period."""
+        """Wait until the driver reports the end of the run, has died, or has written no heartbeat for GRACE_S
+        seconds."""
         told_s = time.monotonic()
         while not self._over and self._driver_is_alive():
             self._listen(POLL_S)
@@ -190,7 +191,7 @@ def _say(text: str) -> None:
     try:
         print(f"headrace watchdog: {text}", file=sys.stderr, flush=True)
     except OSError:
-        pass  # the terminal ended with the driver; watchdog.txt has everything
+        pass  # The terminal ended with the driver. The message is also in watchdog.txt.
 
 
 def main(argv: Sequence[str] | None = None) -> None:
