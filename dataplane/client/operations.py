@@ -1,5 +1,6 @@
-"""Implements the operations of data-plane clients without I/O, as generators of steps. A step is a request to the
-directory or a piece of work. The blocking client and the asyncio client carry out the steps.
+"""Implements the operations of data-plane clients without I/O, as generators of steps.
+
+A step is a request to the directory or a piece of work. The blocking client and the asyncio client carry out the steps.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Runs the two processes of a Mooncake store: the master (metadata server), and the one that lends memory to it. When
-the master dies, the threads of Mooncake's library in the process that lends memory keep calling the dead master
+"""Runs the two processes of a Mooncake store: the master (metadata server), and the one that lends memory to it.
+
+When the master dies, the threads of Mooncake's library in the process that lends memory keep calling the dead master
 forever, and disconnecting from it takes 20 s under Python's global interpreter lock. A separate process ends together
 with these threads, and the directory's process is not disturbed.
 """

@@ -86,11 +86,11 @@ def served_pool(
     prometheus_port: int | None = None,
 ) -> Iterator[ServedPool]:
     """Context manager that starts a pool, or restarts it from its journal in `folder`, and stops it at the end.
-    num_gpus: number of GPUs for a cluster without GPUs, where they are plain numbers without devices; None for the GPUs
-    of the cluster, which are reserved in Ray for as long as the pool exists. address: Ray cluster to join; None starts
-    one with `num_cpus` logical CPUs (None: those of this machine). prometheus_port: port on loopback at which the
-    pool's figures are served; 0 for any free one, None for none. Raises UserError if the cluster has a pool of this
-    name already, if its number of GPUs differs, if other programs hold some of them, or if the port is taken.
+    num_gpus: number of GPUs, which are plain numbers without devices in a cluster without GPUs; None for the GPUs of
+    the cluster, which are reserved in Ray for as long as the pool exists. address: Ray cluster to join; None starts one
+    with `num_cpus` logical CPUs (None: those of this machine). prometheus_port: port on loopback at which the pool's
+    figures are served; 0 for any free one, None for none. Raises UserError if the cluster has a pool of this name
+    already, if its number of GPUs differs, if other programs hold some of them, or if the port is taken.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cluster = _cluster(address, num_cpus)
