@@ -33,8 +33,8 @@ class RecipeFile(Section):
     """The same machine, in the form of the option `--machine` of `headrace train --dry-run`. Unset: any machine without
     GPUs."""
     model: dict[str, Any] = {}
-    """Content of the model's config.json. A stand-in of the same shape is made from it. Empty: the recipe uses the
-    built-in model."""
+    """Content of the model's config.json. A stand-in of the same shape is made from it. Empty: the recipe
+    needs no stand-in for its model."""
     rows: dict[str, tuple[dict[str, Any], ...]] = {}
     """Key of a source of prompts (such as `data.train`) -> rows with the columns of that data set."""
     small: dict[str, Any] = {}

@@ -370,9 +370,8 @@ def _identify(
 def _build(
     generators: Sequence[EngineHandle], workers: Sequence[TrainHandle], timeout_s: float, times: StartTimes
 ) -> None:
-    builds: list[Call[None]] = [
-        handle.build() for handle in generators
-    ]  # Generators build while rank 0 opens its rendezvous server.
+    # Generators build while rank 0 opens its rendezvous server.
+    builds: list[Call[None]] = [handle.build() for handle in generators]
     meeting_point = None
     if workers and workers[0].setup.has_groups:
         [meeting_point] = _started([workers[0].open_rendezvous()], "start", timeout_s)
