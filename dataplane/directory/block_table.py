@@ -26,18 +26,18 @@ class FreedBlock:
 
 @dataclass(slots=True)
 class Reservation:
-    """Holds the space that is promised to one put until the put is committed."""
+    """Holds the space reserved for one put until the put is committed."""
 
     reservation_id: int
     writer: str
     block_ids: range
-    """Ids for the put's blocks. The put may have fewer blocks than ids, and then uses the first ones."""
+    """Ids for the put's blocks. A put with fewer blocks uses the first ids."""
     nbytes: int
     """Maximum total size of the put's blocks in bytes."""
     deadline: float
     credit: bool
-    """True if the space was granted in advance for the writer's next put. It is revoked if another writer needs the
-    space."""
+    """True if the space was granted in advance for the writer's next put. Such space is revoked if another writer needs
+    it."""
     location: bytes | None = None
     """Address of the space in the store; None until the store has allocated it."""
 
@@ -140,8 +140,8 @@ class BlockTable:
         return tuple(self._entries[block_id].ref for block_id in block_ids.tolist())
 
     def token_starts(self, block_ids: np.ndarray, block: np.ndarray, row: np.ndarray) -> np.ndarray:
-        """Return the index of the first token of row `row[i]` within its block `block_ids[block[i]]`, int64 `[N]`. All
-        of the blocks must hold tokens."""
+        """Return the index of the first token of each row `row[i]` within its block `block_ids[block[i]]`, int64 `[N]`.
+        All of the blocks must hold tokens."""
         used, block = np.unique(block, return_inverse=True)
         starts = [self._entries[block_id].row_starts for block_id in block_ids[used].tolist()]
         if not starts:

@@ -17,9 +17,9 @@ from ..errors import DuplicateKeys
 from ..meta import BlockRef, KVBatchMeta
 
 Outcome = Literal["done", "retry"]
-"""Outcome of claimed rows: a task has finished them, or can claim them again."""
+"""Outcome of claimed rows: `done` if the task has finished them, `retry` if it can claim them again."""
 
-# ---------------- Rows of a put form groups by names that the caller gives, or by row keys up to their last dot.
+# ---------------- Rows of a put form groups by the caller's names, or by row keys up to their last dot.
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Grouping:
     names: Sequence[str]
     """Names of the G groups, without repeats, in order of appearance."""
     index: np.ndarray
-    """Group of each row, int64 `[N]`, as an index into `names`."""
+    """Index into `names` of each row's group, int64 `[N]`."""
     given: bool
     """True when the caller named the groups, False when the names were taken from the keys."""
 
@@ -46,7 +46,7 @@ class Grouping:
             names = column[heads].tolist()
         index = np.cumsum(heads) - 1
         distinct_names = list(dict.fromkeys(names))
-        if len(distinct_names) < len(names):  # the rows of some group are not consecutive
+        if len(distinct_names) < len(names):  # The rows of some group are not consecutive.
             number = dict(zip(distinct_names, range(len(distinct_names)), strict=True))
             index = np.array([number[name] for name in names], dtype=np.int64)[index]
         return Grouping(distinct_names, index, groups is not None)
@@ -55,14 +55,14 @@ class Grouping:
 def _stem_runs(keys: Sequence[str]) -> tuple[np.ndarray, list[str]]:
     """Find the runs of consecutive keys with the same stem, which is the part of a key before the last ".".
 
-    Returns a bool array `[N]` that is True where a run begins, and the stem of each run. A plain loop takes 0.12 us per
-    key, half the time that numpy needs on the keys' bytes.
+    Returns a bool array `[N]` that is True where a run begins, and the stem of each run. The plain loop takes 0.12 us
+    per key, half the time of numpy code on the keys' bytes.
     """
     first: list[int] = []
     names: list[str] = []
     before = None
     for number, key in enumerate(keys):
-        stem = key.rpartition(".")[0] or key  # ".3" has no stem: it is one
+        stem = key.rpartition(".")[0] or key  # A key like ".3" has no stem, so the whole key is used.
         if stem != before:
             first.append(number)
             names.append(stem)
@@ -88,13 +88,13 @@ class ClaimRows:
     """Highest policy version to take. Rows with a higher version, and groups that contain one, are skipped until a
     claim allows them. None takes all versions."""
     at_least: int | None = None
-    """Smallest number of rows with which the claim is content, at most `num_rows`. None stands for `num_rows`."""
+    """Smallest number of rows for which the claim returns, at most `num_rows`. None stands for `num_rows`."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments for the task's sampler, as plain values."""
 
     @property
     def least(self) -> int:
-        """Smallest number of rows with which the claim is content."""
+        """Smallest number of rows for which the claim returns."""
         return self.num_rows if self.at_least is None else self.at_least
 
     @property
@@ -123,7 +123,7 @@ class PutRows:
     replace: bool
     writer: str
     schema_id: int
-    """Digest of the schema with which the blocks were encoded, as the function `schema_id` returns it."""
+    """Digest of the schema with which the blocks were encoded, from the function `schema_id`."""
 
     @property
     def nbytes(self) -> int:
@@ -150,12 +150,11 @@ class Committed:
     groups: np.ndarray
     """Id of each row's group, int64 `[N]`, unique in the directory."""
     tags: dict[str, np.ndarray]
-    """Values of the tags (named numbers or texts, one for each committed row) that every one of these rows already had
-    from earlier puts: tag name -> values."""
+    """Tags (named numbers or texts) that all committed rows already had from earlier puts: tag name -> one value per
+    row."""
 
     def receipt(self, put: PutRows, schema: Schema, plane_id: int) -> KVBatchMeta:
-        """Build the put's receipt, with which only the fields of this put can be read. It has the rows' keys and
-        locations."""
+        """Build the put's receipt: the rows' keys and locations. Only the fields of this put can be read with it."""
         lengths = put.lengths if self.lengths is None else self.lengths
         versions = put.versions if self.versions is None else self.versions
         assert lengths is not None and versions is not None
@@ -184,8 +183,8 @@ class Committed:
 
 
 def schema_id(schema: Schema) -> int:
-    """Return a digest of a schema (CRC-32). It reveals a writer that still uses the schema of an earlier partition of
-    the same name."""
+    """Return a digest of a schema (CRC-32). It reveals writers that still use the schema of an earlier partition of the
+    same name."""
     return zlib.crc32(messages.encode(schema))
 
 
@@ -194,4 +193,4 @@ def check_distinct(keys: Sequence[str], partition: str, op: str = "put") -> None
     if len(set(keys)) < len(keys):
         seen: set[str] = set()
         twice = [key for key in keys if key in seen or seen.add(key)]
-        raise DuplicateKeys(f"keys occur twice in one {op}", op=op, partition=partition, keys=twice)
+        raise DuplicateKeys(f"keys occur more than once in one {op}", op=op, partition=partition, keys=twice)

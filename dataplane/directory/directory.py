@@ -1,8 +1,8 @@
-"""Keeps track of which rows exist, where their bytes are, and which client may read them next. Pure and synchronous.
+"""Keeps track of which rows exist, where their bytes are, and which client may read them next.
 
-The directory has no clock (`now` is passed in, as seconds of any monotonic clock) and no store (freed blocks are
-returned for the caller to delete), and it never waits (None means that something is not possible now). Each operation
-happens in full or not at all.
+The module is pure and synchronous. The directory has no clock (`now` is passed in, as seconds of any monotonic clock)
+and no store (it returns freed blocks for the caller to delete). It never waits (None means that something is not
+possible now). Each operation happens in full or not at all.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Expired:
     num_rows: int
     """Number of rows whose lease expired because a consumer died or stopped. They can be claimed again."""
     writers: tuple[str, ...]
-    """Names of the writers that reserved space and did not commit in time. Writers whose unused credit expired are left
-    out."""
+    """Names of the writers that reserved space and did not commit in time. Writers of expired unused credit are not
+    included."""
     reservations: tuple[Reservation, ...]
     """Expired reservations. The caller must give their space back to the store."""
 
 
 Locate = Callable[[range, Sequence[int]], Sequence[bytes]]
 SPARE_PART = 8
-"""Divisor that gives the share of the capacity, one eighth, that must stay free when space is granted to a writer in
-advance (credit), so that the grant does not make other writers wait."""
+"""Divisor of the capacity: one eighth of it must stay free when space is granted to a writer in advance (credit), so
+that the grant does not make other writers wait."""
 
 
 class Directory:
@@ -79,13 +79,13 @@ class Directory:
         *,
         redefine: bool = False,
     ) -> list[FreedBlock] | None:
-        """Declare a partition. Repeating the call with equal arguments does nothing; fields and tasks that were added
-        since need not be among them.
+        """Declare a partition. Repeating the call with equal arguments does nothing, also without the fields and tasks
+        that were added since.
 
         tasks: consumers of the partition. A task given only by its name uses the default sampler, which takes the rows
         of the lowest policy version first. redefine: whether to replace a partition that is registered with other
-        arguments, whose rows, leases and tasks are forgotten then. Returns the blocks to which no row refers any more
-        if a partition was replaced, None otherwise.
+        arguments. Its rows, leases and tasks are then forgotten. Returns the blocks to which no row refers any more if
+        a partition was replaced, None otherwise.
 
         Raises ValueError for invalid arguments, for a sampler that cannot be built, and without `redefine` if the
         partition is already registered with other arguments; the error names the difference.
@@ -94,8 +94,8 @@ class Directory:
         return None if replaced is None else self._forget(replaced, replaced.rows.live())
 
     def add_tasks(self, name: str, tasks: Sequence[str | TaskConfig]) -> None:
-        """Add tasks to a partition. They can claim all rows of the partition. A task that the partition has already,
-        with equal settings, is left as it is.
+        """Add tasks to a partition. They can claim all rows of the partition. A task that the partition already has
+        with equal settings remains as it is.
 
         Raises ValueError for a task with other settings than the partition's task of the same name, for a name that
         occurs twice or is empty, and for a sampler that cannot be built; no task is added then.
@@ -120,9 +120,9 @@ class Directory:
         return part.schema
 
     def export(self, partition: str) -> tuple[PartitionState, PartitionRows, list[KVBatchMeta]]:
-        """Return what is needed to save a partition as it is now. It is its definition and its tasks' progress, its
-        rows, and for each set of fields a receipt (keys and locations) of the rows that have just these fields written.
-        In the list and in each receipt the rows are in order of arrival."""
+        """Return what is needed to save a partition in its current state: its definition and its tasks' progress, its
+        rows, and for each set of fields a receipt (keys and locations) of the rows that have exactly these fields
+        written. In the list and in each receipt the rows are in order of arrival."""
         part = self._partitions[partition]
         rows = part.rows.live()
         receipts = [self._receipt(part, having, fields) for fields, having in part.by_fields(rows) if fields]
@@ -143,8 +143,8 @@ class Directory:
         return self._blocks.reserve(put.writer, put.nbytes, len(put.layouts), now + self._reserve_s)
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether the directory's count leaves `nbytes` bytes of the capacity free. If so, a put that still has
-        to wait does so only because the store itself has no room."""
+        """Return whether the directory's count leaves `nbytes` bytes of the capacity free. If so, a put that must still
+        wait waits only for room in the store itself."""
         return nbytes <= self._blocks.free_bytes
 
     def check(self, put: PutRows) -> None:
@@ -229,8 +229,8 @@ class Directory:
         return self._blocks.cancel(reservation_id)
 
     def withdraw(self, partition: str, keys: Sequence[str], first_block_id: int, num_blocks: int) -> list[FreedBlock]:
-        """Undo a committed put: remove the values that it wrote, as far as they still exist. Rows that have no other
-        values are forgotten. Returns the blocks to which no row refers any more."""
+        """Undo a committed put: remove those of its values that still exist. Rows that have no other values are
+        forgotten. Returns the blocks to which no row refers any more."""
         part = self._partitions[partition]
         rows = part.rows.find(keys)
         slots, leases = part.withdraw(distinct(rows[rows >= 0]), first_block_id, num_blocks)
@@ -240,7 +240,7 @@ class Directory:
     def tag(self, partition: str, keys: Sequence[str], tags: Mapping[str, np.ndarray]) -> None:
         """Set tags of existing rows: for each tag (a named number or text of a row), a value for each key.
 
-        Raises DuplicateKeys, KeysNotFound, and SchemaMismatch for values of another type than the tag's earlier ones;
+        Raises DuplicateKeys, KeysNotFound, and SchemaMismatch for values of another type than the tag's earlier values;
         no tag is changed then.
         """
         self._partitions[partition].tag(keys, tags)
@@ -267,9 +267,8 @@ class Directory:
         self, partition: str, keys: Sequence[str], fields: Sequence[str] | None
     ) -> tuple[list[str], dict[str, list[str]]]:
         """Return the keys that do not exist, and for each field the existing keys without it. Only fields for which
-        there are such keys are in the result. Both are empty if `lookup` with these arguments would succeed.
-
-        `fields` None stands for any field that is written for every key; the result is then about rows alone. Raises
+        there are such keys are in the result. Both results are empty if `lookup` with these arguments would succeed.
+        `fields` None stands for any field that is written for every key; only keys can then be missing. Raises
         SchemaMismatch for invalid fields.
         """
         return self._partitions[partition].absent(keys, fields)
@@ -361,7 +360,7 @@ class Directory:
 
     def reset(self, partition: str, task: str, keys: Sequence[str] | None) -> TaskReset:
         """Make finished rows of a task claimable again: those of `keys`, or all of the partition if `keys` is None.
-        Rows that are leased are left alone. Raises KeysNotFound for unknown keys, and then resets nothing."""
+        Leased rows remain leased. Raises KeysNotFound for unknown keys; nothing is reset then."""
         part = self._partitions[partition]
         cursor = part.cursor(task)
         rows = part.rows.live() if keys is None else distinct(part.find(keys, "reset"))
@@ -396,15 +395,14 @@ class Directory:
         return len(rows), self._blocks.unlink(part.free(rows))
 
     def clear_stale(self, claim: ClaimRows) -> tuple[list[str], list[FreedBlock]]:
-        """Forget the ready rows that a claim like `claim` skips as too old, except those leased to any task. For a
-        claim of whole groups this holds for groups: one is skipped if any of its rows is too old, and kept if any is
-        leased.
+        """Forget the ready rows that a claim like `claim` skips as too old, except those leased to any task. A claim of
+        whole groups skips a group if any of its rows is too old; the group is kept if any of its rows is leased.
 
         Returns the keys of the forgotten rows, and the blocks to which no row refers any more. Raises ValueError if the
         claim has no `min_version`.
         """
         if claim.min_version is None:
-            raise ValueError("clear_stale: got min_version=None, expected a version")
+            raise ValueError("clear_stale: got min_version=None, expected an integer version")
         part = self._partitions[claim.partition]
         view = part.view(claim.task, claim.fields, claim.whole_groups)
         view.set_versions(claim.min_version, claim.max_version)
@@ -466,8 +464,8 @@ class Directory:
     # -------------------------------------------------------------- inside
 
     def _forget(self, part: Partition, rows: np.ndarray) -> list[FreedBlock]:
-        """Remove rows from a partition, which may be registered no longer, and from the leases that hold them. Returns
-        the blocks to which no row refers any more."""
+        """Remove rows from a partition and from the leases that hold them. The partition need not be registered any
+        more. Returns the blocks to which no row refers any more."""
         if not len(rows):
             return []
         slots, leases = part.remove(rows)
@@ -481,5 +479,5 @@ class Directory:
 def _check_lease_id(op: str, lease_id: int) -> None:
     if lease_id <= 0:
         raise ValueError(
-            f"{op}: the receipt has no lease; expected one that claim returned (concat of several has none)"
+            f"{op}: the receipt has no lease; expected a receipt from claim (concat of several has no lease)"
         )

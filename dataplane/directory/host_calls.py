@@ -1,4 +1,5 @@
-"""Calls the store's host (its part in this process) for the directory service, in a worker thread if calls can wait."""
+"""Calls the store's host (the store's part in this process) for the directory service, in a thread if calls can
+wait."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class HostCalls:
         """True when calls to the host are round trips. They are then made in a worker thread, because claims must not
         wait for a slow store."""
         self._host = host
-        # Asked once: isinstance of a protocol looks up every attribute of it each time.
+        # The protocols are checked only once, because isinstance looks up every attribute of a protocol at each call.
         self._cuts = host if isinstance(host, Cuts) else None
         self._frees_many = host if isinstance(host, FreesMany) else None
         self._space_freed = space_freed
@@ -47,9 +48,9 @@ class HostCalls:
         return reservation.location is not None
 
     def allocate_ready(self, reservation: Reservation) -> bool:
-        """Allocate space for a reservation if the store can do so at once, and return whether it did. If it cannot, it
-        prepares such space in the background for a later put. For a store that locates blocks only after the write,
-        nothing is allocated and the result is True."""
+        """Allocate space for a reservation if the store can do so at once, and return whether it did. Otherwise the
+        store prepares such space in the background for a later put. For a store that locates blocks only after the
+        write, nothing is allocated and the result is True."""
         if self._cuts is not None:
             if not self._cuts.has_ready(reservation.nbytes):
                 if self._readying is None or self._readying.done():
@@ -76,8 +77,8 @@ class HostCalls:
         return of
 
     async def count(self, reservation: Reservation, sizes: Sequence[int]) -> None:
-        """Report the sizes of a put's blocks to a store with round trips (`is_remote`). They are about to be committed.
-        Raises CapacityExceeded if the store has no room for one of them."""
+        """Report the sizes of a put's blocks to a store with round trips (`is_remote`), just before the commit. Raises
+        CapacityExceeded if the store has no room for one of them."""
         await self._in_thread(self._count, reservation.block_ids[: len(sizes)], sizes)
 
     def _count(self, block_ids: Sequence[int], sizes: Sequence[int]) -> None:
@@ -88,15 +89,15 @@ class HostCalls:
     # -------------------------------------------------------------- the end of blocks
 
     def free(self, blocks: Sequence[FreedBlock]) -> asyncio.Task[None] | None:
-        """Delete blocks from the store. They are gone when this returns None, or else when the task that it returns is
-        done."""
-        if not blocks or self._closed:  # closing the store frees its blocks
+        """Delete blocks from the store. If the result is None, they are gone; otherwise they are gone when the returned
+        task is done."""
+        if not blocks or self._closed:  # Closing the store frees its blocks.
             return None
         pairs = [(block.block_id, block.location) for block in blocks]
         return self._do(lambda: self._free(pairs))
 
     def take_back(self, reservations: Sequence[Reservation]) -> asyncio.Task[None] | None:
-        """Free the space of cancelled reservations in the store, with whatever their writers have written there.
+        """Free the space of cancelled reservations in the store, with all that their writers have written there.
         Returns a task to wait for, or None when the space is free already."""
         if not reservations or self._closed:
             return None
@@ -109,13 +110,13 @@ class HostCalls:
             return None
 
         async def later() -> None:
-            if self._closed:  # closing the store has freed the blocks
+            if self._closed:  # Closing the store has freed the blocks.
                 return
             await self._in_thread(call)
             self._space_freed()
 
         task = asyncio.get_running_loop().create_task(later())
-        self._under_way.add(task)  # the loop itself keeps no reference
+        self._under_way.add(task)  # The event loop itself holds no reference to the task.
         task.add_done_callback(self._under_way.discard)
         return task
 
@@ -131,11 +132,11 @@ class HostCalls:
         for reservation in reservations:
             first, *others = reservation.block_ids
             if self._cuts is not None:
-                others.clear()  # the space is one block until it is cut
+                others.clear()  # The space is one block until it is cut.
             elif reservation.location is None:
                 others.insert(0, first)
             for block_id in others:
-                self._host.allocate(block_id, 0)  # the block may have been written, or be on its way
+                self._host.allocate(block_id, 0)  # The block may have been written, or still be in transit.
             blocks += [(block_id, b"") for block_id in sorted({first, *others})]
         self._free(blocks)
 
@@ -145,7 +146,7 @@ class HostCalls:
         """Return the bytes that the store holds, and how many of them belong to blocks that have been freed."""
 
         def ask() -> tuple[int, int]:
-            unfreed_bytes = self._host.unfreed_bytes()  # first, as it may find that some are free by now
+            unfreed_bytes = self._host.unfreed_bytes()  # This call comes first, because it can free blocks.
             return self._host.usage_bytes(), unfreed_bytes
 
         return await self._in_thread(ask)

@@ -35,8 +35,8 @@ class TaskState:
     settled: tuple[int, ...]
     """Settled positions after `first_prompt`."""
     notes: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """Number that the task's sampler has noted for each row, int64 `[N]`, in order of arrival; 0 for none. Empty if it
-    has noted none, and in files of versions that did not save notes."""
+    """Numbers that the task's sampler has noted, one for each row, int64 `[N]`, in order of arrival; 0 for no note. The
+    array is empty if the sampler has noted nothing, and in files of versions that did not save notes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class PartitionState:
 
 
 class Partition:
-    """Holds the rows and groups of one partition (a named flow of data), and the progress of each of its tasks."""
+    """Holds the rows and groups of one partition (a named set of rows), and the progress of each of its tasks."""
 
     def __init__(
         self, name: str, schema: Schema, tasks: Sequence[TaskConfig], group_size: int, samplers: Collection[str]
@@ -78,8 +78,8 @@ class Partition:
         self.tasks |= cursors
 
     def declared(self, names: Iterable[str]) -> list[TaskConfig]:
-        """Return the settings of the tasks that a repeated registration which names `names` must declare. These are the
-        tasks of the first registration, and those of `names` that were added since."""
+        """Return the settings that a repeated registration with the tasks `names` must declare. These are the tasks of
+        the first registration, and those of `names` that were added since."""
         wanted = self._registered.union(names)
         return [cursor.config for name, cursor in self.tasks.items() if name in wanted]
 
@@ -120,7 +120,7 @@ class Partition:
         self.cursor(claim.task).check_arguments(claim.arguments)
         low, high = claim.min_version, claim.max_version
         if low is not None and high is not None and low > high:
-            raise ValueError(f"claim: got min_version={low} and max_version={high}, expected the lower one first")
+            raise ValueError(f"claim: got min_version={low}, expected at most max_version={high}")
         return view
 
     def shortage(self, claim: ClaimRows, view: ReadyView) -> str:
@@ -158,7 +158,7 @@ class Partition:
 
     def readable(self, keys: Sequence[str], fields: Sequence[str] | None) -> tuple[np.ndarray, tuple[str, ...]]:
         """Return the row number of each key, int64 `[N]`, and which of `fields` are written for all of these rows.
-        `fields` None stands for all that there are. Raises the errors of `Directory.lookup`."""
+        `fields` None stands for all fields. Raises the errors of `Directory.lookup`."""
         if fields is not None:
             self.check_fields(fields)
         rows = self.find(keys, "lookup")
@@ -207,7 +207,7 @@ class Partition:
         )
 
     def by_fields(self, rows: np.ndarray) -> list[tuple[tuple[str, ...], np.ndarray]]:
-        """Divide rows by the fields that are written in them. Returns (fields, the rows that have just these) for each
+        """Divide rows by the fields that are written in them. Returns (fields, rows with exactly these fields) for each
         set of fields that occurs, with the rows in the given order."""
         parts: list[tuple[tuple[str, ...], np.ndarray]] = [((), rows)]
         for name, slots in self.rows.slots.items():
@@ -237,7 +237,7 @@ class Partition:
             )
 
     def knows(self, schema: Schema) -> bool:
-        """Return whether `schema` is the partition's schema, or was before fields were added to it."""
+        """Return whether `schema` is the partition's schema, or an earlier state of it to which fields were added."""
         return schema in self._schemas.values()
 
     # -------------------------------------------------------------- writing
@@ -271,9 +271,11 @@ class Partition:
         check_distinct(put.keys, self.name)
         self.check_fields(put.fields)
         if put.schema_id not in self._schemas:
-            raise self._mismatch("the writer knows another schema: the partition was registered again", put.keys)
+            raise self._mismatch("the writer uses an outdated schema: the partition was registered again", put.keys)
         if sum(layout.num_rows for layout in put.layouts) != len(put.keys):
-            raise self._mismatch(f"blocks of {[at.num_rows for at in put.layouts]} rows", put.keys)
+            raise self._mismatch(
+                f"got blocks of {[at.num_rows for at in put.layouts]} rows, expected one row per key", put.keys
+            )
         self._check_groups(put)
         rows = self.rows.find(put.keys)
         old = np.flatnonzero(rows >= 0)
@@ -289,8 +291,8 @@ class Partition:
         return rows
 
     def _check_tags(self, op: str, keys: Sequence[str], tags: Mapping[str, np.ndarray]) -> None:
-        """Raise SchemaMismatch for a tag whose type changes, and for positions that are not integers. Positions are
-        those in the prompt stream. op, keys: context for the error."""
+        """Raise SchemaMismatch for a tag whose type changes, and for positions that are not integers. Positions are in
+        the prompt stream. op, keys: context for the error."""
         for name, values in tags.items():
             got, column = tag_type(values.dtype), self.rows.tags.get(name)
             if name == POSITION and values.dtype.kind not in "iu":
@@ -310,7 +312,7 @@ class Partition:
             )
             raise self._mismatch(message, put.keys)
         if len(index) and not 0 <= index.min() <= index.max() < count:
-            raise self._mismatch(f"groups: got {index.min()} to {index.max()} of {count} groups", put.keys)
+            raise self._mismatch(f"groups: got {index.min()} to {index.max()}, expected ids below {count}", put.keys)
 
     def _check_lengths(self, put: PutRows, rows: np.ndarray, old: np.ndarray) -> None:
         """Raise SchemaMismatch for a row whose length differs from that of its PER_TOKEN fields written earlier. A put
@@ -333,7 +335,7 @@ class Partition:
 
     def _check_identity(self, put: PutRows, rows: np.ndarray, old: np.ndarray) -> None:
         """Raise SchemaMismatch if a put contradicts an existing row or makes a group larger than group_size. A put
-        contradicts a row by another group or, without `replace`, another version."""
+        contradicts a row if it gives another group or, without `replace`, another version."""
         if put.versions is not None and not put.replace:
             differ = old[self.rows.versions[rows[old]] != put.versions[old]]
             if len(differ):
@@ -422,7 +424,7 @@ class Partition:
         self._check_tags("tag", keys, tags)
         for name, values in tags.items():
             self.rows.set_tag(name, rows, values)
-        if POSITION in tags:  # views can be sorted by it
+        if POSITION in tags:  # Samplers can sort views by position.
             for cursor in self.tasks.values():
                 cursor.refresh(rows, requeue=True)
 

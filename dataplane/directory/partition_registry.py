@@ -12,7 +12,7 @@ from .samplers import TaskConfig
 
 
 class PartitionRegistry:
-    """The partitions of one directory, by name. Iterating over it yields the partitions, in order of registration."""
+    """The partitions of one directory, by name. Iteration yields the partitions in order of registration."""
 
     def __init__(self, samplers: Collection[str]) -> None:
         """samplers: import paths of the samplers that tasks may name besides the built-in ones."""
@@ -22,7 +22,7 @@ class PartitionRegistry:
         """Numbers of the groups of all partitions; each group has one of its own."""
 
     def __getitem__(self, name: str) -> Partition:
-        """Return a partition. Raises ValueError if none of that name is registered."""
+        """Return a partition. Raises ValueError if no partition of that name is registered."""
         try:
             return self._partitions[name]
         except KeyError:
@@ -36,8 +36,8 @@ class PartitionRegistry:
     def register(
         self, name: str, schema: Schema, tasks: Sequence[str | TaskConfig], group_size: int, *, redefine: bool = False
     ) -> Partition | None:
-        """Declare a partition, as `Directory.register` does. Returns the partition that was replaced, whose rows the
-        caller must clear; None if none was."""
+        """Declare a partition, as `Directory.register` does. Returns the replaced partition, whose rows the caller must
+        clear, or None."""
         configs = _by_name(tasks)
         if not name or not len(schema) or group_size < 1 or len(configs) < len(tasks):
             raise ValueError(
@@ -49,7 +49,7 @@ class PartitionRegistry:
             self._partitions[name] = Partition(name, schema, list(configs.values()), group_size, self._samplers)
             return None
         if known.knows(schema):
-            schema = known.schema  # fields were added since the caller wrote its own
+            schema = known.schema  # The partition's schema has fields that were added later.
         for what, old, new in (
             ("schema", known.schema, schema),
             ("tasks", _described(known.declared(configs)), _described(configs.values())),
@@ -79,8 +79,8 @@ class PartitionRegistry:
         part.add_tasks([config for config in configs.values() if config.name not in part.tasks])
 
     def remove(self, name: str) -> Partition:
-        """Forget a partition, and return it, so that the caller can clear its rows. Raises ValueError if none of that
-        name is registered."""
+        """Forget a partition, and return it, so that the caller can clear its rows. Raises ValueError if no partition
+        of that name is registered."""
         part = self[name]
         del self._partitions[name]
         return part

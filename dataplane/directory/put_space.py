@@ -1,6 +1,6 @@
 """Lets requests wait for their turn, and puts wait for space.
 
-Space is found both in the directory's count of bytes and in the store, in the order in which the puts came.
+A put needs space both in the directory's count of bytes and in the store. Puts get space in their order of arrival.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from .host_calls import HostCalls
 
 
 class Pulse:
-    """Lets coroutines wait for a recurring event.
-
-    A waiter passes the `count` that it saw before it checked its condition, so that no event between the check and the
-    wait is missed.
+    """Lets coroutines wait for a recurring event. A waiter reads `count` before it checks its condition, and passes it
+    to `wait`, so that it misses no event between the check and the wait.
     """
 
     def __init__(self) -> None:
@@ -31,14 +29,14 @@ class Pulse:
         """Futures of the waiting coroutines, in the order in which they came."""
 
     async def wait(self, seen: int) -> None:
-        """Wait for the next event. Returns at once if `count` is no longer `seen`, as an event has happened since."""
+        """Wait for the next event. Returns at once if an event has happened since `count` had the value `seen`."""
         if self.count == seen:
             future = asyncio.get_running_loop().create_future()
             self._waiters[future] = None
             try:
                 await future
             finally:
-                self._waiters.pop(future, None)  # a cancelled wait has left its entry
+                self._waiters.pop(future, None)  # After a cancelled wait the entry is still there.
 
     def fire(self) -> None:
         self.count += 1
@@ -50,7 +48,7 @@ class Pulse:
 
 
 class Queue:
-    """Serves callers one at a time, first come, first served; used for waiting puts and claims."""
+    """Serves callers one at a time, first come, first served. Waiting puts and claims use it."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -64,8 +62,8 @@ class Queue:
 
     @contextmanager
     def place(self, wants: str) -> Iterator[Place]:
-        """Join the queue for as long as the context lasts. wants: text that says what this caller waits for; the
-        timeout errors of the callers behind it quote it."""
+        """Join the queue for as long as the context lasts. wants: text that says what this caller waits for. The
+        timeout errors of later callers quote it."""
         place = Place(self._lock, wants)
         self._places.append(place)
         try:
@@ -138,11 +136,10 @@ class PutSpace:
                             return reservation
                         async with asyncio.timeout_at(deadline):
                             _, unfreed_bytes = await self._store.usage()
-                        # This call also frees the space of writers that have ended, perhaps only after the attempt
-                        # above.
+                        # The call of `usage` also frees the space of ended writers, so the attempt is repeated.
                         if not unfreed_bytes and (reservation := await self._try_reserve(put)) is not None:
                             return reservation
-                        refused = self._directory.has_room(put.nbytes)  # only the store refused: /dev/shm may be full
+                        refused = self._directory.has_room(put.nbytes)  # Only the store refused; /dev/shm may be full.
                         await self._wait_for_space(seen, deadline, look_again=refused or unfreed_bytes > 0)
             except TimeoutError:
                 raise await self._no_room(put, self._queue.before(place, "put"), timeout_s) from None
@@ -182,18 +179,18 @@ class PutSpace:
             return None
         try:
             return self._directory.reservation(reservation.reservation_id)
-        except DataPlaneTimeout:  # it expired while the store was asked
+        except DataPlaneTimeout:  # The reservation expired while the store allocated.
             self._store.take_back([reservation])
             raise
 
     async def _wait_for_space(self, seen: int, deadline: float, *, look_again: bool) -> None:
-        """Wait until space is freed. Returns at once if that has happened since the count of such events was `seen`.
+        """Wait until space is freed. Returns at once if space was freed since the count of these events was `seen`.
         Raises TimeoutError at the deadline.
 
         look_again: whether to return after LOOK_AGAIN_S at the latest, because memory held by a stopped process, a
         dying writer or another program becomes free without any call.
         """
-        if not self._closed:  # a closed service sends no more events
+        if not self._closed:  # A closed service sends no more events.
             async with asyncio.timeout_at(deadline):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_AGAIN_S if look_again else None):
@@ -203,7 +200,7 @@ class PutSpace:
 
     def grant(self, writer: str, nbytes: int, num_blocks: int) -> Reservation | None:
         """Reserve space for the writer's next put in advance (credit). Returns None when another put waits for space,
-        or when there is none to spare."""
+        or when too little space is free."""
         if self._queue.waiting:
             return None
         credit = self._directory.grant(writer, nbytes, num_blocks, _now())
@@ -213,7 +210,7 @@ class PutSpace:
         return credit
 
     async def take_back(self, reservations: Sequence[Reservation]) -> None:
-        """Give the space of cancelled reservations back to the store, and wait until that is done."""
+        """Give the space of cancelled reservations back to the store, and wait until the store has freed it."""
         task = self._store.take_back(reservations)
         if task is not None:
             await asyncio.shield(task)

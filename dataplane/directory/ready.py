@@ -12,7 +12,7 @@ from ...codecs.integers import distinct
 from .rows import GroupTable, Notes, RowTable, grown
 from .samplers import Candidates, Order, StreamProgress
 
-# ---------------- The queue of items (row or group numbers) that can be claimed, by key, then tie.
+# ---------------- A queue of claimable items (row or group numbers) is sorted by key, then by tie-breaker.
 
 _KEY, _TIE, _ITEM, _TICKET = range(4)
 _FEW_LATE = 1024
@@ -21,7 +21,7 @@ _FEW_LATE = 1024
 
 class _Run:
     """Queue entries `[N, 4]` (key, tie, item, ticket) in ascending order; a ticket is the item's arrival number. Only
-    the entries from `head` to `tail` count."""
+    the entries from `head` to `tail` are in use."""
 
     def __init__(self) -> None:
         self.entries = np.empty((0, 4), dtype=np.int64)
@@ -48,7 +48,7 @@ class _Run:
         return entries[ticket[entries[:, _ITEM]] == entries[:, _TICKET]]
 
     def replace(self, entries: np.ndarray) -> None:
-        """Replace everything held with `entries`, which must be in order."""
+        """Replace all entries with `entries`, which must be in order."""
         self.entries, self.head, self.tail = entries, 0, len(entries)
 
     def front(self, count: int, ticket: np.ndarray) -> np.ndarray:
@@ -59,7 +59,7 @@ class _Run:
             chunk = self.entries[cursor : min(cursor + step, self.tail)]
             valid = chunk[ticket[chunk[:, _ITEM]] == chunk[:, _TICKET]]
             if missing == count and not len(valid):
-                self.head = cursor + len(chunk)  # nothing but stale entries so far: never look at them again
+                self.head = cursor + len(chunk)  # All entries so far are stale, so later calls skip them.
             found.append(valid[:missing])
             missing -= len(found[-1])
             cursor += len(chunk)
@@ -102,8 +102,8 @@ class ReadyQueue:
         return self._ticket[items]
 
     def push(self, items: np.ndarray, keys: np.ndarray, ties: np.ndarray) -> None:
-        """Insert items at the places that their keys and tie-breakers give them. They must be without repeats, and none
-        may be queued already."""
+        """Insert items in the order of their keys and tie-breakers. The items must be without repeats and not be queued
+        already."""
         new = self._entries(items)
         new[:, _KEY], new[:, _TIE] = keys, ties
         if self._main.takes(new):
@@ -112,7 +112,7 @@ class ReadyQueue:
             self._unsorted.append(new)
 
     def push_last(self, items: np.ndarray) -> None:
-        """Append items at the end. They must be without repeats, and none may be queued already. A queue must be filled
+        """Append items at the end. The items must be without repeats and not be queued already. A queue must be filled
         with either this method or `push`, not with both."""
         new = self._entries(items)
         new[:, _KEY], new[:, _TIE] = 0, new[:, _TICKET]
@@ -166,8 +166,8 @@ _TOO_OLD, _TOO_NEW = 1, 2
 
 
 class ReadyView:
-    """The index of the rows, or whole groups, that one task can claim. All of `fields` are written, and the task has
-    neither leased nor finished them."""
+    """The index of the rows, or whole groups, that one task can claim. In these rows all of `fields` are written, and
+    the task has neither leased nor finished them."""
 
     def __init__(
         self,
@@ -178,8 +178,8 @@ class ReadyView:
         order: Order = "version",
         progress: StreamProgress | None = None,
     ) -> None:
-        """progress: the task's progress in the prompt stream. The positions of items that are passed over because of
-        their version are marked as settled in it, so that the task does not wait for them."""
+        """progress: the task's progress in the prompt stream. When an item is passed over because of its version, its
+        position is marked there as settled, so that the task does not wait for it."""
         self.fields = fields
         self.whole_groups = whole_groups
         self._rows = rows
@@ -206,7 +206,7 @@ class ReadyView:
 
     @property
     def num_items(self) -> int:
-        """Number of rows or groups that a claim could take now, if its sampler agrees."""
+        """Number of rows or groups that a claim could take now, if its sampler chooses them."""
         return len(self._queue)
 
     @property
@@ -247,7 +247,7 @@ class ReadyView:
         queued until they can be claimed again; None sets no bound. An item with several rows is within the bounds if
         all its rows are.
 
-        Does nothing if the bounds are unchanged. If not, the cost depends on the number of queued items when a bound
+        Does nothing if the bounds are unchanged. Otherwise the cost depends on the number of queued items when a bound
         becomes tighter, and on the number of items passed over when it becomes wider. In the order "ready", items that
         a wider bound lets in count as ready from then on, in order of arrival.
         """
@@ -255,7 +255,7 @@ class ReadyView:
         if (low, high) == (lowest, highest):
             return
         self._min_version, self._max_version = lowest, highest
-        aside = self._aside == _TOO_NEW  # a group of these may be too old now
+        aside = self._aside == _TOO_NEW  # A group that was too new can be too old now.
         if low is not None and (lowest is None or lowest < low):
             aside |= self._aside == _TOO_OLD
         below = lowest is not None and (low is None or lowest > low)
