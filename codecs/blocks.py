@@ -48,9 +48,9 @@ tokens."""
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Names and sizes that locate each field in a block: the names of its fields, and the number of bytes of each part
-    (byte array). The layout is kept small, because every receipt (the keys and locations of rows, without their
-    content) carries the layouts of its blocks."""
+    """Names of a block's fields and sizes of its parts (byte arrays), which locate each field in the block. The layout
+    is kept small, because every receipt (the keys and locations of rows, without their content) carries the layouts of
+    its blocks."""
 
     fields: tuple[str, ...]
     """Names of the block's fields, in the order in which their byte arrays (parts) are stored."""
@@ -102,8 +102,7 @@ class BlockLayout:
 
 @functools.lru_cache(maxsize=256)
 def _end_to_end(part_bytes: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """Return the offset of each part when the parts are laid end to end, and the end of the last one with its
-    padding."""
+    """Return the offset of each part when parts are laid end to end, and the end of the last one with its padding."""
     offsets, end = [], 0
     for nbytes in part_bytes:
         offsets.append(end)

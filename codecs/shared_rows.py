@@ -122,8 +122,8 @@ def _saved_before(shared: SharedRows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def kept_ranges(shared: SharedRows, lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Return the ranges of tokens (start, stop) that a values part stores, in order, counted as if every row were
-    stored whole. lengths: number of tokens of each row of the block, int `[N]`."""
+    """Return the ranges of tokens (start, stop) that a values part stores, in order. Positions count as if every row
+    were stored whole. lengths: number of tokens of each row of the block, int `[N]`."""
     begins = np.cumsum(lengths, dtype=np.int64) - lengths
     ranges, start = [], 0
     for first, count, tokens in zip(shared.first, shared.counts, shared.tokens, strict=True):

@@ -91,9 +91,9 @@ class StoreHost(Protocol):
         ...
 
     def unfreed_bytes(self) -> int:
-        """Return the number of bytes of freed blocks that the store still holds, because one of its processes has not
-        answered yet or a writer still uses them. The store frees them later by itself, so a put that waits for room
-        must check again."""
+        """Return the number of bytes of freed blocks that the store still holds. It holds them because one of its
+        processes has not answered yet or a writer still uses them. The store frees them later by itself, so a put that
+        waits for room must check again."""
         ...
 
     def shortage(self) -> str:

@@ -132,8 +132,7 @@ class Scatter:
         return _digest_by_torch(payload)
 
     def _zeros_between(self) -> int:
-        """Return the part of the digest that comes from the payload's length and from the zero padding after each
-        piece."""
+        """Return the digest's part from the payload's length and the zero padding after each piece."""
         found = length_part(self._nbytes)
         for begin, target in self._pieces:
             end = begin + len(target)

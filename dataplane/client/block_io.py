@@ -97,8 +97,8 @@ def write_blocks(
 
 
 def check_readable(meta: KVBatchMeta, fields: Sequence[str]) -> None:
-    """Raise SchemaMismatch for undeclared or repeated fields, and FieldsNotReady for fields that the receipt `meta`
-    cannot read."""
+    """Raise SchemaMismatch for undeclared or repeated fields, FieldsNotReady for fields that the receipt cannot
+    read."""
     unknown = [name for name in fields if name not in meta.schema]
     if unknown or len(set(fields)) < len(fields):
         message = f"fields {list(fields)}: expected names of {list(meta.schema)}, each once"

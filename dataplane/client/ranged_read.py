@@ -136,8 +136,8 @@ class RangedReader:
         return 2 * rows.runs.num_rows >= sum(self._plan.layouts[number].num_rows for number in rows.blocks)
 
     def _reads_whole(self, wanted: FieldRows, pieces: Pieces) -> bool:
-        """Return whether to read the values parts of a PER_TOKEN or PER_SAMPLE field whole, and to select its rows from
-        them. This is so where checksums need it, and where it is cheaper than many small ranges."""
+        """Return whether to read a PER_TOKEN or PER_SAMPLE field's values parts whole, and to select its rows. This is
+        so where checksums need it, and where it is cheaper than many small ranges."""
         sizes, num_pieces = wanted.part_bytes, len(pieces.block)
         nbytes = pieces.count * wanted.field.item_bytes
         if wanted.shared is not None:

@@ -120,9 +120,9 @@ class Directory:
         return part.schema
 
     def export(self, partition: str) -> tuple[PartitionState, PartitionRows, list[KVBatchMeta]]:
-        """Return what is needed to save a partition in its current state: its definition and its tasks' progress, its
-        rows, and for each set of fields a receipt (keys and locations) of the rows that have exactly these fields
-        written. In the list and in each receipt the rows are in order of arrival."""
+        """Return what is needed to save a partition in its current state. This is its definition and its tasks'
+        progress, its rows, and for each set of fields a receipt (keys and locations) of the rows that have exactly
+        these fields written. In the list and in each receipt the rows are in order of arrival."""
         part = self._partitions[partition]
         rows = part.rows.live()
         receipts = [self._receipt(part, having, fields) for fields, having in part.by_fields(rows) if fields]

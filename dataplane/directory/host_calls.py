@@ -1,5 +1,4 @@
-"""Calls the store's host (the store's part in this process) for the directory service, in a thread if calls can
-wait."""
+"""Calls the store's host (its part in this process) for the directory service, in a thread if calls can wait."""
 
 from __future__ import annotations
 
