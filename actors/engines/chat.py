@@ -50,7 +50,7 @@ class Reply:
     reasoning: str = ""
     """Text between the model's thinking tags; "" if there was none."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Well-formed calls of tools, in order. Malformed ones are left out."""
+    """Well-formed tool calls, in order. Malformed calls are left out."""
 
     def as_message(self) -> dict[str, Any]:
         """Return the answer as a message in the form of OpenAI's API."""
@@ -70,7 +70,7 @@ class ChatFormat(Protocol):
 
     @property
     def reads_tools(self) -> bool:
-        """True if the format can read calls of tools from an answer."""
+        """True if the format can read tool calls from an answer."""
         ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:

@@ -151,14 +151,14 @@ class CommitReport:
 
 
 class EngineBroken(RuntimeError):
-    """The engine holds no complete version of the weights, because a commit failed half-way or `sleep` dropped them.
-    After a failed commit requests wait for the next complete version; after `sleep` they are refused with this
-    error."""
+    """Raised when an engine holds no complete version of the weights, because a commit failed half-way or `sleep`
+    dropped them. After a failed commit requests wait for the next complete version; after `sleep` they are refused with
+    this error."""
 
 
 class EngineDied(RuntimeError):
-    """The process that hosts an engine is gone or no longer answers. The message names the engine and says what is
-    known about the cause."""
+    """Raised when the process that hosts an engine is gone or no longer answers. The message names the engine and says
+    what is known about the cause."""
 
 
 class Generator(Protocol):

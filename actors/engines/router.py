@@ -44,7 +44,8 @@ ABORT_EVERY_S = 0.25
 
 
 class NoEngineAvailable(RuntimeError):
-    """No engine was available for a request within its time limit. The message says why each engine was removed."""
+    """Raised when no engine was available for a request within the time limit. The message says why each engine was
+    removed."""
 
 
 @dataclass(frozen=True, slots=True)

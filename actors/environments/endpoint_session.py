@@ -208,8 +208,8 @@ class Session:
         return self.episode.services.chat().parse(completion.token_ids.tolist(), call.request.tools)
 
     def _prompt_of(self, request: CallRequest) -> _Prompt:
-        """Return the tokens of a call's prompt. If it continues with an earlier call, they begin with exactly the
-        tokens of that call and its answer."""
+        """Return the tokens of a call's prompt. If the prompt continues an earlier call, its tokens begin with exactly
+        the tokens of that call and its answer."""
         for call in reversed(self._recorded):
             ids = self._continued(call, request)
             if ids is not None:
@@ -218,7 +218,7 @@ class Session:
         return _Prompt(self._rendered(request), None, 0)
 
     def _continued(self, call: _Recorded, request: CallRequest) -> Sequence[int] | None:
-        """Return the tokens of a prompt that continues with `call`; None if it does not."""
+        """Return the tokens of a request's prompt if the prompt continues `call`, else None."""
         before = [*call.prompt_ids, *call.answer_ids]
         if request.is_chat:
             said, count = _said(request), len(call.said)

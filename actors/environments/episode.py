@@ -155,7 +155,7 @@ class Episode:
         self.out_of_tokens = False
         """True if the policy was asked for a turn when it had no tokens left."""
         self.address: EndpointAddress | None = None
-        """Address of the run's endpoint for this episode; None in a run without."""
+        """Address of the run's endpoint for this episode; None in a run without an endpoint."""
         self.clock = clock
         self._services = services
         self._rows: list[Transcript] = []

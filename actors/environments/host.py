@@ -162,7 +162,7 @@ class EpisodeHost:
         return [episode.finish(self._config.max_rows) for episode in episodes]
 
     async def close(self) -> None:
-        """Close the endpoint, and the environment if it has anything to close. Idempotent."""
+        """Close the endpoint, and the environment if it has a method `close`. Idempotent."""
         if self._endpoint is not None:
             await self._endpoint.close()
         close = getattr(self._environment, "close", None)

@@ -134,7 +134,7 @@ class Transcript:
 
     def choose(self, completion: Completion, routes_from: int = 0) -> None:
         """Append the tokens of one turn of the policy, and the routes that came with them. routes_from: index of the
-        first token whose route the engine was asked for."""
+        first token whose route was requested."""
         if completion.routes is not None:
             self._routes.append((routes_from, completion.routes))
         ids = np.asarray(completion.token_ids, np.int32)

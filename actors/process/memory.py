@@ -31,7 +31,7 @@ class ProcessMemory:
     """Memory that one actor's processes held when they were measured."""
 
     device_bytes: int
-    """Number of bytes on GPUs, contexts included when NVML measured them; 0 without GPUs."""
+    """Number of bytes on GPUs, including CUDA contexts if NVML measured them; 0 without GPUs."""
     host_bytes: int
     """Number of bytes resident in host memory, summed over the processes."""
     whole_device: bool = False

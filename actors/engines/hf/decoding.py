@@ -65,8 +65,9 @@ class Decoding:
         self._params = params
         self._recorder = recorder
         self._routes: list[np.ndarray] = []
-        """Routes of the forward passes so far: those of the padded prompts, `[requests, width, layers, k]`, then for
-        each decoding step those of its input tokens, `[rows, layers, k]`; empty without a recorder."""
+        """Routes of the forward passes so far. The first entry has the routes of the padded prompts, `[requests, width,
+        layers, k]`. Each later entry has the routes of a decoding step's input tokens, `[rows, layers, k]`. Empty
+        without a recorder."""
         self._rows = _Rows(requests, params.max_new_tokens, stop_ids, stop_texts)
         self._window: _Window | None = None
         self._tokens: torch.Tensor | None = None

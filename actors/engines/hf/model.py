@@ -120,7 +120,7 @@ class ParameterSet:
         self._specs = {name: (tensor.dtype, tensor.shape) for name, tensor in self._tensors.items()}
         parameters = {id(tensor) for tensor in model.parameters()}
         self._remainders = {name: tensor.data_ptr() % ALIGN for name, tensor in self._tensors.items()}
-        """Address of each tensor modulo ALIGN, on which the last bit of a matrix product can depend on a CPU."""
+        """Address of each tensor modulo ALIGN. On a CPU, the last bit of a matrix product can depend on it."""
         self._names_of: dict[int, list[str]] = {}
         """Names of each parameter, by the `id` of its tensor. An update must contain every parameter; it may leave out
         buffers."""
