@@ -97,8 +97,7 @@ def write_blocks(
 
 
 def check_readable(meta: KVBatchMeta, fields: Sequence[str]) -> None:
-    """Raise SchemaMismatch for undeclared or repeated fields, FieldsNotReady for fields that the receipt cannot
-    read."""
+    """Raise SchemaMismatch for undeclared or repeated fields, FieldsNotReady for fields outside the receipt."""
     unknown = [name for name in fields if name not in meta.schema]
     if unknown or len(set(fields)) < len(fields):
         message = f"fields {list(fields)}: expected names of {list(meta.schema)}, each once"
