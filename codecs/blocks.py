@@ -347,7 +347,7 @@ class BlockSums:
             self._first[name] = position
             position += self._per_field + (field.kind in _INDEXED)
         self._token_ends: list[int] | None = None
-        """Token at which each row block ends, for fields whose rows are stored whole."""
+        """End of each row block, counted in tokens, for fields with rows that are stored whole."""
 
     def of(self, field: Field, parts: Sequence[int]) -> FieldSums:
         """Return the checksums of a field's values part, and check its index part. parts: the result of

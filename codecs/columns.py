@@ -186,8 +186,8 @@ def _concat(field: Field, rows: Sequence[Any], shape: tuple[int | str, ...]) -> 
 
 def _common_dtype(field: Field, rows: Sequence[torch.Tensor], shape: tuple[int | str, ...]) -> torch.dtype | None:
     """Return the dtype of the rows if all are plain tensors that fit the field, else None. Plain rows are strided and
-    all have the given shape and one dtype, which is the field's or one that converts to it. The function is optimised
-    for speed, because there can be thousands of rows."""
+    all have the given shape and one dtype. This is the field's dtype or one that converts to it. The function is
+    optimised for speed, because there can be thousands of rows."""
     dtype = rows[0].dtype
     plain = {(row.dtype, row.ndim, row.layout) for row in rows} == {(dtype, len(shape), torch.strided)}
     if not plain or (field.trailing and not all([row.shape[1:] == field.trailing for row in rows])):

@@ -34,8 +34,8 @@ class Pool:
         self._free: dict[int, deque[np.ndarray]] = {}
         self._kept_bytes = kept_bytes
         self.idle_bytes = 0
-        """Number of bytes of idle buffers. A race between threads can make it slightly wrong, which only shifts the
-        limit."""
+        """Number of bytes of idle buffers. A race between threads can make the number slightly wrong, which only shifts
+        the limit."""
 
     def take(self, nbytes: int) -> np.ndarray:
         """Return an uninitialised uint8 array `[nbytes]`, aligned to 64 bytes. Its memory returns to the pool once the

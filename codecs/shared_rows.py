@@ -31,7 +31,7 @@ LEAST_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """Description of the groups of a block whose rows share their leading tokens. A group is a run of successive
+    """Groups of a block that store the common leading tokens of their rows once. A group is a run of successive
     rows."""
 
     fields: tuple[str, ...]
@@ -107,7 +107,7 @@ def _common(values: np.ndarray, one: int, other: int, item_bytes: int, tokens: i
     values: bytes of the column, uint8 1-D."""
     size, first, second = tokens * item_bytes, one * item_bytes, other * item_bytes
     address = values.ctypes.data
-    # Mostly all tokens are the same, which memcmp finds in half the time that numpy takes.
+    # Usually all tokens are the same. memcmp finds this in half the time of numpy.
     if not _memcmp(address + first, address + second, size):
         return tokens
     width = next(width for width in (8, 4, 2, 1) if item_bytes % width == 0)  # Wide words compare faster than bytes.

@@ -30,8 +30,8 @@ class StoreSpec:
     """Kind of the store: `local`, `shm`, `tcp`, `ray`, `simple` or `mooncake`."""
     run_id: str
     address: dict[str, object]
-    """Names, ports or folders with which a process finds the store. Only the store's own code reads them. Must be
-    encodable as msgpack."""
+    """Names, ports or folders that locate the store. Only the store's own code reads them. Must be encodable as
+    msgpack."""
     plane_id: int = field(default_factory=lambda: 1 + secrets.randbelow((1 << 63) - 1))
     """Random id of this data plane, from 1 to 2^63 - 1. Every receipt (the keys and locations of rows, without their
     content) carries this id. Block ids begin at 1 in every data plane, so only this id distinguishes receipts of

@@ -63,7 +63,7 @@ class BucketPlan:
     """
 
     entries: tuple[BucketEntry, ...]
-    """Entries in the order of the tensors, which is also the order by bucket, then by offset."""
+    """Entries in the order of the tensors. This is also the order by bucket, then by offset."""
     sizes: tuple[int, ...]
     """Number of bytes of each bucket."""
 

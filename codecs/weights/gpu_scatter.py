@@ -22,7 +22,7 @@ from ..integers import round_up
 
 WORD = 8
 GOLDEN = 0x9E3779B97F4A7C15
-"""Constant with which the digest multiplies the position of each 8-byte word and the length of the payload."""
+"""Factor of the digest for the position of each 8-byte word and for the length of the payload."""
 MIX = ((32, 0xD6E8FEB86659FD93), (29, 0xBF58476D1CE4E5B9), (32, None))
 """Mixing steps of the digest, each (shift, factor): XOR a word with itself shifted right by `shift` bits, then multiply
 it by `factor`, if that is not None."""

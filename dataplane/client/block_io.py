@@ -58,9 +58,9 @@ def rows_per_block(
     """Return the number of rows to put in a block: `block_rows` as configured, or if None, a number chosen by size.
 
     The chosen number is BLOCK_ROWS, raised until a block has LEAST_BYTES bytes, and lowered until no field has more
-    than MOST_BYTES bytes, but never below the largest of `groups`, whose rows share tokens. column_bytes: number of
-    encoded bytes of each column of `num_rows` rows. groups: number of each row's group, int64 `[N]`; None if none share
-    tokens.
+    than MOST_BYTES bytes, but never below the size of the largest of `groups`, so that its rows can share tokens.
+    column_bytes: number of encoded bytes of each column of `num_rows` rows. groups: number of each row's group, int64
+    `[N]`; None if none share tokens.
     """
     if block_rows is not None:
         return block_rows
@@ -75,9 +75,9 @@ def write_blocks(
 ) -> tuple[bytes, ...] | None:
     """Write the blocks of a put into the space that was reserved for them.
 
-    first_id: id of the first block; those of the others follow. space: location of the space, or b"" for a store that
-    learns locations only when blocks are written. deadline: time by the clock `time.monotonic()`. Returns the blocks'
-    locations. If the space has a location, the blocks lie end to end in it and the result is None.
+    first_id: id of the first block; the ids of the other blocks follow. space: location of the space, or b"" for a
+    store that learns locations only when blocks are written. deadline: time by the clock `time.monotonic()`. Returns
+    the blocks' locations. If the space has a location, the blocks lie end to end in it and the result is None.
     """
     timeout_s = max(0.0, deadline - time.monotonic())
     if space:
@@ -163,7 +163,7 @@ def column_bytes(column: Column) -> int:
 
 
 def _cleared_keys(store: BlockStore, meta: KVBatchMeta, plan: ReadPlan, wants: Mapping[int, Want]) -> Sequence[str]:
-    """Return the keys of the rows whose blocks the store has lost, or all keys when the store cannot be asked."""
+    """Return the keys of rows in blocks that the store no longer has, or all keys when the store does not answer."""
     gone = set()
     for number, want in wants.items():
         try:

@@ -100,9 +100,9 @@ class DataPlaneClient(CountedClient):
         each row, `[N]`; a later put of a tag overwrites it with values of the same type. The integer tag `position` is
         a row's position in the prompt stream.
 
-        The length of a row is that of its PER_TOKEN fields, which must agree; it reads as 0 until one is written. A
-        written field of a row is overwritten only with replace=True. This can also change the row's version, and its
-        length if all its PER_TOKEN fields are replaced. A put without rows does nothing.
+        The length of a row is the length of its PER_TOKEN fields, which must agree. It is 0 until one of them is
+        written. A written field of a row is overwritten only with replace=True. This can also change the row's version,
+        and its length if all its PER_TOKEN fields are replaced. A put without rows does nothing.
 
         When the call returns, all fields of all rows have become readable together; when it raises, none has. It blocks
         while the store is full. It is not idempotent: repeating a put raises AlreadyWritten.

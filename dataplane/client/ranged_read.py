@@ -56,7 +56,7 @@ class RangedReader:
         self._used = sorted({number for rows in plan.sources for number in rows.blocks})
         """Positions in the receipt of the blocks that hold wanted rows. The other blocks may have been freed."""
         self._place = np.zeros(len(blocks), dtype=np.int64)
-        """Index of each block of the receipt among those that hold wanted rows."""
+        """Index of each block of the receipt in the list of blocks that hold wanted rows."""
         self._place[self._used] = np.arange(len(self._used))
         self._offsets = {number: plan.layouts[number].offsets for number in self._used}
 
@@ -106,8 +106,8 @@ class RangedReader:
         return lambda: lambda: Jagged(out, lengths) if wanted.field.kind is Kind.PER_TOKEN else out
 
     def _begin_again(self, wanted: FieldRows, first: _Reads, second: _Reads) -> Callable[[], Column]:
-        """Plan the second request for a RAGGED or OBJECT field, whose index has been read. Returns the function that
-        makes the column from the bytes that the request has read."""
+        """Plan the second request for a RAGGED or OBJECT field, after its index has been read. Returns the function
+        that makes the column from the bytes that the request has read."""
         source, runs, index = wanted.rows.source, wanted.rows.runs, wanted.part(first.views, 1)
         if wanted.field.kind is Kind.OBJECT:
             start, nbytes = locate_objects(source.block, source.row, index)

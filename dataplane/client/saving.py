@@ -52,7 +52,7 @@ class SavedPartition:
     rows: bytes
     """All rows of the partition without their content, as `PartitionRows.to_bytes` encodes them."""
     state: bytes
-    """Encoded state of the partition, which only the directory (the metadata service) interprets."""
+    """Encoded state of the partition. Only the directory (the metadata service) interprets it."""
     num_chunks: int
 
 
@@ -231,7 +231,7 @@ def save(
 
 def _chunks(meta: KVBatchMeta) -> Iterator[tuple[int, int]]:
     """Divide a receipt's rows into chunks of about CHUNK_BYTES, and yield (start, stop) of each. A receipt has rows'
-    keys and locations. Sizes of rows are estimated from those of their blocks."""
+    keys and locations. Sizes of rows are estimated from the sizes of their blocks."""
     sizes = np.array([ref.layout.nbytes / max(1, ref.layout.num_rows) for ref in meta.blocks])
     ends = np.cumsum(sum((sizes[source.block] for source in meta.sources), np.zeros(len(meta))))
     start = 0

@@ -93,7 +93,7 @@ class BlockTable:
         return reservation
 
     def cancel(self, reservation_id: int) -> Reservation | None:
-        """Remove a reservation, which frees its bytes, and return it. Returns None for an unknown id."""
+        """Remove a reservation and return it. Its bytes become free. Returns None for an unknown id."""
         reservation = self.reservations.pop(reservation_id, None)
         if reservation is not None:
             self._count(reservation, -reservation.nbytes)

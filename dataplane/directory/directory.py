@@ -180,7 +180,7 @@ class Directory:
 
     @property
     def allocated_credit_bytes(self) -> int:
-        """Bytes of credit (space granted in advance) that the store has allocated, which count as used."""
+        """Bytes of credit (space granted in advance) that the store has allocated. They count as used."""
         return sum(item.nbytes for item in self._blocks.credits() if item.location is not None)
 
     def reservation(self, reservation_id: int) -> Reservation:
@@ -354,8 +354,8 @@ class Directory:
 
     def skip(self, partition: str, task: str, positions: np.ndarray) -> None:
         """Settle positions of the prompt stream, so that `task` does not wait for their prompts any more. Raises
-        ValueError for a negative position, for an unknown task, and for one whose sampler does not follow the prompts;
-        nothing is settled then."""
+        ValueError for a negative position, for an unknown task, and for a task with a sampler that does not follow the
+        prompts; nothing is settled then."""
         self._partitions[partition].cursor(task).skip(positions)
 
     def reset(self, partition: str, task: str, keys: Sequence[str] | None) -> TaskReset:

@@ -13,8 +13,8 @@ from .block_table import FreedBlock, Reservation
 
 
 class HostCalls:
-    """Makes the calls to the host of one store, which is the part that runs in the directory's process. All methods
-    must be called from the service's event loop."""
+    """Makes the calls to the host of one store (the store's part in the directory's process). All methods must be
+    called from the service's event loop."""
 
     def __init__(self, host: StoreHost, space_freed: Callable[[], None]) -> None:
         """space_freed: function that is called whenever blocks or reservations have been removed from the store."""

@@ -124,7 +124,7 @@ class Partition:
         return view
 
     def shortage(self, claim: ClaimRows, view: ReadyView) -> str:
-        """Return the message of a ClaimTimeout, which says how many rows are ready and why the others are not."""
+        """Return the message of a ClaimTimeout. It says how many rows are ready and why the other rows are not."""
         task = self.tasks[claim.task]
         lacking = {name: len(self.rows) - self.rows.num_written[name] for name in claim.fields}
         reasons = [f"{count} lack field {name!r}" for name, count in lacking.items() if count]
