@@ -3,7 +3,7 @@
 The parts of a block, in order:
   part 0                the header (see `block_header.py`): schema of the fields, number of rows, checksums, int32
                         lengths of the rows `[N]`
-  then for each field   its values part, in which tokens that rows of a group have in common may stand once
+  then for each field   its values part, which can store the common leading tokens of a group once
                         (`BlockLayout.shared`); RAGGED and OBJECT fields have an index part after it
                         (RAGGED: int64 shapes `[N, ndim]`; OBJECT: int64 end offsets `[N]` into the msgpack bytes)
 Fields with an index part come after all others, so that a block's layout is enough to find the parts of each field.

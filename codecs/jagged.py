@@ -174,7 +174,7 @@ def slice_rows(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def select_rows(batch: Batch, indices: Sequence[int] | np.ndarray) -> Batch:
-    """Return a new batch with copies of the rows at `indices` `[M]`, in that order; a row may repeat. Raises ValueError
+    """Return a new batch with copies of the rows at `indices` `[M]`, in that order; a row can repeat. Raises ValueError
     for an index below 0 or beyond the last row."""
     row = np.asarray(indices, dtype=np.int64)
     if len(row) and not 0 <= row.min() <= row.max() < batch.num_rows:

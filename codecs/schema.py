@@ -130,7 +130,7 @@ class Field:
 
 
 def _holds(dtype: torch.dtype, value: int | float | bool) -> bool:
-    """Return whether `dtype` can represent `value`. Floats may be rounded, but must not overflow."""
+    """Return whether `dtype` can represent `value`. Floats can be rounded, but must not overflow."""
     if dtype == torch.bool:
         return value in (0, 1)
     if not dtype.is_floating_point:

@@ -60,7 +60,7 @@ class PaddedRows:
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
         """Return the valid tokens of a tensor `[N, width, *trailing]` as a contiguous tensor `[T, *trailing]`. The
-        tensor may have any strides and be on any device; the result is on the CPU without grad."""
+        tensor can have any strides and be on any device; the result is on the CPU without grad."""
         tensor = padded.detach().cpu().resolve_neg()
         out = fresh(tensor.dtype, (int(self._lengths.sum()), *tensor.shape[2:]))
         if not out.numel():
@@ -101,7 +101,7 @@ def chunks(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> tuple[
     """Return (starts, stops) of the two chunks of each padded row that `rank` computes, int64 `[N, 2]`. The look-ahead
     token is not counted.
 
-    lengths: number of tokens of each row, int `[N]`. Starts and stops may lie beyond the end of the unpadded row.
+    lengths: number of tokens of each row, int `[N]`. Starts and stops can lie beyond the end of the unpadded row.
     Raises ValueError when the padded rows cannot be cut into 2 * cp equal chunks, when cp is less than 2, or when
     `rank` is not between 0 and cp - 1.
     """

@@ -142,7 +142,7 @@ def write_piece(
 ) -> None:
     """Copy the piece of `tensor` that `entry` describes into its bucket `out`, and zero the padding after it.
 
-    tensor: the whole tensor, on any device; may be strided and require grad. out: uint8 `[plan.sizes[bucket]]`, on any
+    tensor: the whole tensor, on any device; can be strided and require grad. out: uint8 `[plan.sizes[bucket]]`, on any
     device; on a GPU the copy is only queued. digest (CPU buckets only): hash to update with the written bytes. Once all
     entries of the bucket have been written in order, it is the bucket's `checksum`. Raises ValueError when the tensor
     or `out` does not match the plan.

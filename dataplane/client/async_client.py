@@ -34,7 +34,7 @@ class AsyncDataPlaneClient(CountedClient):
     same.
 
     Created by `connect_async`. Bytes are packed, moved and unpacked in the client's own threads, so that the event loop
-    only waits; the wait for a free thread counts towards a call's time limit. Tasks of one event loop may share a
+    only waits; the wait for a free thread counts towards a call's time limit. Tasks of one event loop can share a
     client.
 
     A cancelled call leaves nothing behind. A cancelled put first waits until the store no longer touches its bytes.
@@ -244,7 +244,7 @@ class AsyncDataPlaneClient(CountedClient):
 
     async def _carry_out(self, steps: Steps[T]) -> T:
         """Run the steps of an operation one after another and return its result. Requests to the directory (the
-        metadata service) run on the event loop; work that may block runs in a thread."""
+        metadata service) run on the event loop; work that can block runs in a thread."""
         answer: Any = None
         failure: BaseException | None = None
         try:

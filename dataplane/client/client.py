@@ -26,8 +26,8 @@ T = TypeVar("T")
 class DataPlaneClient(CountedClient):
     """Connection of one process to the run's data plane. Get one from `factory.connect`.
 
-    Threads may share it. Every call returns or raises within its `timeout_s` (None means the configured `timeout_s`)
-    and a few seconds of grace. Any call may raise DirectoryLost or StoreLost, which name the process that did not
+    Threads can share it. Every call returns or raises within its `timeout_s` (None means the configured `timeout_s`)
+    and a few seconds of grace. Any call can raise DirectoryLost or StoreLost, which name the process that did not
     answer, and ValueError for an unknown partition. Calls of one thread take effect in order; calls of several threads
     take effect in any order, each in full or not at all.
     """
@@ -57,7 +57,7 @@ class DataPlaneClient(CountedClient):
         """Add tasks (consumers) to a partition that is registered. They can claim all rows of the partition.
 
         tasks: as for `register`. A task that the partition already has with equal settings remains as it is. A task
-        with other settings raises ValueError, and no task is added. Idempotent; any process may call it. Calls of
+        with other settings raises ValueError, and no task is added. Idempotent; any process can call it. Calls of
         `register` with the earlier tasks remain valid. Raises ValueError for a sampler that cannot be built.
         """
         self._run(self._operations.add_tasks(partition, tasks, timeout_s))
@@ -136,7 +136,7 @@ class DataPlaneClient(CountedClient):
         wait: bool = False,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
-        """Return a receipt (keys and locations) for the rows with these keys, in that order; a key may repeat.
+        """Return a receipt (keys and locations) for the rows with these keys, in that order; a key can repeat.
 
         fields: fields that the receipt gives access to; None means all fields that have been written for every key.
         Raises KeysNotFound or FieldsNotReady naming what is missing. With `wait` it blocks instead until all keys exist
@@ -163,7 +163,7 @@ class DataPlaneClient(CountedClient):
     def tag(self, partition: str, keys: Keys, tags: Tags, *, timeout_s: float | None = None) -> None:
         """Set tags of existing rows without writing a field. tags: name -> a number or a string for each key, `[N]`.
 
-        Receipts that were issued before keep their tags. Waiting claims are tried again, because samplers may choose
+        Receipts that were issued before keep their tags. Waiting claims are tried again, because samplers can choose
         rows by their tags. Idempotent. Raises KeysNotFound naming the keys that do not exist, DuplicateKeys, and
         SchemaMismatch for values of another type than the tag's earlier values; no tag is changed then.
         """

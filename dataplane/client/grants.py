@@ -35,7 +35,7 @@ class Credit:
     """
 
     def __init__(self, lifetime_s: float) -> None:
-        """Begin without any space. lifetime_s: seconds for which a space may be used after it was granted."""
+        """Begin without any space. lifetime_s: seconds for which a space can be used after it was granted."""
         self._lifetime_s = lifetime_s
         self._spaces: list[tuple[Space, float]] = []
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_PUTS)

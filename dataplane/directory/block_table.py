@@ -123,7 +123,7 @@ class BlockTable:
 
     def unlink(self, slots: np.ndarray) -> list[FreedBlock]:
         """Drop one reference to a block for each slot. A slot is a number that locates one value by block and row;
-        `slots` may have any shape, and UNWRITTEN is skipped. Returns the blocks that have no references left."""
+        `slots` can have any shape, and UNWRITTEN is skipped. Returns the blocks that have no references left."""
         slots = slots[slots != UNWRITTEN]
         freed = []
         for block_id, count in zip(*distinct_counts(slots >> ROW_BITS), strict=True):

@@ -60,7 +60,7 @@ class Directory:
         samplers: Collection[str] = (),
     ) -> None:
         """plane_id: number of the data plane, which every receipt (the keys and locations of rows) contains. samplers:
-        import paths of the samplers that tasks may name besides the built-in ones."""
+        import paths of the samplers that tasks can name besides the built-in ones."""
         self._plane_id = plane_id
         self._lease_s = lease_s
         self._reserve_s = reserve_s

@@ -244,7 +244,7 @@ class Partition:
 
     def add_fields(self, fields: Sequence[Field]) -> None:
         """Extend the schema by the fields that it does not have yet; no row has a value of them. Writers that know an
-        earlier state of the schema may still put.
+        earlier state of the schema can still put.
 
         Raises ValueError for a field that is declared in another way already; no field is added then.
         """
@@ -316,7 +316,7 @@ class Partition:
 
     def _check_lengths(self, put: PutRows, rows: np.ndarray, old: np.ndarray) -> None:
         """Raise SchemaMismatch for a row whose length differs from that of its PER_TOKEN fields written earlier. A put
-        with `replace` may change the length if it rewrites all of these fields."""
+        with `replace` can change the length if it rewrites all of these fields."""
         if put.lengths is None:
             return
         known = self.rows.lengths[rows[old]]

@@ -15,7 +15,7 @@ class PartitionRegistry:
     """The partitions of one directory, by name. Iteration yields the partitions in order of registration."""
 
     def __init__(self, samplers: Collection[str]) -> None:
-        """samplers: import paths of the samplers that tasks may name besides the built-in ones."""
+        """samplers: import paths of the samplers that tasks can name besides the built-in ones."""
         self._samplers = samplers
         self._partitions: dict[str, Partition] = {}
         self.group_numbers = Numbers()

@@ -56,7 +56,7 @@ class Queue:
 
     @property
     def waiting(self) -> int:
-        """Number of callers in the queue, including the one whose turn it is. A caller may skip the queue when it is
+        """Number of callers in the queue, including the one whose turn it is. A caller can skip the queue when it is
         0."""
         return len(self._places)
 

@@ -16,7 +16,7 @@ from .samplers import Candidates, Order, StreamProgress
 
 _KEY, _TIE, _ITEM, _TICKET = range(4)
 _FEW_LATE = 1024
-"""Number of out-of-order entries that may be kept separately before they are merged with the others."""
+"""Number of out-of-order entries that can be kept separately before they are merged with the others."""
 
 
 class _Run:
