@@ -130,7 +130,7 @@ MUTANTS = (
     # Twelve chosen from the code, in places where a mistake loses rows, repeats them or changes their bytes.
     Mutant(
         "leases: the first renewal that fails ends them",
-        "dataplane/client/grants.py",
+        "dataplane/client/lease_renewal.py",
         "                if time.monotonic() - heard <= self._lease_s:",
         "                if False:",
         "tests/dataplane/client/test_grants.py tests/dataplane/rpc/test_stopped_consumer.py",
@@ -174,9 +174,9 @@ MUTANTS = (
     ),
     Mutant(
         "feed: rows may be one version older than max_staleness allows",
-        "trainers/grpo/feed.py",
-        "        return self._state.version - self._overlap.window\n",
-        "        return self._state.version - self._overlap.window - 1\n",
+        "trainers/config/staleness.py",
+        "        return version - self.window\n",
+        "        return version - self.window - 1\n",
         "tests/trainers/grpo/test_feed.py",
     ),
     Mutant(
@@ -188,7 +188,7 @@ MUTANTS = (
     ),
     Mutant(
         "credit: space that has expired is used",
-        "dataplane/client/grants.py",
+        "dataplane/client/put_credit.py",
         "item[0].num_blocks >= num_blocks and item[1] > now",
         "item[0].num_blocks >= num_blocks",
         "tests/dataplane/client/test_grants.py",

@@ -31,7 +31,7 @@ from ..rewards.config import RewardConfig
 from ..rewards.rubric import build_rubric
 from ..sample_file import SampleFile
 from .data_config import DataConfig
-from .evaluation import FigureScheme
+from .evaluation_metrics import FigureScheme
 from .journal import GroupJournal, JournalConfig
 from .prompts import PromptStream, open_prompts
 from .rows import RouteRules

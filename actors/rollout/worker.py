@@ -31,7 +31,7 @@ from ..protocols import EPISODE_ERRORS, GroupPlayer, Prompt, Sample, Score, Span
 from ..rewards.apart import ApartValues
 from ..rewards.rubric import Rubric
 from ..sample_file import TRAINING, SampleFile, episode_line
-from .evaluation import FigureScheme, FigureSums
+from .evaluation_metrics import FigureScheme, FigureSums
 from .journal import GroupJournal, JournaledGroup
 from .prompts import PromptStream, row_key
 from .results import EvaluationReport, RolloutReport, RolloutTally, group_figures

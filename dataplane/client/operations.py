@@ -44,7 +44,8 @@ from .arguments import (
     task_configs,
 )
 from .block_io import check_readable, column_bytes, cut, read_rows, rows_per_block, write_blocks
-from .grants import Credit, LeaseRenewal
+from .lease_renewal import LeaseRenewal
+from .put_credit import Credit
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from headrace.codecs.block_header import CHECKSUM_ROWS
 from headrace.codecs.tokens.routes import MOST_BYTE_EXPERTS
 from headrace.codecs.weights.parameter_digests import NUM_SAMPLED
 from headrace.dataplane.client.block_io import BLOCK_ROWS, LEAST_BYTES, MOST_BYTES
-from headrace.dataplane.client.grants import MAX_BYTES
+from headrace.dataplane.client.put_credit import MAX_BYTES
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.directory.directory import SPARE_PART
 from headrace.dataplane.rpc.links import GRACE_S

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from ...actors.protocols import MicroBatch
 from ...codecs.tokens.routes import RouteSpec
-from ..losses.terms import Aggregation
+from ..losses.aggregation import Aggregation
 from .config import BackendConfig, MoeConfig
 from .layers import uncompiled
 from .row_layout import to_device

@@ -14,7 +14,7 @@ from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.actor import EvaluationSetup, RolloutSetup
 from ...actors.rollout.config import RolloutConfig
 from ...actors.rollout.data_config import DataConfig
-from ...actors.rollout.evaluation import VALIDATION as VALIDATION_PREFIX
+from ...actors.rollout.evaluation_metrics import VALIDATION as VALIDATION_PREFIX
 from ...actors.rollout.journal import JournalConfig
 from ...actors.rollout.rows import RouteRules
 from ...actors.sample_file import SampleFile, SamplesConfig

@@ -10,7 +10,7 @@ from ...actors.environments.config import EnvironmentConfig
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import RolloutConfig
 from ...actors.rollout.data_config import DataConfig
-from ...actors.rollout.evaluation import find_figure, needs_answers
+from ...actors.rollout.evaluation_metrics import find_figure, needs_answers
 from ...actors.train.topology import Topology
 from ...actors.weight_sync.config import SyncConfig
 from ...codecs.integers import ceil_div, round_up

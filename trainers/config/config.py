@@ -14,7 +14,7 @@ from ...actors.environments.config import EnvironmentConfig
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import RolloutConfig
 from ...actors.rollout.data_config import MIXTURE, DataConfig
-from ...actors.rollout.evaluation import figure_names, find_figure
+from ...actors.rollout.evaluation_metrics import figure_names, find_figure
 from ...actors.sample_file import SamplesConfig
 from ...actors.weight_sync.config import SyncConfig
 from ...dataplane.config import Count, CountOrZero, DataPlaneConfig, NonNegative, Positive, Section

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.data_config import REPLACED, DataConfig, SourceConfig, replaced
-from ...actors.rollout.evaluation import REWARD
+from ...actors.rollout.evaluation_metrics import REWARD
 from ...dataplane.config import Count, CountOrZero, NonNegative, Section, Share
 
 

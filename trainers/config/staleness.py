@@ -30,6 +30,24 @@ class Overlap:
         """True if a step is trained on in chunks, as its groups become ready."""
         return self.chunk < self.groups
 
+    def oldest(self, version: int) -> int:
+        """Return the oldest policy version whose rows can be trained on while the policy has `version`."""
+        return version - self.window
+
+    def admitted(self, steps_left: int, claimed: int) -> int:
+        """Return the largest number of groups that can be claimed or in flight at a time. They are those of the current
+        step and of the later steps in the window.
+
+        With chunks in a window, the room of one chunk stays free until the step has claimed as much. A claimed chunk
+        then makes room for as many new prompts, so prompts begin one after another. If all prompts of a step
+        began together after a weight sync, they would compete in the engine with the prompts of the step before, and
+        every second step would wait. steps_left: steps until the end of the run. claimed: groups that the current step has claimed.
+        """
+        admitted = min(1 + self.window, steps_left) * self.groups
+        if self.window and self.by_chunk:
+            return min(admitted, claimed + (1 + self.window) * self.groups - self.chunk)
+        return admitted
+
 
 def overlap_of(mode: Mode, *, max_staleness: int, groups: int, chunk: int, stale: StaleGroups) -> Overlap:
     """Return the overlap in `mode`. max_staleness: window in modes with rollouts that run ahead. groups: number of

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...actors.rollout.evaluation import EXACT_MATCH, FigureSums, needs_answers
+from ...actors.rollout.evaluation_metrics import EXACT_MATCH, FigureSums, needs_answers
 from ...actors.rollout.results import EvaluationReport
 from ..cluster.calls import ActorFailed, Call, ended
 from ..cluster.handles import RolloutHandle

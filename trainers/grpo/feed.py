@@ -350,23 +350,12 @@ class Feed:
     @property
     def _oldest(self) -> int:
         """Oldest policy version whose rows may be trained on now."""
-        return self._state.version - self._overlap.window
+        return self._overlap.oldest(self._state.version)
 
     @property
     def _admitted(self) -> int:
-        """Largest number of groups that may be claimed or in flight now: those of the current step and of the later
-        steps in the window.
-
-        With chunks in a window, the room of one chunk stays free until the step has claimed as much. A claimed chunk
-        then makes room for as many new prompts, so prompts begin one after another. If all prompts of a step began
-        together after a weight sync, they would compete in the engine with the prompts of the step before, and every
-        second step would wait.
-        """
-        overlap, steps_left = self._overlap, self._config.algorithm.steps - self._state.step
-        admitted = min(1 + overlap.window, steps_left) * overlap.groups
-        if overlap.window and overlap.by_chunk:
-            return min(admitted, len(self._claimed) + (1 + overlap.window) * overlap.groups - overlap.chunk)
-        return admitted
+        """Largest number of groups that may be claimed or in flight now."""
+        return self._overlap.admitted(self._config.algorithm.steps - self._state.step, len(self._claimed))
 
     @property
     def _group_size(self) -> int:

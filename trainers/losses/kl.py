@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .aggregation import Aggregation
 from .config import KlKind
 from .policy_objectives import row_ratio, token_ratio
-from .terms import Aggregation, Denominator, LossInputs, TermSums
+from .terms import Denominator, LossInputs, TermSums
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...actors.columns import ColumnConfig
+from .aggregation import Aggregation
 from .config import LossConfig
 from .correction import CORRECTION_METRICS, Correction, IcePop, MaskedSequences, TruncatedSequences, TruncatedTokens
 from .kl import ReferenceKl, RewardKl
 from .policy_objectives import Cispo, Gspo, Objective, PpoClip, Reinforce, build_own_objective, count
-from .terms import Aggregation, Denominator, LossInputs, LossTerm, PolicyLoss, TermSums
+from .terms import Denominator, LossInputs, LossTerm, PolicyLoss, TermSums
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
-from ...actors.rollout.evaluation import REWARD
+from ...actors.rollout.evaluation_metrics import REWARD
 from ..errors import UserError
 from .metrics import FINISHED, Record, judged_label, read_run, time_split
 from .page import page, plot_html, short, table, write_page

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...actors.rollout.evaluation import needs_answers
+from ...actors.rollout.evaluation_metrics import needs_answers
 from ..errors import UserError
 from .tracking import Tracking
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ...actors.rollout.evaluation import REWARD
+from ...actors.rollout.evaluation_metrics import REWARD
 from ...dataplane.imports import MissingExtra
 
 try:

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ...actors.rollout.evaluation import REWARD
+from ...actors.rollout.evaluation_metrics import REWARD
 from .metrics import judged_format, judged_label, time_split
 
 COLOURS = {

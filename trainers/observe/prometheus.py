@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ...actors.rollout.evaluation import EXACT_MATCH, REWARD
+from ...actors.rollout.evaluation_metrics import EXACT_MATCH, REWARD
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.traffic import EDGES, STEPS_PER_OCTAVE, Traffic, at_most
 from ..config.config import LoggingConfig

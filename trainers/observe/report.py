@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import yaml
 
-from ...actors.rollout.evaluation import EXACT_MATCH, REWARD, find_figure
+from ...actors.rollout.evaluation_metrics import EXACT_MATCH, REWARD, find_figure
 from .metrics import ELAPSED, FINISHED, Record, judged_format, judged_label, read_run
 from .page import card, data_script, page, plot_html, script, short, table, write_page
 from .samples import FILE, Row, read_samples

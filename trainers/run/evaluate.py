@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from ...actors.rollout.actor import RolloutActor, RolloutSetup
-from ...actors.rollout.evaluation import FigureSums
+from ...actors.rollout.evaluation_metrics import FigureSums
 from ...actors.rollout.results import EvaluationReport
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.factory import open_data_plane

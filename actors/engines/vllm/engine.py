@@ -39,8 +39,8 @@ from .logprobs import LogprobTaker
 from .options import check_cache, default_on_cpu, token_bytes
 from .process import LOOK_S, ProcessSettings, VllmProcess
 from .requests import BusyClock, RequestChecks, RunningRequest, completion, reported_routes
-from .updates import WeightUpdates
 from .weight_names import WeightNames
+from .worker_orders import WeightUpdates
 
 T = TypeVar("T")
 

@@ -31,8 +31,8 @@ from ...weight_sync.transports.protocol import ReceiverConfig, WeightTransferErr
 from . import library
 from .logprobs import SampledLogprobs
 from .process import BACKEND, LoadReport, PrepareState, VerifyReport
-from .updates import Order, WorkerLink
 from .weight_loading import ModelLoader, WeightNames
+from .worker_orders import Order, WorkerLink
 
 TELL_EVERY_S = 0.25
 """Minimum time in seconds between two messages in which a worker reports how many buckets it has received."""

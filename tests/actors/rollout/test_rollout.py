@@ -25,7 +25,7 @@ from headrace.actors.environments.turns import Transcript
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt
 from headrace.actors.rewards.builtin import EnvironmentReward, exact_match, per_position
 from headrace.actors.rewards.rubric import Rubric
-from headrace.actors.rollout.evaluation import FigureScheme
+from headrace.actors.rollout.evaluation_metrics import FigureScheme
 from headrace.actors.rollout.prompt_sources import TaskSource
 from headrace.actors.rollout.prompts import PromptStream
 from headrace.actors.rollout.results import merge_reports

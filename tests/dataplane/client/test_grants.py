@@ -13,9 +13,9 @@ import torch
 
 from headrace.codecs import messages
 from headrace.codecs.schema import Field, Kind, Schema
-from headrace.dataplane.client import grants
 from headrace.dataplane.client.client import DataPlaneClient
-from headrace.dataplane.client.grants import MAX_BYTES, Credit, LeaseRenewal
+from headrace.dataplane.client.lease_renewal import RENEWALS, LeaseRenewal
+from headrace.dataplane.client.put_credit import MAX_BYTES, Credit
 from headrace.dataplane.directory import requests
 from headrace.dataplane.directory.requests import Space
 from headrace.dataplane.errors import AlreadyWritten, CapacityExceeded, DirectoryLost, RowsCleared
@@ -249,7 +249,7 @@ def test_a_renewal_that_fails_is_tried_again() -> None:
 
 
 def test_leases_that_ended_or_could_not_be_renewed_for_as_long_as_they_last_are_given_up() -> None:
-    ended, lost = OwnLink(lambda call: [], enough=1), OwnLink(lambda call: None, enough=grants.RENEWALS)
+    ended, lost = OwnLink(lambda call: [], enough=1), OwnLink(lambda call: None, enough=RENEWALS)
     for link in (ended, lost):
         leases = renewing(link)
         thread = leases._thread

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.dataplane.client.grants import LeaseRenewal
+from headrace.dataplane.client.lease_renewal import LeaseRenewal
 from headrace.dataplane.errors import ClaimTimeout, LeaseLost
 from headrace.dataplane.factory import DataPlane, connect
 from headrace.testing.data_plane import SCHEMA, assert_rows

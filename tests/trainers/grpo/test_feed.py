@@ -12,7 +12,7 @@ import pytest
 
 from headrace.actors.engines.config import RouterReplayConfig
 from headrace.actors.rollout.rows import RouteCounts
-from headrace.dataplane.client.grants import LeaseRenewal
+from headrace.dataplane.client.lease_renewal import LeaseRenewal
 from headrace.dataplane.errors import LeaseLost
 from headrace.dataplane.factory import DataPlane
 from headrace.dataplane.meta import KVBatchMeta

@@ -16,11 +16,12 @@ from headrace.tests.trainers.losses.reference import (
     loss_inputs,
     random_rows,
 )
+from headrace.trainers.losses.aggregation import Aggregation
 from headrace.trainers.losses.config import LossConfig
 from headrace.trainers.losses.kl import ReferenceKl
 from headrace.trainers.losses.policy_objectives import PpoClip
 from headrace.trainers.losses.step_loss import EntropyBonus, PolicyTerm, build_loss
-from headrace.trainers.losses.terms import Aggregation, Denominator, LossInputs, PolicyLoss, TermSums
+from headrace.trainers.losses.terms import Denominator, LossInputs, PolicyLoss, TermSums
 
 
 def inputs_of(seed: int) -> LossInputs:

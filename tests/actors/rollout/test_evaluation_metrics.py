@@ -17,7 +17,7 @@ from headrace.actors.environments.episode import Episode
 from headrace.actors.environments.factory import SingleTurn
 from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.protocols import Prompt, Sample, Score
-from headrace.actors.rollout.evaluation import (
+from headrace.actors.rollout.evaluation_metrics import (
     FigureScheme,
     FigureSums,
     best_counts,
