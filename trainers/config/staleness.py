@@ -41,7 +41,9 @@ class Overlap:
         With chunks in a window, the room of one chunk stays free until the step has claimed as much. A claimed chunk
         then makes room for as many new prompts, so prompts begin one after another. If all prompts of a step
         began together after a weight sync, they would compete in the engine with the prompts of the step before, and
-        every second step would wait. steps_left: steps until the end of the run. claimed: groups that the current step has claimed.
+        every second step would wait.
+
+        steps_left: steps until the end of the run. claimed: groups that the current step has claimed.
         """
         admitted = min(1 + self.window, steps_left) * self.groups
         if self.window and self.by_chunk:
