@@ -121,7 +121,7 @@ class RolloutActor(EngineHost):
     def worker(self) -> RolloutWorker:
         """The hosted rollout worker. Raises RuntimeError before `build`."""
         if self._worker is None:
-            raise RuntimeError(f"{self._name}: not built yet (build comes first)")
+            raise RuntimeError(f"{self._name}: the worker is not built yet (build comes first)")
         return self._worker
 
     def _target(self, method: str) -> object:

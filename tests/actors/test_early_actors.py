@@ -44,11 +44,11 @@ def test_an_engine_actor_answers_once_it_is_configured() -> None:
     async def ask(method: str, *arguments: Any) -> bytes:
         return await actor.call(method, NOTHING, *arguments)
 
-    with pytest.raises(RuntimeError, match="info: not configured yet"):
+    with pytest.raises(RuntimeError, match="info: the actor is not configured yet"):
         asyncio.run(ask("info"))
     told = decode_result(EarlyEngineActor.configure, asyncio.run(ask("configure", setup)))
     assert told == ActorInfo.here("engine 3") == messages.decode(asyncio.run(ask("info")), ActorInfo)
-    with pytest.raises(RuntimeError, match="engine 3: not built yet"):
+    with pytest.raises(RuntimeError, match="engine 3: the engine is not built yet"):
         asyncio.run(ask("version"))
 
 
@@ -80,7 +80,7 @@ def test_a_train_actor_waits_for_its_imports(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("headrace.actors.train.actor.TrainActor", Worker)
     monkeypatch.setattr(early_actors, "settle", lambda: made.append("settled"))  # it would change this process
     actor = EarlyTrainActor(["this"], None, os.getcwd())
-    with pytest.raises(RuntimeError, match="build: not configured yet"):
+    with pytest.raises(RuntimeError, match="build: the actor is not configured yet"):
         actor.call("build", NOTHING)
     assert messages.decode(actor.call("configure", NOTHING, "settings"), ActorInfo).pid == 7
     assert actor.call("build", NOTHING) == b"build True" and made == ["settings", "settled"]

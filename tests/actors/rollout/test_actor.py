@@ -116,7 +116,7 @@ def test_mistakes_reach_the_driver_in_one_sentence(model_folder: str, plane: Dat
         got(actor.build())
     assert isinstance(failed.value.cause, ValueError)
     for call in (actor.num_workers(), actor.end_rollouts()):
-        with pytest.raises(ActorFailed, match="RuntimeError: rollout 0: not built yet"):
+        with pytest.raises(ActorFailed, match="RuntimeError: rollout 0: the (engine|worker) is not built yet"):
             gather([call], "test", 120)
     actor.kill()
 
