@@ -95,7 +95,7 @@ def test_memory_is_checked_before() -> None:
     plan = plan_buckets({"w": (torch.int8, (nbytes,))}, 1 << 30)
     with pytest.raises(ValueError, match=r"2 versions .* need \d+ bytes, more than 80% of the \d+ available"):
         cache.reserve(plan)
-    with pytest.raises(ValueError, match="want"), cache.writing(1, plan):
+    with pytest.raises(ValueError, match="need"), cache.writing(1, plan):
         raise AssertionError("not reached")
     assert cache.versions == ()
     write(cache, 1)
