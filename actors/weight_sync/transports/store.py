@@ -218,7 +218,7 @@ class _Reader:
     def _gone(self, when: str) -> WeightTransferError:
         ended = self.row("ended")
         if ended is not None:
-            return self._deadline.error(f"{when}: the sender has ended it: {ended[0]['reason']}")
+            return self._deadline.error(f"{when}: the sender has ended the update: {ended[0]['reason']}")
         return self._deadline.error(
             f"{when}: {self._location} is not in the store (any more): two versions were published since, or it closed"
         )

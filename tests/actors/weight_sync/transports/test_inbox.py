@@ -153,7 +153,7 @@ def test_damage_in_shared_memory_is_named(sender: IpcSender) -> None:
     with pytest.raises(WeightTransferError, match="version 1: e worker 0: bucket 1 of .* is damaged"):
         inbox.prepare(update)
     os.truncate(slot, 100)
-    with pytest.raises(WeightTransferError, match="slot-.* has 100 bytes, the update's are"):
+    with pytest.raises(WeightTransferError, match="slot-.* has 100 bytes, expected"):
         inbox.prepare(update)
     Path(update.location).write_bytes(b"noise")
     with pytest.raises(WeightTransferError, match="these 5 bytes are not an update's status file"):
