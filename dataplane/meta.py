@@ -92,7 +92,7 @@ class KVBatchMeta:
         return len(self.keys)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> KVBatchMeta:
-        """Return a receipt for the rows at `indices` (int `[M]`, repeats allowed), with only the blocks that these rows
+        """Return a receipt for the rows at `indices`: int `[M]`, repeats allowed. It has only the blocks that they
         need. It has their keys and locations in that order, without content.
 
         Raises IndexError when an index is out of range, and ValueError for anything but one dimension of integers (use

@@ -232,7 +232,7 @@ def _with_all_thinking(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages with contents as texts: lists of text parts are joined, and missing content becomes an empty
+    """Return the messages with contents as texts. Lists of text parts are joined, and missing content becomes an empty
     text."""
     return [{**message, "content": text_of(message.get("content"))} for message in messages]
 

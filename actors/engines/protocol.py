@@ -151,9 +151,9 @@ class CommitReport:
 
 
 class EngineBroken(RuntimeError):
-    """Raised when an engine holds no complete version of the weights, because a commit failed half-way or `sleep`
-    dropped them. After a failed commit requests wait for the next complete version; after `sleep` they are refused with
-    this error."""
+    """Raised when an engine holds no complete version of the weights. A commit failed half-way, or `sleep` dropped
+    them. After a failed commit requests wait for the next complete version; after `sleep` they are refused with this
+    error."""
 
 
 class EngineDied(RuntimeError):
@@ -281,7 +281,7 @@ class Sleeper(Protocol):
 
 
 class ServingEngine(Generator, Protocol):
-    """Protocol of an engine as the actor that generates with it sees it: it has counters, can die, and is closed at the
+    """Protocol of an engine as the actor that generates with it sees it. It has counters, can die, and is closed at the
     end. A `Router` in front of several engines also implements it."""
 
     @property

@@ -97,8 +97,7 @@ class Environment(Protocol):
     """
 
     async def play(self, episode: Episode) -> float | None:
-        """Play the episode and return its reward, which the reward function `environment` reads; None returns no
-        reward.
+        """Play the episode and return its reward. The reward function `environment` reads it; None returns no reward.
 
         An error makes only this episode fail: its row is not trained on, and counts as failed.
         """
@@ -304,8 +303,8 @@ class Episode:
         return self._services
 
     def room(self, length: int, num_prompt: int) -> int:
-        """Return how many tokens may still be added to a row of `length` tokens, of which the first `num_prompt` are
-        its prompt."""
+        """Return how many tokens may still be added to a row of `length` tokens. Its first `num_prompt` tokens are its
+        prompt."""
         return self.params.max_new_tokens - (length - min(num_prompt, self._services.max_prompt_tokens))
 
     def _room(self, row: Transcript) -> int:

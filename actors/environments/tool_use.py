@@ -209,7 +209,7 @@ class ToolUse:
 
 
 def find_call(text: str) -> tuple[str, str] | None:
-    """Return the tool name and the arguments of the call at the end of `text`; None if `text` does not end with a
+    """Return the tool name and the arguments of the call at the end of `text`. Returns None if it does not end with a
     call."""
     if not text.rstrip().endswith(CALL_END):
         return None

@@ -150,7 +150,7 @@ class ApartRewards:
         raise AssertionError("unreachable")
 
     async def _bounded(self, reward: ApartReward, call: Callable[[], Any]) -> Any:
-        """Call the reward within its time limit: a coroutine function in the event loop, any other function in a
+        """Call the reward within its time limit. A coroutine function runs in the event loop, any other function in a
         thread."""
         if not is_coroutine_function(reward.function):
             return await self._threads.call(f"reward {reward.name!r}", call, reward.timeout_s)

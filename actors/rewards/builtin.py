@@ -179,8 +179,8 @@ class EnvironmentReward:
 
 
 class MathVerifier:
-    r"""Reward of 1.0 when the response's answer equals the expected one by value, else 0.0; for example, 0.5 equals
-    \frac{1}{2}. Its methods must be called in the main thread."""
+    r"""Reward of 1.0 when the response's answer equals the expected one by value, else 0.0. 0.5 equals \frac{1}{2}. Its
+    methods must be called in the main thread."""
 
     def __init__(self, extract: Literal["boxed", "any"], timeout_s: float) -> None:
         """Import math-verify. extract, timeout_s: see `MathVerify`."""
@@ -250,8 +250,8 @@ def _bounded_cpu(timeout_s: int) -> Iterator[None]:
 
 
 class MathVerify:
-    r"""Reward of 1.0 when the response's answer equals the expected one by value, else 0.0; for example, 0.5 equals
-    \frac{1}{2}. The package math-verify compares the answers."""
+    r"""Reward of 1.0 when the response's answer equals the expected one by value, else 0.0. 0.5 equals \frac{1}{2}. The
+    package math-verify compares the answers."""
 
     def __init__(self, extract: Literal["boxed", "any"] = "boxed", timeout_s: float = 5.0) -> None:
         r"""Choose where the answer is looked for. extract: `boxed` looks at the content of the last `\boxed{...}` only;

@@ -164,8 +164,8 @@ class TableSource:
         )
 
     def _found_answer(self, text: str, index: int) -> str:
-        """Return the expected answer in a column's text: the last match of `data.answer_pattern`, or all without a
-        pattern."""
+        """Return the expected answer in a column's text. It is the last match of `data.answer_pattern`, or all without
+        a pattern."""
         pattern = self._config.answer_pattern
         if pattern is None:
             return text

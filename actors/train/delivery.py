@@ -190,7 +190,7 @@ class Parcel:
 
 
 class Leader:
-    """Delivery to a replica's leader, which reads each column once, and sends each part of the replica its missing
+    """Delivery to a replica's leader. It reads each column once, and sends each part of the replica its missing
     columns."""
 
     def __init__(self, view: RankView, rows: StepRows, links: ReplicaLinks, shard: TrainShard) -> None:

@@ -201,7 +201,7 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class RenewRows:
-    """Request to extend the lease of a receipt's rows to `lease_s` seconds from now, if the lease still holds all of
+    """Request to extend the lease of a receipt's rows to `lease_s` seconds from now. The lease must still hold all of
     them."""
 
     partition: str

@@ -73,8 +73,7 @@ def take_back_s() -> float:
 
 
 def undoing(undo: Undo | None, reply: bytes) -> tuple[str, bytes] | None:
-    """Return the (op, payload) that undoes what the directory did according to `reply`; None if there is nothing to
-    undo."""
+    """Return the (op, payload) that undoes what the directory did according to `reply`. None means nothing to undo."""
     return undo(reply[1:]) if undo is not None and is_done(reply) else None
 
 

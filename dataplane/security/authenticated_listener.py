@@ -81,8 +81,8 @@ class Stranger:
         return b""
 
     def is_slow(self) -> bool:
-        """Return whether the server waits for a client's bytes, and has waited SLOW_S seconds if it answered the client
-        before. A client with bytes that have arrived is not slow, even if they have not been read yet."""
+        """Return whether the server waits for a client's bytes. If it answered the client before, it has waited SLOW_S
+        seconds. A client with bytes that have arrived is not slow, even if they have not been read yet."""
         if self._challenged_s is not None and time.monotonic() < self._challenged_s + SLOW_S:
             return False
         poll = select.poll()

@@ -124,8 +124,8 @@ class MooncakeHost:
         return sum(self._unfinished.values())
 
     def shortage(self) -> str:
-        """Return a text for an error message on freed blocks that the Mooncake master has not removed; "" if there are
-        none. It gives the number of their bytes."""
+        """Return an error text on freed blocks that the Mooncake master has not removed. It is "" if there are none. It
+        gives the number of their bytes."""
         held = sum(self._unfinished.values())
         return f"{held} bytes of cleared blocks are not removed by {self._master.address.peer} yet" if held else ""
 

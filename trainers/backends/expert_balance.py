@@ -66,8 +66,8 @@ def row_counts(used: torch.Tensor, owners: torch.Tensor, num_rows: int) -> torch
 
 
 def loss_slopes(counts: torch.Tensor, tokens: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return the derivative of each row's auxiliary loss with respect to a token's expert probability, float32 `[N,
-    E]`. The loss of a row is the sum of slope times probability over its tokens and the experts.
+    """Return the derivative of each row's auxiliary loss with respect to a token's expert probability. It is float32
+    `[N, E]`. The loss of a row is the sum of slope times probability over its tokens and the experts.
 
     counts: numbers of tokens `[N, E]` of whole rows. tokens: number of tokens of each row, `[N]`.
     """

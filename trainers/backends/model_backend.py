@@ -84,8 +84,8 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         self._clear()
 
     def finish_step(self) -> dict[str, float]:
-        """Sum the step's losses and counts over the ranks, divide the gradients by N, clip them, and update the
-        weights. Collective.
+        """Sum the step's losses and counts over the ranks, and update the weights. Gradients are divided by N and
+        clipped. Collective.
 
         N is the denominator of the step's mean loss. Returns metrics over all ranks. When N is 0 or the gradients are
         not finite, the step is skipped: weights, optimizer state and schedule stay as they were. Raises RuntimeError

@@ -48,8 +48,7 @@ class Engine:
     """Call of `ping` that the engine has not answered yet; None if none is outstanding."""
 
     def renew(self) -> None:
-        """Record that a new process, which serves the run's first weights (version 0), has replaced the engine's
-        process."""
+        """Record that a new process has replaced the engine's process. It serves the run's first weights, version 0."""
         self.version, self.dead, self.broken, self.joins, self.ping = 0, False, False, None, None
         self.renewed_s = time.monotonic()
 

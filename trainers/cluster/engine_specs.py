@@ -77,9 +77,9 @@ def neighbour_bytes(pool: PoolConfig, rollout: RolloutConfig, sync: SyncConfig, 
 
 
 def engine_ahead(kind: str, model: ModelConfig, device: str) -> tuple[tuple[str, ...], bool]:
-    """Return which modules an actor with an engine imports before it has its settings, and whether it starts vLLM's
-    engine process then. The imports take seconds. On a CPU the process starts later, because vLLM preloads libraries
-    into it and needs the settings for that."""
+    """Return which modules an actor with an engine imports before it has its settings. Also return whether it starts
+    vLLM's engine process then. The imports take seconds. On a CPU the process starts later, because vLLM preloads
+    libraries into it and needs the settings for that."""
     return (MODULES[kind], *(model_modules(model) if kind == "hf" else ())), kind == "vllm" and device != "cpu"
 
 

@@ -214,8 +214,8 @@ def trained_parts(trainer: TrainerConfig, params: int, *, with_reference: bool) 
 
 
 def trained_bytes(trainer: TrainerConfig, params: int, *, with_reference: bool) -> int:
-    """Return the bytes of one train worker's weights, gradients, Adam moments and, if the run needs it, reference
-    model."""
+    """Return the bytes of one train worker's weights, gradients and Adam moments, and of a reference model if there is
+    one."""
     return sum(trained_parts(trainer, params, with_reference=with_reference).values())
 
 

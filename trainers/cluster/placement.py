@@ -98,8 +98,8 @@ class Placement:
         return (*self.engines, *self.ranks, *self.rollouts)
 
     def nodes_for(self, name: str, nodes: Set[str]) -> Set[str]:
-        """Return the members of `nodes` (ids of Ray's nodes) that can host the actor `name`: the node of its GPUs, or
-        all of them."""
+        """Return the members of `nodes`, ids of Ray's nodes, that can host the actor `name`. They are the node of its
+        GPUs, or all."""
         if self.layout == "cpu":
             return nodes
         return nodes & {

@@ -53,8 +53,8 @@ class CpuDemand:
 
 
 def object_store_mib(store: StoreConfig) -> int:
-    """Return the size of Ray's object store in MiB: the size that Ray itself needs, plus the data plane's capacity if
-    the data plane stores its rows there."""
+    """Return the size of Ray's object store in MiB. It is the size that Ray itself needs, plus the data plane's
+    capacity if the data plane stores its rows there."""
     return store.capacity_mib + MIN_OBJECT_STORE_MIB if store.kind == "ray" else MIN_OBJECT_STORE_MIB
 
 
@@ -129,8 +129,7 @@ class Cluster:
             )
 
     def processes(self) -> set[psutil.Process]:
-        """Return the processes of a cluster that was started here, and their descendants; an empty set for a joined
-        cluster."""
+        """Return the processes of a cluster that was started here, and their descendants. A joined cluster has none."""
         return {process for root in self._started for process in _family(root)}
 
     def close(self) -> None:

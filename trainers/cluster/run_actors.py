@@ -152,8 +152,8 @@ class RunActors:
         self._tell()
 
     def _without_node(self, handles: Sequence[EngineHandle | TrainHandle]) -> list[str]:
-        """Return the names of the actors that cannot be placed, because no suitable node of the Ray cluster is
-        alive."""
+        """Return the names of the actors that cannot be placed. No suitable node of the Ray cluster is alive for them.
+        """
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         return [handle.info.name for handle in handles if not self.placement.nodes_for(handle.info.name, alive)]
 
@@ -359,8 +359,8 @@ def _started(
 def _identify(
     handles: Sequence[EngineHandle | TrainHandle], stage: str, timeout_s: float, placement: Placement
 ) -> None:
-    """Send the new processes of all `handles` their settings, and store the answers: names, process ids, hosts and
-    GPUs. Raises ActorFailed if a process is on another host or other GPUs than in `placement`."""
+    """Send the new processes of all `handles` their settings, and store the answers. These are names, process ids,
+    hosts and GPUs. Raises ActorFailed if a process is on another host or other GPUs than in `placement`."""
     infos = _started([handle.configure() for handle in handles], stage, timeout_s)
     for handle, info in zip(handles, infos, strict=True):
         handle.info = info

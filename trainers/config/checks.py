@@ -92,8 +92,8 @@ class StoreDemand:
         return cls(rows, longest, rows * row, steps)
 
     def problems(self, capacity_mib: int) -> list[str]:
-        """Return one sentence in a list if a store of `capacity_mib` MiB can fill up, which would stop the run; else
-        []."""
+        """Return one sentence in a list if a store of `capacity_mib` MiB can fill up, and [] otherwise. That would stop
+        the run."""
         needed = math.ceil(self.step_bytes * self.steps)
         if needed <= capacity_mib << 20:
             return []
@@ -120,8 +120,8 @@ def _steps_in_store(overlap: Overlap, oversample: float, *, chunks_suffice: bool
 def size_problems(
     algorithm: AlgorithmConfig, trainer: TrainerConfig, rollout: RolloutConfig, data: DataConfig, needed: int
 ) -> Iterator[str]:
-    """Yield one sentence for each mismatch of sizes, such as groups and replicas, groups and rollout actors, or rows
-    and microbatches. needed: number of tokens that an engine must hold for a sequence."""
+    """Yield one sentence for each mismatch of sizes. Groups and replicas, groups and rollout actors, and rows and
+    microbatches are compared. needed: number of tokens that an engine must hold for a sequence."""
     prompts, dp = algorithm.prompts_per_step, trainer.dp
     if prompts % dp:
         yield (
@@ -306,8 +306,8 @@ def update_problems(algorithm: AlgorithmConfig, trainer: TrainerConfig, overlap:
 
 
 def metric_problems(validation: ValidationConfig, known: Sequence[str], data: DataConfig) -> list[str]:
-    """Return one sentence in a list if `validation.metric` is unknown or needs reference answers that the data lacks;
-    else an empty list."""
+    """Return one sentence in a list if `validation.metric` is unknown. It also returns one if the metric needs
+    reference answers that the data lacks; else an empty list."""
     metric = validation.metric
     key = find_figure(metric, known)
     if key is None:
@@ -342,8 +342,8 @@ def evaluation_problems(sets: Mapping[str, EvaluationConfig], reward: RewardConf
 
 
 def admission_problems(algorithm: AlgorithmConfig, run: RunConfig) -> Iterator[str]:
-    """Yield one sentence for each sampler or oversampling setting that conflicts with the order in which a step must
-    take its groups."""
+    """Yield one sentence for each setting that conflicts with the order of a step's groups. The settings are samplers
+    and oversampling."""
     over, in_order = algorithm.dynamic_sampling.oversample > 1, algorithm.sampler in ("in_order", "windowed")
     key = "algorithm.dynamic_sampling.oversample"
     if over and (in_order or run.deterministic):
@@ -362,7 +362,7 @@ def admission_problems(algorithm: AlgorithmConfig, run: RunConfig) -> Iterator[s
 def replay_problems(
     run: RunConfig, validation: ValidationConfig, algorithm: AlgorithmConfig, *, window: int
 ) -> Iterator[str]:
-    """Yield one sentence for each key that cannot be combined with `run.replay`, which trains on the recorded groups of
+    """Yield one sentence for each key that cannot be combined with `run.replay`. It trains on the recorded groups of
     another run. window: number of versions by which rollouts run ahead."""
     if run.record:
         yield "run.record: got true with run.replay set, expected false, because a replay generates no groups"
@@ -430,8 +430,8 @@ def objective_problems(
 
 
 def pool_problems(config: Config) -> Iterator[str]:
-    """Yield one sentence for each setting that prevents a run from borrowing its GPUs from a pool; none without a
-    pool."""
+    """Yield one sentence for each setting that prevents a run from borrowing its GPUs. Without a pool there are none.
+    """
     if config.pool.address is None:
         return
     because = "with pool.address set"

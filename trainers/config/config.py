@@ -68,8 +68,7 @@ class DynamicSamplingConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The size and number of steps, the order in which groups are trained on, and how far rollouts can run ahead of
-    training."""
+    """The size, number and order of steps, and the lead of rollouts. Groups are trained on in that order."""
 
     mode: Mode = "sync"
     """Overlap of rollouts and training. In `sync` mode rollout, training and weight sync take turns. In `async` mode

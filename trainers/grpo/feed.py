@@ -362,7 +362,7 @@ class Feed:
         return self._config.rows_per_group
 
     def _fill(self, groups: int) -> None:
-        """Issue prompts until `groups` groups are claimed by the current step, or in flight and young enough to be
+        """Issue prompts until `groups` groups are claimed or in flight. Those in flight must be young enough to be
         trained on. Prompts that have to be issued again come first, then new ones."""
         oldest = self._oldest
         present = len(self._claimed) + sum(issue.version >= oldest for issue in self._in_flight.values())

@@ -78,9 +78,9 @@ def wait_until_freed(
 
 
 def residual_limit(held: ProcessMemory, residual_bytes: int, processes: int) -> int | None:
-    """Return the largest number of bytes that an actor with so many processes may hold on a pool's GPUs while it
-    sleeps. Returns None if its processes cannot be distinguished from those of other runs there. residual_bytes: limit
-    of one process."""
+    """Return the largest number of bytes that an actor may hold on a pool's GPUs while it sleeps. It grows with the
+    actor's processes. Returns None if its processes cannot be distinguished from those of other runs there.
+    residual_bytes: limit of one process."""
     return None if held.whole_device else residual_bytes * processes
 
 

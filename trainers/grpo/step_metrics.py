@@ -190,8 +190,8 @@ def kv_metrics(meta: KVBatchMeta) -> dict[str, float]:
 
 
 def idle_shares(generating_s: float, seconds: Mapping[str, float], wait_s: float, step_s: float) -> dict[str, float]:
-    """Return the idle shares of a step: the average share of time in which rollout actors did not generate, and the
-    share in which train workers did not compute. A worker that waits for rows counts as idle.
+    """Return the idle shares of a step. They are the average share of time in which rollout actors did not generate,
+    and the share in which train workers did not compute. A worker that waits for rows counts as idle.
 
     generating_s: seconds for which a rollout actor generated, on average. seconds: name of a stage -> its seconds.
     wait_s: seconds that the train workers waited for rows. step_s: seconds that the step took.

@@ -137,8 +137,7 @@ class PolicyLoss:
         self.metrics: tuple[str, ...] = tuple(owners)
 
     def __call__(self, inputs: LossInputs) -> TermSums:
-        """Return the sum of coefficient times loss over all terms, and the metrics of all terms without
-        coefficients."""
+        """Return the sum of coefficient times loss over all terms. The metrics of the terms have no coefficients."""
         metrics: dict[str, torch.Tensor] = {}
         losses = []
         for coefficient, term in self._terms:

@@ -178,7 +178,7 @@ class Progress:
                 self._print(f"{self._where()}, for {_clock(time.monotonic() - self._step_s)} so far")
 
     def _where(self) -> str:
-        """Return the current activity of the run: the step in progress and its stage, or the phase outside the
+        """Return the current activity of the run. It is the step in progress and its stage, or the phase outside the
         steps."""
         if self._phase != "training":
             return self._phase

@@ -156,8 +156,8 @@ def group_families(metrics: Mapping[str, float], counts: Mapping[str, float]) ->
 
 
 def call_families(total: Traffic) -> Iterator[Metric]:
-    """Yield the Prometheus metrics of all clients' data-plane calls: seconds, bytes, and the fitted costs per call and
-    per byte."""
+    """Yield the Prometheus metrics of all clients' data-plane calls. They are seconds, bytes, and fitted costs per call
+    and per byte."""
     seconds = HistogramMetricFamily(
         "headrace_dataplane_call_seconds", "Seconds of data-plane calls, waits included.", labels=["op"]
     )

@@ -175,8 +175,8 @@ class RunFolder:
         self.close()
 
     def _write_traceback(self, error: Exception) -> None:
-        """Write the traceback to error.txt, and add a note to `error` with the path of the file, or the reason why it
-        could not be written."""
+        """Write the traceback to error.txt, and add a note to `error`. The note has the path of the file, or the reason
+        why it could not be written."""
         try:
             self.error_path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         except OSError as full:

@@ -239,7 +239,7 @@ class _Lane:
         """Ends of the open spans in seconds, that of the outermost span first."""
 
     def fits(self, start_s: float, end_s: float, *, nesting: bool) -> bool:
-        """Return whether a span fits in this row: no other span is open at its start, or with `nesting` the innermost
+        """Return whether a span fits in this row. No other span is open at its start, or with `nesting` the innermost
         open span contains it."""
         ends = [end for end in self._ends if end > start_s + JITTER_S]
         return not ends or (nesting and end_s <= ends[-1] + JITTER_S)

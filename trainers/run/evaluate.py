@@ -86,7 +86,7 @@ def _chosen(plans: Sequence[EvaluationPlan], names: Sequence[str]) -> list[Evalu
 
 
 def short_name(plan: EvaluationPlan) -> str:
-    """Return the short name of a set, as users write it: `validation`, or the name of its section below
+    """Return the short name of a set, as users write it. It is `validation`, or the name of its section below
     `evaluation`."""
     return plan.name.removeprefix("evaluation.")
 

@@ -70,8 +70,8 @@ class ReplayReport:
 def replay_rollouts(
     run_dir: Path, model: str | None, version: int | None, tell: Callable[[str], None] = lambda _: None
 ) -> ReplayReport:
-    """Repeat the rollouts of policy version `version` in a recorded run (`run.record=true`), and compare them with the
-    recording.
+    """Repeat the rollouts of policy version `version` in a recorded run, and compare them. The run was recorded with
+    `run.record=true`.
 
     run_dir: folder of the recorded run. model: folder or hub id of that version's weights. None stands for the weights
     that the run started from, which are version 0; `best` stands for the run's best model, whose version the run folder

@@ -98,8 +98,8 @@ class Watchdog:
             self._look()
 
     def stood_s(self, beat: Beat) -> float:
-        """Return the seconds since the later of two times: when the heartbeat `beat` was written, and when the driver
-        was last seen suspended (Ctrl-Z)."""
+        """Return for how many seconds the heartbeat `beat` has stood still. The time in which the driver was suspended
+        (Ctrl-Z) does not count."""
         now = time.monotonic()
         try:
             if psutil.Process(self._pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
@@ -157,8 +157,7 @@ class Watchdog:
         return True
 
     def _wait_for_end(self) -> None:
-        """Wait until the driver reports the end of the run, has died, or has written no heartbeat for GRACE_S
-        seconds."""
+        """Wait until the driver ends. It reports its end, dies, or writes no heartbeat for GRACE_S seconds."""
         told_s = time.monotonic()
         while not self._over and self._driver_is_alive():
             self._listen(POLL_S)

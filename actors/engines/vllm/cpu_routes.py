@@ -58,8 +58,8 @@ class SlotRoutes:
 
 
 class RecordingWorker(library.cpu_worker()):
-    """vLLM's worker on CPUs, extended so that its model runner adds a step's routes to its outputs as
-    `routed_experts`."""
+    """vLLM's worker on CPUs, whose model runner also returns a step's routes. They are `routed_experts` of its outputs.
+    """
 
     model_runner: Any
 

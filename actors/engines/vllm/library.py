@@ -119,8 +119,8 @@ def scheduler_class(config: Any) -> type:
 
 
 def route_arguments() -> dict[str, Any]:
-    """Return the arguments that make vLLM record the experts that routers choose, in the form that `joining_scheduler`
-    reads. Raises ValueError if this version of vLLM has no known way to do so."""
+    """Return the arguments that make vLLM record routes. They have the form that `joining_scheduler` reads. Raises
+    ValueError if this version of vLLM has no known way to do so."""
     if "routed_experts" in ModelRunnerOutput.__dataclass_fields__:  # vLLM has this field up to 0.30.
         return {"enable_return_routed_experts": True}
     if on_cpu():

@@ -119,8 +119,8 @@ class SampledLogprobs:
         return row
 
     def _store(self, *, wait: bool) -> None:
-        """Write the log-probs that have arrived on the host into the arrays of their requests; with `wait`, wait for
-        all of them."""
+        """Write the log-probs that have arrived on the host into their requests' arrays. With `wait`, wait for all of
+        them."""
         while self._steps:
             step = self._steps[0]
             if step.arrived is not None:
@@ -227,8 +227,8 @@ class LogprobTaker:
         return f"vllm: {self._hindrance}" if self._hindrance else self._way
 
     async def keeps(self) -> bool:
-        """Return whether the worker keeps the log-probs of samples that are submitted now, so that `take` can return
-        them. Otherwise requests must ask vLLM for log-probs. The first call makes the worker begin."""
+        """Return whether the worker keeps the log-probs of samples submitted now, so that `take` can return them.
+        Otherwise requests must ask vLLM for log-probs. The first call makes the worker begin."""
         if self._start is None:
             self._start = asyncio.create_task(self._begin())
         await asyncio.shield(self._start)

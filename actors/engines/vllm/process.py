@@ -254,8 +254,8 @@ class VllmProcess:
 
     @property
     def died(self) -> str:
-        """Error text about the death of the engine process: how it ended and its last words in the log; "" while it is
-        alive. Each access checks the processes."""
+        """Error text about the death of the engine process; "" while it is alive. It says how the process ended and its
+        last words. Each access checks the processes."""
         if self._death:
             return self._death
         gone = [process.pid for process in self._engines if not lives(process)]
@@ -265,8 +265,7 @@ class VllmProcess:
         return self._death
 
     def _cause(self) -> str:
-        """Return the reason why the engine process died, found from its exit code and the output of vLLM's
-        processes."""
+        """Return why the engine process died, from its exit code and the output of vLLM's processes."""
         codes = [exit_code(*pair) for pair in zip(self._started, self._engines, strict=True)]
         code = next((code for code in codes if code is not None), None)
         raised = self._log.exception()

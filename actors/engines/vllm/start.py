@@ -94,8 +94,8 @@ class CoreLog:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Context manager that redirects stdout and stderr of this process, and of all processes that it starts, to the
-        log. The started processes keep it. This process writes to its own outputs again when the block ends."""
+        """Context manager that redirects stdout and stderr to the log. It acts on this process and all that it starts.
+        The started processes keep it. This process writes to its own outputs again when the block ends."""
         flush_outputs()
         saved = os.dup(1), os.dup(2)
         try:

@@ -172,7 +172,8 @@ def bucket_path(folder: Path, bucket: int) -> Path:
 
 def _gone(path: Path, deadline: Deadline, when: str) -> WeightTransferError:
     with contextlib.suppress(FileNotFoundError):
-        return deadline.error(f"{when}: the sender has ended the update: {(path / 'ended').read_text(errors='replace')}")
+        reason = (path / "ended").read_text(errors="replace")
+        return deadline.error(f"{when}: the sender has ended the update: {reason}")
     return deadline.error(f"{when}: {path} is not there (any more): the sender has closed or is two versions ahead")
 
 

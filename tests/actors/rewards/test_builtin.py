@@ -237,7 +237,8 @@ def test_rewards_that_ask_for_the_number_of_tokens_get_it(user_module: str) -> N
     assert score.components == {"overlong": -0.5, "tokens_over": 5.0, "exact_match": 1.0} and score.reward == 5.0
     assert rubric.tagged == ("tokens_over", "exact_match")
     unknown = rubric.score(prompt("x"), "x", "stop")
-    assert not unknown.valid and "reward 'overlong' raised ValueError: the reward needs response_tokens" in unknown.error
+    assert not unknown.valid
+    assert "reward 'overlong' raised ValueError: the reward needs response_tokens" in unknown.error
 
 
 def test_rubric_weighs_and_keeps_the_unweighted_values() -> None:

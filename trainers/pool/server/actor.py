@@ -123,7 +123,7 @@ class PoolActor:
         return await self._until(lambda: tenant in self._pool.tenants and self._pool.has(tenant, role), timeout_s)
 
     async def wait_for_orders(self, tenant: str, timeout_s: float) -> list[Order]:
-        """Return the orders that `tenant` has not acknowledged, as soon as there are any; [] after `timeout_s`
+        """Return the orders that `tenant` has not acknowledged, as soon as there are any. Returns [] after `timeout_s`
         seconds."""
         await self._until(lambda: bool(self._pool.orders_of(tenant)), timeout_s)
         return self._pool.orders_of(tenant)
@@ -280,8 +280,8 @@ class PoolActor:
 
 
 def _began(path: Path) -> float:
-    """Return the time (`time.time()`) at which the pool was first started, from the file that is written at that
-    time."""
+    """Return the time (`time.time()`) at which the pool was first started. A file that is written at that time contains
+    it."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"began": time.time()}))

@@ -205,8 +205,8 @@ def pool_figures(pool: SimulatedPool) -> dict[str, float]:
 
 
 def _beside_fixed(summary: Mapping[str, float], tenants: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return each policy's utilisation and the smallest number of steps of a tenant, both as multiples of the figures
-    of a fixed partition."""
+    """Return each policy's utilisation and the smallest number of steps of a tenant. Both are multiples of those of a
+    fixed partition."""
     found: dict[str, float] = {}
     fixed = tenants.get("fixed", {})
     for policy, own in tenants.items():

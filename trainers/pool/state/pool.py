@@ -187,8 +187,9 @@ class Pool:
         return held.union(*(grant.gpus for grant in self.grants.values() if grant.tenant == name))
 
     def _owed(self, now_s: float) -> dict[str, float]:
-        """Return each tenant's seconds with work but no shard awake, minus PAID times those with a shard or without
-        work. The result is at least 0 and at most two turns. It does not change while the tenant trains."""
+        """Return each tenant's balance in seconds. It is its time with work but no shard awake, minus PAID times its
+        time with a shard or without work. The result is at least 0 and at most two turns. It does not change while the
+        tenant trains."""
         trains = {grant.tenant for grant in self.grants.values()}
         owed = {}
         for name, tenant in self.tenants.items():
@@ -408,7 +409,7 @@ class Pool:
         return True
 
     def _grant_and_wake(self, now_s: float) -> None:
-        """Carry out the plan's grants and order its expands, except those that have become impossible: while shards
+        """Carry out the plan's grants and order its expands, except those that have become impossible. While shards
         were put to sleep, a tenant can have left or become suspect, and GPUs can have failed to become free."""
         assert self.running is not None
         self.running.waking = True

@@ -286,8 +286,8 @@ def _route_lines(rollout: RolloutConfig, model: ModelConfig, longest: int, route
 
 
 def check_host_memory(trainer: TrainerConfig, params: int, total: int, *, model: str, with_reference: bool) -> None:
-    """Raise UserError if the train workers together need more than `total` bytes of host memory in addition to GPU
-    memory. model: path of the model, which has `params` parameters."""
+    """Raise UserError if the train workers need more host memory than there is. `total` is that memory in bytes, in
+    addition to GPU memory. model: path of the model, which has `params` parameters."""
     world = trainer.topology.world
     needed = host_bytes(trainer, params, with_reference=with_reference, gpus=True)
     if needed * world > total:

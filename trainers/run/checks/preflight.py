@@ -66,7 +66,7 @@ def check_start(config: Config, *, resume: bool = False, part: Literal["all", "q
 
 
 def check_evaluation(config: Config) -> None:
-    """Check the requirements of evaluating a model without a training run: the model, the rewards and the optional
+    """Check the requirements of evaluating a model without training. They are the model, the rewards and the optional
     packages. Raises ConfigError with one sentence for each mistake."""
     check_evaluation_extras(config.sources, config.rubrics.values())
     rubrics = config.rubrics

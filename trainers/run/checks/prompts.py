@@ -96,8 +96,8 @@ def _model_is_cached(repository: str) -> bool:
 
 
 def _source_is_here(source: str) -> bool:
-    """Return whether the prompts of `source` can be read without a download: a generated task, a local file or folder,
-    or a dataset in the Hugging Face cache."""
+    """Return whether the prompts of `source` can be read without a download. They are a generated task, a local file or
+    folder, or a dataset in the Hugging Face cache."""
     if (
         is_generated(source)
         or source.startswith(("/", ".", "~"))
