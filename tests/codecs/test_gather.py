@@ -38,5 +38,5 @@ def test_shapes_that_do_not_describe_the_values_are_refused(shapes: np.ndarray) 
     assert found.shapes.tolist() == [[2, 3]] * ROWS
     values, index = block.layout.field_parts(SCHEMA["image"])
     views[index] = shapes.astype("<i8").reshape(-1).view(np.uint8)
-    with pytest.raises(ValueError, match="'image': its shapes describe"):
+    with pytest.raises(ValueError, match="'image': shapes describe"):
         assemble(SCHEMA, lengths, [source], [block.layout], [views])

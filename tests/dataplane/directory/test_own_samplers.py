@@ -229,7 +229,7 @@ def test_rows_newer_than_a_bound_are_passed_over_and_stay() -> None:
     assert taken(claim(directory, 4, at_least=1, min_version=8, max_version=9)) == [3]
     assert directory.status("p", 0.0).stale_rows == GROUP
     assert taken(claim(directory)) == [1]
-    with pytest.raises(ValueError, match="min_version=3 and max_version=2"):
+    with pytest.raises(ValueError, match="min_version=3, expected at most max_version=2"):
         claim(directory, min_version=3, max_version=2)
 
 
