@@ -83,8 +83,7 @@ class Player:
         return _outcome(episode)
 
     async def _forget(self, client: Any) -> None:
-        """Close the client of an episode. verifiers 0.4 keeps a client for each configuration until the process ends.
-        """
+        """Close the client of an episode. verifiers 0.4 keeps a client per configuration until it ends."""
         server = getattr(self._environment, "_interception", None)
         made = getattr(server, "clients", {}).pop(client.model_dump_json(), None)
         if made is not None:

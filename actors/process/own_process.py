@@ -34,8 +34,7 @@ def show_gpus(devices: Sequence[str] | None) -> None:
 
 
 def shown_gpus() -> tuple[str, ...]:
-    """Return CUDA's names of the GPUs to which this process is limited. () means no limit, or that it may use no GPU.
-    """
+    """Return CUDA's names of the GPUs to which this process is limited. () means no limit, or no GPU."""
     return tuple(name for name in os.environ.get(_VISIBLE, "").split(",") if name)
 
 

@@ -214,8 +214,7 @@ def trained_parts(trainer: TrainerConfig, params: int, *, with_reference: bool) 
 
 
 def trained_bytes(trainer: TrainerConfig, params: int, *, with_reference: bool) -> int:
-    """Return the bytes of one train worker's weights, gradients and Adam moments, and of a reference model if there is
-    one."""
+    """Return the bytes of one train worker's weights, gradients and Adam moments. A reference model counts, too."""
     return sum(trained_parts(trainer, params, with_reference=with_reference).values())
 
 

@@ -152,8 +152,7 @@ class RunActors:
         self._tell()
 
     def _without_node(self, handles: Sequence[EngineHandle | TrainHandle]) -> list[str]:
-        """Return the names of the actors that cannot be placed. No suitable node of the Ray cluster is alive for them.
-        """
+        """Return the names of the actors that cannot be placed. No suitable node is alive for them."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         return [handle.info.name for handle in handles if not self.placement.nodes_for(handle.info.name, alive)]
 

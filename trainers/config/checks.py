@@ -430,8 +430,7 @@ def objective_problems(
 
 
 def pool_problems(config: Config) -> Iterator[str]:
-    """Yield one sentence for each setting that prevents a run from borrowing its GPUs. Without a pool there are none.
-    """
+    """Yield one sentence for each setting that prevents a run from borrowing its GPUs. Without a pool, yield none."""
     if config.pool.address is None:
         return
     because = "with pool.address set"

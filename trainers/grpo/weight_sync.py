@@ -311,8 +311,7 @@ class WeightSync:
 
     @property
     def _still_there(self) -> bool:
-        """Return whether the transport still offers the whole version in `_last`. It must not need an earlier version.
-        """
+        """Return whether the transport still offers the whole version in `_last`. It needs no earlier version."""
         return self._lasting and self._whole and self._last is not None and self._last.base is None
 
     def _base(self, engines: Sequence[Engine]) -> int | None:

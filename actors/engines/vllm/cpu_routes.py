@@ -58,8 +58,7 @@ class SlotRoutes:
 
 
 class RecordingWorker(library.cpu_worker()):
-    """vLLM's worker on CPUs, whose model runner also returns a step's routes. They are `routed_experts` of its outputs.
-    """
+    """vLLM's worker on CPUs, whose model runner also returns a step's routes. They are its `routed_experts`."""
 
     model_runner: Any
 
