@@ -1,10 +1,11 @@
-"""Makes the models of benchmarks without any download: their shapes, folders with random weights, and bare weights.
+"""Makes models for benchmarks without a download: their shapes, folders with random weights, and weights alone.
 
-With a folder, the lengths of the samples are drawn, as they are in training. A model with random weights gives all
-tokens about the same probability, so that a sample ends after a geometric number of tokens when many tokens, spread
-over the vocabulary, are end tokens.
+Engines that load a folder generate samples of random lengths, as in training. A model with random weights gives all
+tokens about the same probability. Many tokens, spread over the vocabulary, are end tokens, so that the number of tokens
+of a sample has a geometric distribution.
 
-transformers is imported by what makes a folder only: the processes of the weight benchmark start faster without it.
+Only the functions that make a folder import transformers, because the processes of the weight benchmark start faster
+without it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Dimensions of a model of the family Qwen3, dense or with experts in every layer."""
+    """Dimensions of a Qwen3 model, which is dense or has experts in every layer."""
 
     hidden: int
     intermediate: int
@@ -39,13 +40,13 @@ class Shape:
     key_value_heads: int
     head_dim: int
     vocabulary: int
-    """Number of rows of the embedding. A model has more rows than its tokenizer has tokens."""
+    """Number of rows of the embedding. It exceeds the number of the tokenizer's tokens."""
     tokens: int
     """Number of tokens of the tokenizer, special ones included."""
     positions: int
-    """Largest number of tokens of a sequence that the model is made for."""
+    """Largest number of tokens of a sequence that the model supports."""
     tied: bool = True
-    """True if the output layer is the embedding."""
+    """True if the output layer shares the weights of the embedding."""
     experts: int = 0
     """Number of experts of each layer; 0 for a dense model."""
     experts_per_token: int = 0
@@ -95,7 +96,7 @@ SHAPES = {
     ),
 }  # fmt: skip
 """Name of a size -> its shape. `0.6b`, `1.7b` and `4b` are the shapes of Qwen3-0.6B, Qwen3-1.7B and Qwen3-4B; `2g` has
-2.03 G parameters. `30b-a3b` is that of Qwen3-30B-A3B, of which benchmarks use a few layers."""
+2.03 G parameters. `30b-a3b` is that of Qwen3-30B-A3B; benchmarks use a few of its layers."""
 
 
 PROMPTS = "prompts.jsonl"
@@ -112,7 +113,7 @@ class FolderTask:
     dtype: str
     """Name of the dtype of the weights on disk."""
     mean_tokens: int
-    """Mean number of tokens of a sample that no limit cuts."""
+    """Mean number of tokens of a sample, if no limit cut it."""
     prompt_tokens: tuple[int, int]
     """Smallest and largest number of tokens of a prompt."""
     num_prompts: int
@@ -125,10 +126,10 @@ class FolderTask:
 
 
 def make_folder(folder: Path, task: FolderTask, device: str) -> None:
-    """Write the model folder in a process of its own, which has returned the memory of `device` when this returns. A
-    folder that is complete is left as it is.
+    """Write the model folder in a process of its own, so that no memory of `device` remains in use. A complete folder
+    is left as it is.
 
-    Raises RuntimeError when the process fails, or takes longer than ten minutes.
+    Raises RuntimeError when the process fails or takes longer than ten minutes.
     """
     if (folder / _COMPLETE).exists():
         return
@@ -145,7 +146,8 @@ def make_folder(folder: Path, task: FolderTask, device: str) -> None:
 
 
 def write_folder(folder: Path, task: FolderTask, device: str) -> None:
-    """Write weights, configuration, tokenizer and prompts into `folder`. device: where the weights are drawn."""
+    """Write weights, configuration, tokenizer and prompts into `folder`. device: device that draws the random
+    weights."""
     from ..trainers.base_model.made_tokenizers import byte_level_tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,17 +160,17 @@ def write_folder(folder: Path, task: FolderTask, device: str) -> None:
 
 
 def end_tokens(task: FolderTask) -> list[int]:
-    """Return the ids of the end tokens, ascending. They are `num_ends` - 1 at equal distances, and the tokenizer's own
-    end token, which is its last."""
+    """Return the ids of the end tokens in ascending order. They are `num_ends` - 1 tokens at equal distances, and the
+    tokenizer's last token, which is its own end token."""
     spacing = task.shape.tokens / task.num_ends
     return [*(int(spacing * number) for number in range(1, task.num_ends)), task.shape.tokens - 1]
 
 
 def draw_prompts(tokenizer: PreTrainedTokenizerFast, task: FolderTask) -> list[str]:
-    """Return texts of random words whose numbers of tokens are drawn evenly between the task's bounds."""
+    """Return texts of random words. Their numbers of tokens are drawn evenly between the task's bounds."""
     rng = random.Random(task.seed)
     words = [" " + "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 9))) for _ in range(2000)]
-    # Words begin with a space, at which the tokenizer splits: the tokens of a text are those of its words.
+    # Every word begins with a space, and the tokenizer splits there, so that a text has the tokens of its words.
     sizes = [len(ids) for ids in tokenizer(words)["input_ids"]]
     longest, (least, most) = max(sizes), task.prompt_tokens
     prompts = []
@@ -201,7 +203,7 @@ def _write_model(folder: Path, task: FolderTask, device: str) -> None:
 
 
 def save_config(shape: Shape, folder: Path, dtype: str) -> None:
-    """Write a model's folder without weights, but with a tokenizer of four words, which vLLM requires."""
+    """Write a model's folder without weights. It has a tokenizer of four words, because vLLM requires one."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
@@ -218,7 +220,7 @@ def save_config(shape: Shape, folder: Path, dtype: str) -> None:
 
 
 def _square(hidden: int, intermediate: int, layers: int, vocabulary: int) -> Shape:
-    """Return a shape whose four matrices of attention are all `hidden` x `hidden`."""
+    """Return a shape in which all four attention matrices are `hidden` x `hidden`."""
     heads = hidden // 64
     return Shape(
         hidden, intermediate, layers, heads, heads, 64, vocabulary, tokens=vocabulary, positions=2048, tied=False
@@ -264,7 +266,7 @@ def num_bytes(size: str, dtype: torch.dtype) -> int:
 
 
 def random_weights(size: str, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """Make weights of random bytes, the same in every process, by repeating one megabyte of noise."""
+    """Make weights by repeating one megabyte of random bytes, which is the same in every process."""
     noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
     named = {}
     for name, dims in weight_shapes(size).items():

@@ -1,4 +1,4 @@
-"""Samples how busy each GPU is and how much of its memory is in use, through NVML, in a thread of this process."""
+"""Samples through NVML, in a thread of this process, how busy each GPU is and how much of its memory is in use."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class GpuSamples:
     at: list[float] = field(default_factory=list)
     """Unix time of each sample."""
     busy: list[list[float]] = field(default_factory=list)
-    """For each sample, the share of NVML's last sampling period in which each GPU ran any kernel."""
+    """Share of NVML's last sampling period in which each GPU ran a kernel, for each sample."""
     memory_gib: list[list[float]] = field(default_factory=list)
-    """For each sample, the memory in use on each GPU in GiB, by whatever process."""
+    """Memory in use on each GPU by all processes, in GiB, for each sample."""
     failure: str = ""
     """Sentence about the error that ended the sampling early; "" if there was none."""
 
@@ -39,7 +39,7 @@ class GpuSamples:
         return [number for number, at in enumerate(self.at) if since <= at <= until]
 
     def idle_shares(self, since: float, until: float) -> list[float]:
-        """Return each GPU's share of the time between two Unix times without a kernel; empty without a sample."""
+        """Return the share of the time between two Unix times in which each GPU was idle; empty without a sample."""
         picked = self.between(since, until)
         if not picked:
             return []
@@ -108,7 +108,8 @@ def open_nvml() -> Iterator[Any]:
 
 @contextmanager
 def usable_nvml(notes: list[str]) -> Iterator[Any]:
-    """Context manager that yields the module `pynvml`, or None where NVML cannot be used; `notes` then says why."""
+    """Context manager that yields the module `pynvml`, or None where NVML cannot be used. It adds the reason to
+    `notes`."""
     with ExitStack() as stack:
         nvml = None
         try:
@@ -119,8 +120,8 @@ def usable_nvml(notes: list[str]) -> Iterator[Any]:
 
 
 def visible_gpus(count: int) -> list[str]:
-    """Return the numbers or UUIDs of the first `count` GPUs that this process may use. They are as in
-    CUDA_VISIBLE_DEVICES; without that variable, the numbers from 0."""
+    """Return the numbers or UUIDs of the first `count` GPUs that this process may use. They come from
+    CUDA_VISIBLE_DEVICES. Without that variable they are the numbers from 0."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     named = map(str, range(count)) if visible is None else (word.strip() for word in visible.split(","))
     return list(named)[:count]
@@ -134,7 +135,7 @@ def sampler_of(nvml: Any, count: int, interval_s: float = INTERVAL_S) -> GpuSamp
 
 def gpu_names(nvml: Any, count: int) -> list[str]:
     """Return the names of the first `count` GPUs that this process may use. nvml: the module `pynvml`, or None to ask
-    CUDA, which NVML is preferred to because it takes no memory of the GPUs."""
+    CUDA. NVML is preferred because it takes no memory of the GPUs."""
     if nvml is None:
         return [torch.cuda.get_device_name(number) for number in range(count)]
     names = [nvml.nvmlDeviceGetName(device) for device in _devices(nvml, count)]

@@ -1,6 +1,6 @@
 """Runs one `headrace train` of `headrace bench gpu` in a process of its own, and reads the figures of its steps.
 
-The seconds of each step are split by what they were spent on, and figures out of bounds are reported.
+The seconds of each step are split into parts, such as generation and weight sync. Figures out of bounds are reported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .nvml import GpuSampler, GpuSamples, visible_gpus
 from .works import CPU, EXAMPLES, Bounds, GrpoWork, Layout
 
 PARTS = ("rollout", "data wait", "log-probs", "train", "sync", "switch", "plan", "rest")
-"""Parts of a step's seconds, which add up to the step: the driver's wait for groups; the train workers' wait for rows;
+"""Parts of a step's seconds. They add up to the step: the driver's wait for groups; the train workers' wait for rows;
 forward passes for log-probs; forward, backward and optimizer; weight sync; switching of roles; dealing rows to ranks;
 everything else."""
 
@@ -42,32 +42,35 @@ class StepFigures:
     parts: Mapping[str, float]
     """Seconds of each of PARTS."""
     between_s: float
-    """Seconds from the end of the step before until this one began, in which metrics are written; 0 for the first."""
+    """Seconds between the end of the previous step and the start of this one, spent on writing metrics; 0 for the
+    first."""
     tokens: float
-    """Number of response tokens that were trained on."""
+    """Number of response tokens that the step trained on."""
     sequences: float
-    """Number of rows that were trained on."""
+    """Number of rows that the step trained on."""
     failed_rows: float
     skipped: float
     """1 if the optimizer made no step, else 0."""
     rollout_tokens_per_s: float
-    """Response tokens per second in which any engine generated."""
+    """Response tokens per second of generation. The seconds are those in which any engine generated."""
     train_tokens_per_s: float
     """Tokens, prompts included, per second of the train pass."""
     mfu: float | None
-    """Model FLOP/s of the train pass over the device's peak for dense bfloat16; None where that peak is not known."""
+    """Model FLOP/s of the train pass divided by the device's peak for dense bfloat16; None where the peak is not
+    known."""
     mismatch_mean: float
-    """Mean difference between the log-probs that engine and trainer give a sampled token, in nats."""
+    """Mean difference between the engine's and the trainer's log-prob of a sampled token, in nats."""
     mismatch_max: float
     """Largest such difference, in nats."""
     grad_norm: float
     """Norm of the gradient before clipping."""
     peak_gib: float
-    """Peak memory of the fullest train rank, in GiB."""
+    """Peak memory of the train rank that used the most, in GiB."""
 
 
 def step_parts(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of each of PARTS in a step, from its line of metrics.jsonl. They add up to the step."""
+    """Return the seconds of each of PARTS in a step, read from the step's line of metrics.jsonl. They add up to the
+    step."""
     split = time_split(record)
     parts = {name: split[name] for name in ("rollout", "data wait", "log-probs", "train", "sync")}
     parts |= {"switch": split.get("switch", 0.0), "plan": record.get("time/plan_s") or 0.0}
@@ -75,8 +78,8 @@ def step_parts(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def step_figures(records: Sequence[Mapping[str, Any]]) -> list[StepFigures]:
-    """Return the figures of each step of a run, in order. records: the run's metrics, one record for each step; those
-    without a step's time, such as that of a validation before the first step, are left out."""
+    """Return the figures of each step of a run, in order. records: the run's metrics, one record for each step. Records
+    without a step's time are left out, such as that of a validation before the first step."""
     figures: list[StepFigures] = []
     for record in records:
         seconds = record.get("time/step_s")
@@ -123,8 +126,8 @@ def median(figures: Sequence[StepFigures], name: str) -> float:
 
 
 def complaints(figures: Sequence[StepFigures], bounds: Bounds, rows: int) -> list[str]:
-    """Return a sentence for each step and figure that is out of bounds. The first step is judged, too. rows: number of
-    rows that a step must train on."""
+    """Return a sentence for each figure of a step that is out of bounds. The first step is checked, too. rows: number
+    of rows that a step must train on."""
     found = []
     for one in figures:
         limits = {
@@ -150,7 +153,7 @@ def complaints(figures: Sequence[StepFigures], bounds: Bounds, rows: int) -> lis
 REWARD = "headrace.bench.gpu.works:spread"
 _LOOK_S = 0.25
 _END_S = 120.0
-"""Seconds in which a run must have ended its processes once it is asked to end."""
+"""Seconds that a run has for ending its processes after it was asked to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +167,14 @@ class TrainTask:
     model: Path
     """Model folder, with the prompts."""
     folder: Path
-    """Folder of the run, which does not exist yet."""
+    """Folder of the run. It must not exist yet."""
     steps: int
     prompts: int
     """Number of prompts of a step."""
     limit_s: float
-    """Seconds after which the run is ended; the steps that it has made by then still count."""
+    """Seconds after which the run is ended. The steps that it has made by then still count."""
     overrides: tuple[str, ...] = ()
-    """Keys of the run's configuration from the command line, which come after all others."""
+    """Keys of the run's configuration from the command line. They override all others."""
 
     def arguments(self) -> list[str]:
         """Return the arguments of `headrace` that start the run."""
@@ -226,9 +229,9 @@ def run_train(
 ) -> None:
     """Run `headrace train` to its end, or until it takes longer than its limit.
 
-    bounds: within them the figures are right. sampler: samples the GPUs meanwhile; None: they are not sampled. keep:
-    function that gets the figures of the steps that were made. The run's output is in a text file of the run folder's
-    name, beside it. When this function is interrupted, it ends the run and keeps the figures first.
+    The run's output goes to a text file beside the run folder, with the same name. When this function is interrupted,
+    it first ends the run and calls `keep`. bounds: limits within which the figures are right. sampler: samples the GPUs
+    during the run; with None they are not sampled. keep: function that gets the figures of the steps that were made.
     """
     output = task.folder.with_name(f"{task.folder.name}.txt")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -243,9 +246,10 @@ def run_train(
 
 
 def _judged(outcome: TrainOutcome, bounds: Bounds, samples: GpuSamples, problem: str, output: Path) -> TrainOutcome:
-    """Return the outcome with its complaints. problem: sentence about the process, or ""."""
+    """Return the outcome with its complaints. problem: sentence about how the process failed, or ""."""
     task = outcome.task
-    shutil.rmtree(task.folder / "model", ignore_errors=True)  # gigabytes of weights that mean nothing
+    # The trained weights take gigabytes, and nothing uses them.
+    shutil.rmtree(task.folder / "model", ignore_errors=True)
     if problem:
         outcome.complaints.append(f"{task.layout.label}: {problem}; its output is in {output}")
     if samples.failure:
@@ -259,7 +263,7 @@ def _judged(outcome: TrainOutcome, bounds: Bounds, samples: GpuSamples, problem:
 
 def read_outcome(task: TrainTask, started: float, samples: GpuSamples) -> TrainOutcome:
     """Return the figures of a run that has ended, from its metrics.jsonl. started: Unix time at which its process was
-    started. samples: of the GPUs; those in the time of the counted steps give the idle shares."""
+    started. samples: samples of the GPUs. Those taken during the counted steps give the idle shares."""
     path = task.folder / "metrics.jsonl"
     figures = step_figures(read_metrics(path)[0]) if path.exists() else []
     if not figures:
@@ -273,10 +277,10 @@ def read_outcome(task: TrainTask, started: float, samples: GpuSamples) -> TrainO
 
 
 def metrics_start(path: Path) -> float:
-    """Return the Unix time from which `time/elapsed_s` in a metrics.jsonl counts. It is that of the file's last change,
-    less the seconds in its last line. It is right to some milliseconds, because each line is written when it is
-    made."""
-    whole = path.read_bytes().rpartition(b"\n")[0]  # a run that was killed may leave an incomplete last line
+    """Return the Unix time from which `time/elapsed_s` in a metrics.jsonl counts. It is the time of the file's last
+    change minus the seconds in its last line. It is right to some milliseconds, because each line is written as soon as
+    it is made."""
+    whole = path.read_bytes().rpartition(b"\n")[0]  # A killed run can leave an incomplete last line.
     last = json.loads(whole.rpartition(b"\n")[2])
     return path.stat().st_mtime - last["time/elapsed_s"]
 
@@ -284,7 +288,7 @@ def metrics_start(path: Path) -> float:
 def _run(task: TrainTask, output: Path, tell: Callable[[str], None]) -> str:
     deadline = time.monotonic() + task.limit_s
     environment = dict(os.environ)
-    if task.layout.gpus:  # the run sees no other GPU than those of its layout
+    if task.layout.gpus:  # The run sees only the GPUs of its layout.
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(task.layout.gpus))
     process = start_process("headrace.cli", task.arguments(), output, environment)
     try:
@@ -301,7 +305,7 @@ def _run(task: TrainTask, output: Path, tell: Callable[[str], None]) -> str:
 
 
 def run_phase(folder: Path, steps: int) -> str:
-    """Return words about what the run in `folder` is at. steps: number of steps that it will make."""
+    """Return the progress of the run in `folder` in words. steps: number of steps that the run will make."""
     done = steps_done(folder)
     return f"{folder.name}: {done} of {steps} steps made" if done else f"{folder.name}: starting, and the first step"
 
@@ -315,9 +319,9 @@ def steps_done(folder: Path) -> int:
 def start_process(
     module: str, arguments: Sequence[str], output: Path, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m module` in a session of its own.
+    """Start `python -m module` in its own session, with its output in the file `output`.
 
-    A Ctrl-C ends this process alone, which then ends that one once. Its output is written to the file `output`."""
+    A Ctrl-C therefore reaches this process alone, which then ends the started one once."""
     with open(output, "wb") as file:
         return subprocess.Popen(
             [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=file,
@@ -326,7 +330,7 @@ def start_process(
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
-    """End a process if it still runs: by SIGTERM, and after two minutes by SIGKILL. At SIGTERM a run ends its own
+    """End a process if it still runs, by SIGTERM and after two minutes by SIGKILL. A run that gets SIGTERM ends its own
     processes."""
     if process.poll() is None:
         process.terminate()

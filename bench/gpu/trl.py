@@ -40,13 +40,13 @@ class TrlTask:
     memory: float
     """Share of the GPU's memory that vLLM takes."""
     recompute: bool
-    """True if activations are computed again in the backward pass."""
+    """True if the backward pass recomputes activations."""
     vllm: bool
     """True if vLLM generates on a GPU; otherwise the model itself generates on the CPU."""
 
     @staticmethod
     def of(work: GrpoWork, model: Path, steps: int, *, gpu: bool) -> TrlTask:
-        """Return the settings for a work. gpu: whether there is a GPU."""
+        """Return the settings for a work. gpu: whether this machine has a GPU."""
         rows = work.prompts * work.group_size
         return TrlTask(
             str(model), steps, work.prompts, work.group_size, work.prompt_tokens[1], work.max_new_tokens,
@@ -63,13 +63,13 @@ class TrlOutcome:
     grad_norms: tuple[float, ...]
     """Gradient norm of each step, as TRL logs it."""
     peak_gib: float
-    """Peak memory of the process's own tensors on the GPU in GiB; vLLM's own process is not in it."""
+    """Peak memory of the process's own tensors on the GPU in GiB, without the process of vLLM."""
     problem: str
     """Sentence about why the run did not finish; "" if it did."""
 
     @property
     def step_s(self) -> float:
-        """Median seconds of a step, without the first; NaN if there is no other."""
+        """Median seconds of a step, without the first; NaN if there was only one."""
         return statistics.median(self.seconds[1:]) if len(self.seconds) > 1 else math.nan
 
 
@@ -110,7 +110,7 @@ def run_trl(
     finally:
         end_process(process)
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # ends vLLM's processes, for which TRL's process does not wait
+            os.killpg(process.pid, signal.SIGKILL)  # This ends vLLM's processes, which TRL's process does not wait for.
         keep(read_trl(result, f"trl: {why}; its output is in {output}" if why else ""))
 
 

@@ -1,8 +1,8 @@
 """`headrace bench gpu` runs whole training runs with random weights, and accounts for every second of their steps.
 
-The model folder is made first. Each layout is then run by `headrace train` with a configuration of `examples/`, as
-often as asked for, in turns. TRL's runs come before the first and after the last of them, so that both see the machine
-at different times; the faster one counts. All figures are medians over steps, without the first step of each run.
+The model folder is made first. `headrace train` then runs the layouts in turns with a configuration of `examples/`,
+each as often as asked for. One run of TRL comes before them and one after them, because the speed of the machine can
+change with time; the faster run of TRL counts. All figures are medians over steps, without the first step of each run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FIGURES = {
     "grad_norm": "grad_norm",
     "train_peak_gib": "peak_gib",
 }
-"""Last part of a key of the summary -> the field of StepFigures of which it is the median."""
+"""Last part of a key of the summary -> name of the field of StepFigures whose median it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class GpuOptions:
     """Options of `headrace bench gpu` for the works `grpo-*`."""
 
     out: Path
-    """Folder for the results and the run folders, which is new or empty."""
+    """Folder for the results and the run folders. It must be new or empty."""
     work: str
     """Name of the work, a key of `works.GRPO_WORKS`."""
     layouts: tuple[str, ...] = ()
@@ -55,19 +55,19 @@ class GpuOptions:
     backend: str = "fsdp"
     """Train backend, `fsdp` or `megatron`."""
     steps: int | None = None
-    """Number of steps of a run; None means the work's own."""
+    """Number of steps of a run; None means the number of the work."""
     repeat: int = 1
     """Number of runs of each layout."""
     weak: bool = False
-    """True if a step has the work's prompts for each GPU, rather than in all."""
+    """True if a step has the work's number of prompts per GPU; False if it has that number in all."""
     baseline: str | None = None
-    """`trl` to run TRL, too; None for Headrace alone."""
+    """`trl` to run TRL as well; None to run Headrace alone."""
     model: Path | None = None
-    """Model folder to use, which is made if it is not there, and kept; None means one that is removed at the end."""
+    """Model folder to use. It is made if it is missing, and kept; None means a folder that is removed at the end."""
     limit_s: float = 900.0
-    """Seconds that each run may take."""
+    """Seconds after which each run is ended."""
     overrides: tuple[str, ...] = ()
-    """Keys of the runs' configuration, as `key=value`."""
+    """Keys for the configuration of the runs, as `key=value`."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class GpuReport(WorkReport):
     baselines: list[TrlOutcome] = field(default_factory=list)
 
     def judge(self) -> None:
-        """Judge the runs so far and compute their figures."""
+        """Check the runs so far and compute their figures."""
         self.complaints = [line for outcome in self.outcomes for line in outcome.complaints]
         self.complaints += [outcome.problem for outcome in self.baselines if outcome.problem]
         self.summary = summarise(self.work, self.outcomes, self.baselines)
@@ -89,7 +89,7 @@ class GpuReport(WorkReport):
 def run_gpu(options: GpuOptions, report: GpuReport) -> None:
     """Make the model, run all layouts and the baseline, and write results.jsonl and summary.json, even if interrupted.
 
-    Raises UserError when the options fit neither each other nor this machine, before anything is started.
+    Raises UserError before anything is started when the options do not fit each other or this machine.
     """
     work = GRPO_WORKS[options.work]
     gpus = torch.cuda.device_count()
@@ -98,7 +98,7 @@ def run_gpu(options: GpuOptions, report: GpuReport) -> None:
     versions = {"trl": check_trl()} if options.baseline else {}
     model = (options.model or options.out / "model").resolve()
     tasks = [_task(options, layout, model, number) for number in range(options.repeat) for layout in layouts]
-    for layout in layouts:  # a mistake in the overrides is reported before anything is made
+    for layout in layouts:  # This reports a mistake in the overrides before anything is made.
         load_config(EXAMPLES / work.example, [*layout.overrides(), *options.overrides])
     trl_runs = ["TRL, run 1", "TRL, run 2"] if options.baseline else []
     report.tell.plan(*trl_runs[:1], *(task.folder.name for task in tasks), *trl_runs[1:])
@@ -116,14 +116,14 @@ def run_gpu(options: GpuOptions, report: GpuReport) -> None:
             run_train(task, bounds, sampler, report.tell, report.outcomes.append)
             report.tell.finish(task.folder.name)
             report.judge()
-            report.write()  # a kill of this process loses no measurement
+            report.write()  # A later kill of this process then loses no measurement.
         for name in trl_runs[1:]:
             _run_trl(options, model, report, name)
 
 
 def chosen_layouts(options: GpuOptions, gpus: int) -> list[Layout]:
-    """Return the layouts to run on a machine with `gpus` GPUs. Raises UserError if one cannot be run, or if TRL, which
-    runs on one GPU, would have nothing to be compared with."""
+    """Return the layouts to run on a machine with `gpus` GPUs. Raises UserError if this machine cannot run one of them,
+    or if TRL, which runs on one GPU, has no layout to be compared with."""
     if gpus == 0:
         if options.work != "grpo-tiny":
             raise UserError(f"--work: got {options.work!r} on a machine without a GPU, expected grpo-tiny")
@@ -141,10 +141,10 @@ def chosen_layouts(options: GpuOptions, gpus: int) -> list[Layout]:
 
 def summarise(work: str, outcomes: Sequence[TrainOutcome], baselines: Sequence[TrlOutcome]) -> dict[str, float]:
     """Return the flat summary `gpu.{work}.{layout}.{figure}` and `gpu.{work}.vs_trl`. Figures are medians over the
-    counted steps of all runs of a layout. `vs_trl` is our seconds per step over TRL's; below 1 means faster.
-
-    A figure that was not measured is left out. `{figure}` is one of FIGURES, `samples_per_s`, `start_s` (from the
-    process's start to the first step), `idle_share.{gpu}`, and `share.{part}` and `share.between` of a step's seconds.
+    counted steps of all runs of a layout. `vs_trl` is Headrace's seconds per step divided by TRL's, so that below 1
+    means faster. Figures that were not measured are left out. `{figure}` is one of FIGURES, `samples_per_s`, `start_s`
+    (from the process's start to the first step), `idle_share.{gpu}`, and `share.{part}` and `share.between` of a step's
+    seconds.
     """
     summary: dict[str, float] = {}
     for label in dict.fromkeys(outcome.task.layout.label for outcome in outcomes):

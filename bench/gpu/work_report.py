@@ -17,15 +17,15 @@ from ..records import table, write_records, write_summary
 
 
 class Progress:
-    """Function that is called with the name of a phase, any number of times, and shows one line for each new name.
+    """Shows one line for each phase of a benchmark. A call with the name of the present phase shows nothing.
 
-    It also knows the parts of which figures are expected: a round, a run, a check. Phases that remain when a benchmark
-    ends early were not measured.
+    It also knows the parts that are to be measured, such as a round, a run or a check. Parts that remain when a
+    benchmark ends early were not measured.
     """
 
     def __init__(self, show: Callable[[str], None] = lambda line: None, started: float | None = None) -> None:
-        """show: function that shows a line at once. started: value of time.monotonic() from which seconds count; None
-        means now."""
+        """show: function that shows a line at once. started: value of time.monotonic() at the start of the benchmark;
+        None means now."""
         self.unfinished: list[str] = []
         """Parts that are not finished, in the order in which they are measured."""
         self._show = show
@@ -33,21 +33,21 @@ class Progress:
         self._phase, self._since = "start", 0.0
 
     def __call__(self, phase: str) -> None:
-        """Show a phase that begins, with the seconds since the start; do nothing if it is the present one."""
+        """Show that a phase begins, with the seconds since the start; do nothing if it is the present one."""
         if phase != self._phase:
             self._phase, self._since = phase, self._seconds()
             self._show(f"{self._since:7.1f} s  {phase}")
 
     def plan(self, *parts: str) -> None:
-        """Expect parts, each of them once."""
+        """Add parts that are to be measured. Each must be finished once."""
         self.unfinished += parts
 
     def finish(self, part: str) -> None:
-        """Take a part as measured."""
+        """Record that a part was measured."""
         self.unfinished.remove(part)
 
     def stopped(self, error: BaseException) -> str:
-        """Return words about the error that ends the benchmark now, with the phase that it is in."""
+        """Describe the error that ends the benchmark now, and the phase in which it happened."""
         how = "interrupted"
         if not isinstance(error, KeyboardInterrupt):
             how = f"failed with {type(error).__name__} ({(str(error).splitlines() or [''])[0]})"
@@ -55,7 +55,7 @@ class Progress:
                f"{self._since:.0f} s"  # fmt: skip
 
     def missing(self) -> str:
-        """Return words about the parts that are not finished; "" if all are."""
+        """Name the parts that are not finished; "" if all are."""
         return f"not measured or not to the end: {', '.join(_ranges(self.unfinished))}" if self.unfinished else ""
 
     def _seconds(self) -> float:
@@ -63,7 +63,7 @@ class Progress:
 
 
 def _ranges(parts: Sequence[str]) -> list[str]:
-    """Return names of parts in which neighbours whose numbers follow each other are one: `round 2 to 5`."""
+    """Join neighbouring parts with consecutive numbers into one name, such as `round 2 to 5`."""
     found: list[str] = []
     name, last = "", -1
     for part in parts:
@@ -79,7 +79,7 @@ def _ranges(parts: Sequence[str]) -> list[str]:
 
 @dataclass(slots=True)
 class WorkReport:
-    """Results of a work, which are filled in while it is measured."""
+    """Results of a work. The benchmark fills them in as it measures."""
 
     work: str
     """Name of the work, such as `grpo-0.6b`."""
@@ -96,16 +96,17 @@ class WorkReport:
     notes: list[str] = field(default_factory=list)
     """Sentences about figures that are left out, and why."""
     complaints: list[str] = field(default_factory=list)
-    """Sentences about what was wrong; with any of them the command fails."""
+    """Sentences about what was wrong. The command fails if there is one."""
     interrupted: str = ""
-    """Sentence about where the work was interrupted or failed, and what was not measured; "" if it came to its end."""
+    """Sentence that says where the work was interrupted or failed, and what was not measured; "" if it ended
+    normally."""
 
     @contextmanager
     def kept(self, judge: Callable[[], None]) -> Iterator[None]:
-        """Context manager in whose body the work is measured. However the body ends, the figures are written.
+        """Context manager that writes the figures of the work that its body measures, however the body ends.
 
-        judge: function that computes `summary`, `records` and `complaints` from what was measured so far. A user's
-        mistake that the body finds leaves nothing, as nothing was measured then.
+        judge: function that computes `summary`, `records` and `complaints` from what was measured so far. A UserError
+        or MissingExtra leaves no files, because nothing was measured before it.
         """
         try:
             yield

@@ -1,12 +1,11 @@
-"""Names what `headrace bench gpu` runs: works, each a model, a batch and bounds of right figures, and layouts of GPUs.
+"""Defines the works of `headrace bench gpu` (a model, a batch and bounds for the figures) and the layouts of GPUs.
 
     colocated    every GPU has an engine and a train rank
     separate     the first half of the GPUs has the train ranks, the other half the engines
     tensor       one engine and one replica, both split over every GPU (tensor parallel)
     one-engine   a train rank on every GPU, one engine on the first
 
-A layout is written NAME or NAME-N with N GPUs, which are all GPUs if N is left out. It becomes keys of a run's
-configuration.
+A layout is written NAME-N for N GPUs, or NAME for all GPUs. It becomes keys of a run's configuration.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Layout:
     """Places of the engines and the train ranks of a run."""
 
     label: str
-    """Name of the layout as the user wrote it, which is part of the summary's keys."""
+    """Name of the layout as the user wrote it. It is part of the summary's keys."""
     name: str
     """One of LAYOUTS, or CPU."""
     gpus: int
@@ -61,7 +60,7 @@ class Layout:
 
 def parse_layout(text: str, gpus: int) -> Layout:
     """Return the layout that `text` names on a machine with `gpus` GPUs. Raises UserError for an unknown name, and for
-    a number of GPUs that the machine has not or that the layout cannot use."""
+    a number of GPUs that the machine does not have or the layout cannot use."""
     if gpus == 0:
         raise UserError(f"--layout: got {text!r} on a machine without a GPU, expected no layout")
     name, dash, number = text.rpartition("-")
@@ -80,8 +79,9 @@ def parse_layout(text: str, gpus: int) -> Layout:
 
 
 def spread(prompt: Prompt, response: str, finish_reason: str) -> float:
-    """Return a number in [0, 1] that depends on the first characters of the response. The samples of a group then
-    differ and every step has a gradient. It costs almost nothing, so that the time that is measured is the run's."""
+    """Return a number in [0, 1] that depends on the first characters of the response. The samples of a group therefore
+    differ, and every step has a gradient. The function takes almost no time, so that it does not distort the
+    measurement."""
     return (sum(map(ord, response[:40])) % 11) / 10.0
 
 
@@ -90,10 +90,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Largest values of the figures that tell whether a step computed the right thing."""
+    """Upper bounds of the figures by which a wrong computation is found."""
 
     mismatch_mean: float
-    """Mean difference of the log-probs that engine and trainer give a sampled token, in nats."""
+    """Mean difference between the engine's and the trainer's log-prob of a sampled token, in nats."""
     mismatch_max: float
     """Largest such difference of a step, in nats."""
     grad_norm: float
@@ -109,7 +109,7 @@ EXACT = Bounds(mismatch_mean=1e-3, mismatch_max=1e-2, grad_norm=10.0)
 
 @dataclass(frozen=True, slots=True)
 class GrpoWork:
-    """A whole GRPO run of some steps."""
+    """A work that makes whole GRPO runs of a few steps."""
 
     size: str
     """Size of the model, a key of `models.SHAPES`."""
@@ -117,7 +117,7 @@ class GrpoWork:
     """Name of the configuration in `examples/` that is run."""
     max_new_tokens: int
     mean_tokens: int
-    """Mean number of tokens of a sample that no limit cuts."""
+    """Mean number of tokens of a sample, if no limit cut it."""
     prompt_tokens: tuple[int, int]
     """Smallest and largest number of tokens of a prompt."""
     prompts: int = 32
@@ -125,13 +125,13 @@ class GrpoWork:
     group_size: int = 8
     """Number of samples of each prompt."""
     steps: int = 6
-    """Number of steps of a run, unless the command line gives another."""
+    """Number of steps of a run. The command line can give another number."""
     trl_micro: int = 16
     """Number of rows of TRL's microbatches."""
     trl_memory: float = 0.4
     """Share of the GPU's memory that TRL's vLLM takes."""
     trl_recompute: bool = False
-    """True if TRL recomputes activations (gradient checkpointing), because they do not fit."""
+    """True if TRL must recompute activations (gradient checkpointing) because they do not fit into memory."""
     half: Bounds = HALF
     """Bounds of a run in bfloat16."""
 
@@ -147,23 +147,23 @@ GRPO_WORKS = {
     "grpo-1.7b": GrpoWork("1.7b", "gpu-1.7b.yaml", *_LONG, trl_micro=8, trl_memory=0.35),
     "grpo-4b": GrpoWork("4b", "gpu-4b.yaml", *_LONG, trl_micro=4, trl_memory=0.25, trl_recompute=True),
 }
-"""Name of a work -> a run of that work. `grpo-tiny` also runs without a GPU, to try out the command."""
+"""Name of a work -> its whole runs. `grpo-tiny` also runs without a GPU, to try out the command."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainWork:
-    """Train steps alone, on made-up rows."""
+    """A work that makes train steps alone, on made-up rows."""
 
     size: str
     """Size of the model, a key of `models.SHAPES`."""
     layers: int
-    """Number of layers of the model, of which the shape may have more."""
+    """Number of layers of the model. It can be less than that of the shape."""
     tokens: int = 16384
     """Largest number of tokens of a microbatch."""
     micros: int = 2
     """Number of microbatches of a step."""
     steps: int = 6
-    """Number of steps, the first two of which are not counted."""
+    """Number of steps. The first two are not counted."""
 
 
 TRAIN_WORKS = {
@@ -174,6 +174,6 @@ TRAIN_WORKS = {
     "train-4b": TrainWork("4b", 36),
     "train-moe": TrainWork("30b-a3b", 4),
 }
-"""Name of a work -> train steps alone. The works `train-tiny*` also run without a GPU. `train-moe` has as many layers
+"""Name of a work -> its train steps. The works `train-tiny*` also run without a GPU. `train-moe` has as many layers
 of Qwen3-30B-A3B as fit into 80 GiB with their optimizer; `--layers` sets another number."""
 WORKS = (*GRPO_WORKS, *TRAIN_WORKS)
