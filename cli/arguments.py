@@ -25,7 +25,11 @@ def config_and_overrides(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a command that reads a configuration."""
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     parser.add_argument(
-        "overrides", metavar="key.sub=value", nargs="*", default=[], help="override of a config key; the value is YAML"
+        "overrides",
+        metavar="key.sub=value",
+        nargs="*",
+        default=[],
+        help="override of a config key; text is taken as it is typed, any other value is YAML",
     )
 
 

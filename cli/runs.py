@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -295,7 +294,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from ..trainers.run.checks.trust_probe import probe_trust, show_trust
 
     # Without a file all keys but these have their defaults.
-    config = load_config(os.devnull, [f"model.path={json.dumps(arguments.model)}", *arguments.overrides])
+    config = load_config(os.devnull, [f"model.path={arguments.model}", *arguments.overrides])
     with status_line("loading the model") as (console, tell):
         report = probe_trust(config.model, config.rollout, config.trainer, config.run.seed, tell)
     show_trust(console, arguments.model, report)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from ...dataplane.config import Count, Positive, Section
+from ...dataplane.config import Count, Positive, Section, Text
 from ..columns import ColumnConfig
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -26,15 +26,15 @@ class SourceConfig(Section):
     """A source of prompts in addition to that of section `data`. An unset key, other than `split` and `subset`, takes
     its value from section `data`."""
 
-    source: str
+    source: Text
     """Source of the prompts: a .jsonl file, the folder of a Hugging Face dataset, the id of a dataset on the hub, or a
     generated task such as `task:reverse` or `reasoning-gym:NAME`."""
-    subset: str | None = None
+    subset: Text | None = None
     """Name of the configuration, for a Hugging Face dataset with several configurations."""
-    split: str | None = None
+    split: Text | None = None
     """Name of the split of a Hugging Face dataset. Unset: for an evaluation `validation`, or `test` if there is none,
     or its only split; for training `train`."""
-    prompt_field: str | None = None
+    prompt_field: Text | None = None
     """Name of the column that holds the prompt; see `data.prompt_field`."""
     answer_field: str | None = None
     """Name of the column that holds the expected answer; see `data.answer_field`."""
@@ -80,27 +80,27 @@ class MixedSourceConfig(SourceConfig):
 class DataConfig(Section):
     """Source of the prompts and answers of training and validation."""
 
-    train: str = "task:reverse"
+    train: Text = "task:reverse"
     """Source of training prompts. `task:reverse` and `task:arithmetic` generate prompts, and so does
     `reasoning-gym:NAME` for each data set of reasoning-gym. `environment` numbers the tasks that the environment itself
     has, and `mixture` reads the sources of `data.mixture`. Other sources are a .jsonl file, the folder of a Hugging
     Face dataset, or the id of a dataset on the hub."""
-    validation: str | None = None
+    validation: Text | None = None
     """Source of validation prompts, with the same choices as `data.train`. Unset: the held-out part of a generated
     task, or the same dataset as `data.train` if `data.validation_split` is set."""
-    subset: str | None = None
+    subset: Text | None = None
     """Name of the configuration, for a Hugging Face dataset with several configurations, such as `main` of
     openai/gsm8k."""
-    split: str = "train"
+    split: Text = "train"
     """Name of the split to train on, for a Hugging Face dataset."""
-    validation_subset: str | None = None
+    validation_subset: Text | None = None
     """Name of the configuration of the dataset that validation reads. Unset: `data.subset` if validation reads the same
     dataset as training, else none."""
-    validation_split: str | None = None
+    validation_split: Text | None = None
     """Name of the split that validation reads. Unset: `validation`, or `test` if there is none. A dataset that training
     also reads must have one of these; any other dataset can instead have a single split or the one named by
     `data.split`."""
-    prompt_field: str = "prompt"
+    prompt_field: Text = "prompt"
     """Name of the column that holds the prompt: text, or a list of chat messages."""
     answer_field: str = "answer"
     """Name of the column that holds the expected answer. An empty name means that there are no answers."""

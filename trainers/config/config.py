@@ -17,7 +17,7 @@ from ...actors.rollout.data_config import MIXTURE, DataConfig
 from ...actors.rollout.evaluation_metrics import figure_names, find_figure
 from ...actors.sample_file import SamplesConfig
 from ...actors.weight_sync.config import SyncConfig
-from ...dataplane.config import Count, CountOrZero, DataPlaneConfig, NonNegative, Positive, Section
+from ...dataplane.config import Count, CountOrZero, DataPlaneConfig, NonNegative, Positive, Section, Text
 from ..advantages.config import AdvantageConfig
 from ..backends.config import TrainerConfig
 from ..losses.config import LossConfig
@@ -29,7 +29,7 @@ from .tracker_options import TrackerConfig
 class PoolConfig(Section):
     """The pool of GPUs from which a run borrows its own. Engines sleep while others use their GPUs."""
 
-    address: str | None = None
+    address: Text | None = None
     """Address of the Ray cluster that has the pool, as `headrace pool start` prints it. The run joins that cluster as a
     tenant named `run.name`. Unset: the GPUs are the run's own."""
     name: str = Field(default="pool", min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
@@ -133,7 +133,7 @@ class AlgorithmConfig(Section):
 class RunConfig(Section):
     """Folder, seed, checkpoints and restarts of a run."""
 
-    dir: str | None = None
+    dir: Text | None = None
     """Path of the run folder. Unset: `runs/{name}-{YYYYmmdd-HHMMSS}` in the current folder."""
     name: str = Field(default="headrace", min_length=1, pattern=r"^[^/]+$")
     """Short name that the report shows and that is part of the default run folder."""
@@ -153,7 +153,7 @@ class RunConfig(Section):
     record: bool = False
     """Whether all finished groups are kept on disk, even after a checkpoint covers them, so that `run.replay` can train
     on them again."""
-    replay: str | None = None
+    replay: Text | None = None
     """Folder of a recorded run (`run.record`). This run trains on the recorded groups instead of generating any. Model,
     data, sampling, rewards and seed must be those of the recorded run; loss, trainer and mesh can differ."""
     keep_best: bool = False
@@ -214,7 +214,7 @@ class ResourcesConfig(Section):
     """GPUs of the engines: the first `rollout.tp` for engine 0, the next for engine 1, and so on. Unset:
     `resources.layout` decides."""
 
-    ray_address: str | None = None
+    ray_address: Text | None = None
     """Address of a Ray cluster to join. Unset: the run starts its own Ray and stops it at the end."""
     num_cpus: Count | None = None
     """Number of CPUs of the run's own Ray. Unset: the number of this machine's cores."""

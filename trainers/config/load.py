@@ -6,14 +6,11 @@ import copy
 import difflib
 import os
 import re
-import types
-import typing
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from ...actors.environments.config import EnvironmentConfig
@@ -22,7 +19,9 @@ from ..errors import ConfigError
 from .checks import contradictions
 from .config import Config
 from .effects import idle_key_problems
+from .overrides import apply_override
 from .peers import leaves, meant_keys
+from .yaml_values import NEEDS_QUOTES, parse_yaml, section_at
 
 SHOWN_CHARS = 80
 SectionT = TypeVar("SectionT", bound=Section)
@@ -43,7 +42,7 @@ ENVIRONMENT_KEYS: Mapping[str, str] = {
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, of_old_run: bool = False) -> Config:
     """Load the configuration from the YAML file `path`, apply `overrides`, and check everything. An override is
-    `key.sub=value`, where the value is YAML; later overrides win.
+    `key.sub=value` (see `overrides.py`); later overrides win.
 
     of_old_run: True for the configuration of an existing run. A key that is set without effect then only causes a
     warning, because the version that began the run can have accepted it. Raises ConfigError with one sentence for each
@@ -53,22 +52,25 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     return _checked(read_sections(path, overrides), overridden, of_old_run)
 
 
-def read_sections(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the sections of the YAML file `path` with `overrides` applied, unchecked. Raises ConfigError if the file
-    is not YAML with keys, or an override does not fit the file."""
+def read_sections(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), root: type[BaseModel] = Config
+) -> dict[str, Any]:
+    """Return the sections of the YAML file `path` with `overrides` applied, unchecked. root: class that declares the
+    keys, by which text is told from other values. Raises ConfigError if the file is not YAML with keys, or an override
+    does not fit the file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError([f"{path}: the file cannot be read ({error.strerror}), expected a YAML file"]) from error
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path}: the file is not UTF-8 text ({error.reason}), expected a YAML file"]) from error
-    data = _parse(text, str(path))
+    data = parse_yaml(text, str(path), root)
     if data is None:
         data = {}
     if not isinstance(data, dict):
         raise ConfigError([f"{path}: got {_shown(data)}, expected sections such as `trainer:` with keys below them"])
     for override in overrides:
-        _apply(data, override)
+        apply_override(data, override, root)
     return data
 
 
@@ -188,86 +190,6 @@ def _with_kind_of_advantage(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "advantage": others}
 
 
-# ---------------------------------------------------------------- YAML
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML loader that reads scalars as YAML 1.2 does, and refuses a key that appears twice.
-
-    PyYAML itself follows YAML 1.1, which reads `off` as false, `1e-3` as text and `1:30` as 90.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = key_node.value
-            if isinstance(key, str) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} appears twice", key_node.start_mark
-                )
-            seen.add(key if isinstance(key, str) else id(key_node))
-        return super().construct_mapping(node, deep)
-
-
-_REPLACED = ("bool", "int", "float", "timestamp")
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in _REPLACED]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-for _tag, _pattern, _first in (
-    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
-    ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", "-+0123456789"),
-    ("float", r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$", "-+.0123456789"),
-    ("float", r"^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$", "-+."),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError([f"{where}{line}: {error.problem or 'broken'}, expected YAML"]) from error
-    except yaml.YAMLError as error:
-        raise ConfigError([f"{where}: {error}, expected YAML".replace("\n", " ")]) from error
-
-
-# ---------------------------------------------------------------- overrides
-
-
-def _apply(data: dict[str, Any], override: str) -> None:
-    """Apply the override `key.sub=value` to the nested data in place. A number in the dotted key is an index into a
-    list. Raises ConfigError if the override is malformed or does not fit the data."""
-    dotted, equals, text = override.partition("=")
-    keys = dotted.strip().split(".")
-    if not equals or not all(keys):
-        raise ConfigError([f"override {override!r}: expected key.sub=value, such as trainer.lr=1e-4"])
-    value = _parse(text, f"override {override!r}")
-    here: Any = data
-    for depth, key in enumerate(keys):
-        last = depth == len(keys) - 1
-        if isinstance(here, list):
-            if not key.isdigit() or int(key) >= len(here):
-                at = ".".join(keys[:depth])
-                raise ConfigError(
-                    [f"override {override!r}: got {key!r} in {at}, expected a number below {len(here)}, its length"]
-                )
-            place: Any = int(key)
-        elif isinstance(here, dict):
-            place = key
-            if not last and here.get(key) is None:
-                here[key] = {}
-        else:
-            at = ".".join(keys[:depth])
-            raise ConfigError([f"override {override!r}: got {_shown(here)} as {at}, expected a section with keys"])
-        if last:
-            here[place] = value
-        else:
-            here = here[place]
-
-
 # ---------------------------------------------------------------- messages for the user
 
 
@@ -287,10 +209,11 @@ def _sentences(problem: Mapping[str, Any], root: type[BaseModel]) -> list[str]:
         return [f"{key}: not set, expected a value"]
     got = _shown(problem["input"])
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        model = _model_at(problem["loc"], root)
+        model = section_at(problem["loc"], root)
         keys = f" with the keys {', '.join(model.model_fields)}" if model else " of keys and values"
         return [f"{key}: got {got}, expected a section{keys}"]
-    return [f"{key}: got {got}, expected {_expected(kind, problem['input'], context, problem['msg'])}"]
+    hint = f" ({NEEDS_QUOTES})" if kind == "string_type" and isinstance(problem["input"], dict | None) else ""
+    return [f"{key}: got {got}, expected {_expected(kind, problem['input'], context, problem['msg'])}{hint}"]
 
 
 _PLAIN_EXPECTATIONS = {
@@ -359,7 +282,7 @@ def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
     another section, the most similar name in this section, and the most similar name elsewhere.
     """
     *parents, name = (str(part) for part in location)
-    model = _model_at(location[:-1], root)
+    model = section_at(location[:-1], root)
     siblings = list(model.model_fields) if model else []
     prefix = "".join(f"{part}." for part in parents)
     known = dict(_all_keys(root, ""))
@@ -384,29 +307,6 @@ def _all_keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
         yield prefix + name, name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _all_keys(field.annotation, f"{prefix}{name}.")
-
-
-def _model_at(location: Sequence[str | int], root: type[BaseModel]) -> type[BaseModel] | None:
-    here: Any = root
-    for part in location:
-        here = _without_none(here)
-        arguments = typing.get_args(here)
-        if isinstance(part, int):
-            here = arguments[0] if arguments else None
-        elif typing.get_origin(here) is dict:
-            here = arguments[1]
-        elif isinstance(here, type) and issubclass(here, BaseModel) and part in here.model_fields:
-            here = here.model_fields[part].annotation
-        else:
-            return None
-    here = _without_none(here)
-    return here if isinstance(here, type) and issubclass(here, BaseModel) else None
-
-
-def _without_none(annotation: Any) -> Any:
-    """Return the section class in the annotation of an optional section. Other annotations are returned unchanged."""
-    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
-    return parts[0] if isinstance(annotation, types.UnionType) and len(parts) == 1 else annotation
 
 
 def _missing_paths(model: str, sources: Sequence[tuple[str, str | None]]) -> list[str]:
