@@ -1,4 +1,4 @@
-"""Writes what every benchmark leaves: records and a flat summary with the conditions, tables, and a page in Markdown.
+"""Writes the results of benchmarks: records and a flat summary with the conditions, tables, and a page in Markdown.
 
 The conditions say where and when a benchmark ran: machine, versions, commit, date and load.
 """
@@ -30,8 +30,8 @@ GIT_TIMEOUT_S = 10.0
 
 
 def conditions(**more: Any) -> dict[str, Any]:
-    """Return the conditions of a measurement as plain data. They are cores, memory, versions, commit, date, load and
-    garbage collector, and the items of `more`."""
+    """Return the conditions of a measurement as plain data. These are the cores, memory, versions, commit, date, load
+    and garbage collector, and the items of `more`."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _cpu(),
@@ -47,7 +47,7 @@ def conditions(**more: Any) -> dict[str, Any]:
 
 
 def one_line(facts: dict[str, Any]) -> str:
-    """Return the conditions as one line, to be drawn under a plot."""
+    """Return the conditions as one line, which can be drawn under a plot."""
     return (
         f"{facts['cores']} cores ({facts['cpu']}), {facts['memory_gib']} GiB, "
         f"headrace {facts['versions']['headrace']} at {facts['commit']}, {facts['date']}, "
@@ -66,7 +66,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit's short hash, with "+changes" when files differ from it; "unknown" outside of a clone."""
+    """Return the commit's short hash, with "+changes" if files differ from the commit; "unknown" outside of a clone."""
     root = Path(__file__).parent.parent
 
     def git(*arguments: str) -> str:
@@ -105,14 +105,14 @@ def write_summary(path: Path, summary: Mapping[str, Any], conditions: Mapping[st
 
 
 def note(path: Path, **figures: Any) -> None:
-    """Append one JSON line to a file at once, so that a measurement that is ended early leaves what it has found.
-    Figures that are not finite become null."""
+    """Append one JSON line to a file at once, so that the figures remain if the measurement ends early. Figures that
+    are not finite become null."""
     with path.open("a") as file:
         file.write(json.dumps(finite(figures)) + "\n")
 
 
 def finite(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures as JSON can hold them: those that are not finite become None."""
+    """Return the figures with None for those that are not finite, which JSON cannot hold."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in figures.items()
@@ -133,13 +133,13 @@ def table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], left
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in Markdown, whose columns but the first are aligned to the right."""
+    """Return the lines of a table in Markdown. All columns but the first are aligned to the right."""
     lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
     return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
 
 
 def write_page(path: Path, title: str, command: str, lines: Iterable[str], conditions: Mapping[str, Any]) -> Path:
-    """Write a page in Markdown: title, command, `lines`, and the conditions at its end. Returns its path."""
+    """Write a page in Markdown with title, command, `lines`, and the conditions at its end. Returns the page's path."""
     facts = [
         f"- {name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in conditions.items()
     ]

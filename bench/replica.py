@@ -1,12 +1,12 @@
-"""`headrace bench replica` compares three ways to bring the rows of a step to all ranks of a replica.
+"""`headrace bench replica` compares three ways to deliver the rows of a step to all ranks of a replica.
 
 leader        The replica reader's leader reads once for all ranks and broadcasts the valid bytes of each microbatch.
-independent   Every rank reads for itself with the replica reader.
+independent   Every rank reads all rows itself with the replica reader.
 padded        The leader reads its whole shard, pads every column to the longest row, and broadcasts a pickled list of
               names and shapes and then each tensor. NeMo-RL does this (`TQWorkerMixin`, 2026-08), but the dtypes here
               are Headrace's narrow ones, so that only the way of reading differs.
 
-For each replica size, fresh processes are started, one per rank. All ways run in them in turn, on the same rows of the
+For each replica size, fresh processes are started, one per rank. They run all ways in turn, on the same rows of the
 same plan.
 """
 
@@ -66,7 +66,7 @@ class RankTask:
     world: int
     """Number of ranks of the single replica, all tensor-parallel."""
     rendezvous: str
-    """Path of the file through which the ranks find each other to form a process group."""
+    """Path of the file that the ranks use to form a process group."""
     handle: DataPlaneHandle
     shard: TrainShard
     repeats: int
@@ -76,8 +76,8 @@ class RankTask:
 
 @dataclass(frozen=True, slots=True)
 class WayResult:
-    """Measurements on one rank of one way to read a batch. The ways are each rank for itself, and one rank that
-    broadcasts to the others."""
+    """Measurements on one rank of one way to read a batch. In some ways each rank reads alone; in others one rank reads
+    and broadcasts."""
 
     spans: tuple[tuple[float, float], ...]
     """Start and end of each run after the warm-up, in CLOCK_MONOTONIC seconds."""
@@ -86,12 +86,12 @@ class WayResult:
     sent_bytes: int
     """Number of bytes that this rank broadcast in one run."""
     digest: str
-    """xxh3 digests of all columns, over the rows in plan order."""
+    """xxh3 digests of all columns over the rows, in the order of the plan."""
 
 
 def run_rank(task: RankTask) -> dict[str, WayResult]:
     """Measure all ways of reading on this rank, and return way -> result. Every repeat runs all ways in turn, so that
-    changes of the machine's speed affect all alike."""
+    changes of the machine's speed affect all ways alike."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if task.device == "cuda":
@@ -126,8 +126,8 @@ def run_rank(task: RankTask) -> dict[str, WayResult]:
 
 
 _Way = tuple[Callable[[bool], str], Callable[[], int]]
-"""The two functions that implement one way of reading. The first reads all rows once; called with True, it returns a
-digest of the rows, else "". The second returns the number of bytes that this rank broadcast in the last read."""
+"""The two functions that implement one way of reading. The first reads all rows once. It returns a digest of the rows
+if it is called with True, else "". The second returns the number of bytes that this rank broadcast in the last read."""
 
 
 def _ways(task: RankTask, client: DataPlaneClient, device: torch.device) -> tuple[dict[str, _Way], Callable[[], None]]:
@@ -221,7 +221,7 @@ class RowsDigest:
 
 
 SIZES = (2, 4, 8)
-"""Numbers of ranks that are measured by default."""
+"""Replica sizes that are measured by default."""
 PARTITION = "bench"
 GROUP_SIZE = 8
 MAX_TOKENS = 4096
@@ -239,7 +239,7 @@ class ReplicaOptions:
     num_rows: int = 256
     repeats: int = 9
     device: str = "cpu"
-    """Device that receives the rows: `cpu`, or `cuda` for one GPU per rank and buffers that are sent over NCCL."""
+    """Device that receives the rows: `cpu`, or `cuda` for one GPU per rank, with buffers sent over NCCL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,13 +249,13 @@ class ReplicaResult:
     size: int
     way: str
     seconds: tuple[float, ...]
-    """Seconds of each run, from the start of the first rank to the end of the last one."""
+    """Seconds of each run, from the start of its first rank to the end of its last one."""
     valid_bytes: int
     """Number of valid bytes in all columns of the rows."""
     store_bytes: int
     """Number of bytes that all ranks read from the store in one run."""
     sent_bytes: int
-    """Number of bytes that the leader broadcasts in one run, counted once however many ranks receive them."""
+    """Number of bytes that the leader broadcasts in one run. They are counted once, however many ranks receive them."""
 
     @property
     def median_s(self) -> float:
@@ -275,10 +275,9 @@ class ReplicaResult:
 
 
 def run_replica(options: ReplicaOptions, tell: Callable[[str], None]) -> list[ReplicaResult]:
-    """Measure every replica size, and write results.jsonl and summary.json. The caller need not start Ray.
-
-    Raises UserError for what this machine cannot do, and RuntimeError when one way of reading delivers other bytes than
-    the others.
+    """Measure every replica size, and write results.jsonl and summary.json. The function starts Ray itself. Raises
+    UserError if this machine has too few GPUs, and RuntimeError if one way of reading delivers other bytes than the
+    others.
     """
     if options.device == "cuda" and torch.cuda.device_count() < max(options.sizes):
         raise UserError(
@@ -322,8 +321,8 @@ def run_replica(options: ReplicaOptions, tell: Callable[[str], None]) -> list[Re
 
 
 def put_rows(client: DataPlaneClient, num_rows: int) -> KVBatchMeta:
-    """Put the rows of a step with all columns, group by group, as they are after rollouts and write-back. Returns one
-    receipt (the keys and locations of rows) for all of them."""
+    """Put the rows of a step group by group, with all columns that exist after rollouts and write-back. Returns one
+    receipt (the keys and locations of rows) for all rows."""
     rng = np.random.default_rng(3)
     lengths = rng.lognormal(6.5, 0.8, num_rows).clip(16, MAX_TOKENS).astype(np.int64)
     client.register(PARTITION, SCHEMA, group_size=GROUP_SIZE)
@@ -375,7 +374,8 @@ def _joined(size: int, way: str, ranks: Sequence[WayResult], valid_bytes: int) -
 
 
 def summarise(results: Sequence[ReplicaResult]) -> dict[str, float]:
-    """Return the summary by key, `replica.{ranks}.*`. In a ratio `a_vs_b`, a value above 1 means that a is faster."""
+    """Return the summary with the keys `replica.{ranks}.*`. In a ratio `a_vs_b`, a value above 1 means that a is
+    faster."""
     summary: dict[str, float] = {}
     found = {(result.size, result.way): result for result in results}
     for size in dict.fromkeys(result.size for result in results):

@@ -1,4 +1,4 @@
-"""`headrace bench step` times and reports the modes in the real system, with a scripted engine and trainer.
+"""`headrace bench step` times the training modes in the real system, with a scripted engine and trainer.
 
 Everything runs as in training: Ray, directory, store, rollout actor, train worker, train loop, weight syncs. Only the
 model is missing. For each group the engine waits for a random latency from a log-normal distribution (sigma 1, all
@@ -6,13 +6,13 @@ groups at once), and the train worker takes a fixed time for each row. The times
 training of a step takes as long as its generation, which ends with the slowest group. `sync` must therefore take twice
 that time, and the other modes show how much they overlap.
 
-Two more runs compare `async` and `async_streaming` with each other: in them, groups are trained on in the order of
-their prompts, and training takes half as long as generation, so that the slowest group of a step is what it waits for.
+Two more runs compare `async` and `async_streaming` with each other. They train on groups in the order of the prompts,
+and training takes half as long as generation, so that a step waits for its slowest group.
 
-The seconds per step are the wall time of the counted steps divided by their number, which is what a long run takes. The
-median is reported, too; slow steps have less weight in it. Then `headrace simulate` simulates the same groups. It takes
-into account the overhead of the sync run's steps, which is the time in addition to the chosen times, and its figures
-are reported beside the measured ones.
+The seconds per step are the wall time of the counted steps divided by their number, as they would be in a long run. The
+report also has the median, in which slow steps have less weight. Then `headrace simulate` simulates the same groups. It
+adds the overhead of the sync run's steps, which is the time that they took beyond the chosen times. The report shows
+the simulated figures beside the measured ones.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from .transfer.plots import COLOURS, Figure
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One of the runs that are timed."""
+    """One run that the benchmark times."""
 
     name: str
-    """Name in the results and of the run folder."""
+    """Name of the case in the results, and of its run folder."""
     mode: Mode
     in_order: bool = False
-    """True if groups are trained on in the order of their prompts. Otherwise groups come as they get ready, in the
-    modes that allow it."""
+    """True if groups are trained on in the order of their prompts. Otherwise they are trained on in the order in which
+    they become ready, in modes that allow it."""
     train_share: float = 1.0
-    """Seconds that the training of a step takes, as a share of those of its slowest group."""
+    """Seconds that the training of a step takes, divided by the seconds that its slowest group takes."""
 
 
 CASES = (
@@ -71,22 +71,22 @@ class StepOptions:
     out: Path
     """Folder for the results and the run folders."""
     warm: int = 3
-    """Number of warm-up steps at the start of a run, which are not counted."""
+    """Number of warm-up steps at the start of a run. They are not counted."""
     counted: int = 30
     prompts: int = 32
     """Number of groups (one for each prompt) in a step."""
     group_size: int = 2
     chunk_groups: int = 4
-    """Least number of groups that `streaming` and `async_streaming` train on together."""
+    """Least number of groups on which `streaming` and `async_streaming` train together."""
     sigma: float = 1.0
-    """Sigma of the log-normal distribution that latencies are drawn from."""
+    """Sigma of the log-normal distribution of latencies."""
     train_s: float = 1.2
     """Seconds that the training of a step takes. The generation of a step takes the same time on average."""
     seed: int = 0
 
     @staticmethod
     def quick(out: Path) -> StepOptions:
-        """Return options with few and short steps, which try out the machinery but give no meaningful figures."""
+        """Return options with few, short steps. They try out the command, but its figures mean little."""
         return StepOptions(out, warm=1, counted=6, prompts=16, train_s=0.3)
 
     @property
@@ -102,13 +102,13 @@ class ModeResult:
     seconds: tuple[float, ...]
     """Wall seconds of each step, from the end of the previous step."""
     trainer_busy_s: float
-    """Number of seconds for which the train worker computed, over all counted steps."""
+    """Seconds for which the train worker computed in all counted steps together."""
     staleness_mean: float
-    """Mean number of versions between the policy that generated a row's oldest token and the policy that was trained on
-    it."""
+    """Mean number of versions between the policy that generated a row's oldest token and the policy that trained on the
+    row."""
     staleness_max: float
     groups_dropped: int
-    """Number of groups in the whole run that were dropped because they were too old to be trained on."""
+    """Number of groups that the whole run dropped because they were too old to be trained on."""
 
     @property
     def step_s(self) -> float:
@@ -120,7 +120,7 @@ class ModeResult:
         return min(1.0, max(0.0, 1.0 - self.trainer_busy_s / sum(self.seconds)))
 
     def figures(self) -> dict[str, float]:
-        """Return the figures that the summary and the records have, by name."""
+        """Return the figures for the summary and the records, by name."""
         return {
             "seconds": self.step_s,
             "median_seconds": float(np.median(self.seconds)),
@@ -143,7 +143,7 @@ class StepReport:
 def run_steps(options: StepOptions, tell: Callable[[str], None]) -> StepReport:
     """Run and simulate all cases. Writes results.jsonl, summary.json and each run's folder into `options.out`.
 
-    Raises UserError when one of these folders already has a run.
+    Raises UserError if one of these folders already has a run.
     """
     options.out.mkdir(parents=True, exist_ok=True)
     facts = conditions(
@@ -185,7 +185,7 @@ def case_config(options: StepOptions, case: Case) -> Config:
     if mode in ("async", "async_streaming"):
         algorithm["max_staleness"] = 1
     if mode == "async" and not case.in_order:
-        # Dropped, as the same prompt would take as long again.
+        # Groups that grow too old are dropped, because a new try of the same prompt would take as long.
         algorithm |= {"sampler": "ready_first", "stale_groups": "drop"}
     train_s = case.train_share * options.train_s
     rows_s = (1 - TRAIN_STEP_SHARE) * train_s
@@ -216,8 +216,8 @@ def case_config(options: StepOptions, case: Case) -> Config:
 
 
 def median_latency(options: StepOptions) -> float:
-    """Return the median of the distribution of request latencies in seconds. It is chosen so that the slowest group of
-    a counted step takes `train_s` on average."""
+    """Return the median of the latency of requests in seconds. With it, the slowest group of a counted step takes
+    `train_s` on average."""
     section = SimulationConfig(latency_s=1.0, latency_sigma=options.sigma)
     plain = build_scenario(build_config({"run": {"seed": options.seed}}), section, {})
     slowest = plain.draw_latencies(options.steps * options.prompts).reshape(-1, options.prompts).max(axis=1)
@@ -241,7 +241,7 @@ def measured_steps(folder: Path, case: Case, options: StepOptions) -> ModeResult
 
 
 def simulated_steps(scenario: Scenario, case: Case, options: StepOptions) -> ModeResult:
-    """Simulate the same steps and return their figures. scenario: the case with the overheads of the sync run."""
+    """Simulate the steps of a case and return their figures. scenario: the case with the overheads of the sync run."""
     run = simulate(scenario, case.mode)
     kept = run.steps[options.warm : options.warm + options.counted]
     return ModeResult(
@@ -255,9 +255,9 @@ def simulated_steps(scenario: Scenario, case: Case, options: StepOptions) -> Mod
 
 
 def summarise(measured: Sequence[ModeResult], simulated: Sequence[ModeResult]) -> dict[str, float]:
-    """Return the summary by key, of all steps in the order of prompts. Keys are `step.{case}.{seconds | median_seconds
-    | trainer_idle_share | staleness_mean | staleness_max}`, `step.{case}_vs_sync` for cases with sync's times, and
-    `step.async_streaming_vs_async`. Ratios above 1 mean faster.
+    """Return the summary by key. Keys are `step.{case}.{seconds | median_seconds
+    | trainer_idle_share | staleness_mean | staleness_max}`, `step.{case}_vs_sync` for cases with the times of `sync`,
+    and `step.async_streaming_vs_async`. Ratios above 1 mean faster.
 
     The same keys exist with the prefix `simulated.`. `simulated.step.{case}.relative_difference` is the measured
     seconds divided by the simulated ones, minus 1.
@@ -311,7 +311,7 @@ def write_report(report: StepReport, options: StepOptions, command: str) -> Path
 
 
 def meaning(options: StepOptions) -> str:
-    """Return the paragraph of the report that explains what was measured, and how."""
+    """Return the paragraph of the report that explains the measurement."""
     return (
         f"{options.prompts} groups of {options.group_size} rows per step, generated at once, a group in a log-normal "
         f"time of sigma {options.sigma:g}; the slowest of a step takes {options.train_s:g} s on average, and so does "

@@ -89,7 +89,7 @@ class GpuReport(WorkReport):
 def run_gpu(options: GpuOptions, report: GpuReport) -> None:
     """Make the model, run all layouts and the baseline, and write results.jsonl and summary.json, even if interrupted.
 
-    Raises UserError before anything is started when the options do not fit each other or this machine.
+    Raises UserError before anything is started if the options do not fit each other or this machine.
     """
     work = GRPO_WORKS[options.work]
     gpus = torch.cuda.device_count()

@@ -1,1 +1,2 @@
-"""Times steps of other training libraries, each in a process of its own, because their settings must not meet ours."""
+"""Times steps of other training libraries. Each runs in a process of its own, so that its settings cannot affect
+ours."""

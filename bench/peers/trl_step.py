@@ -1,12 +1,12 @@
-"""Times steps of TRL's GRPOTrainer on the model and prompts of a run of Headrace, to compare the two.
+"""Times steps of TRL's GRPOTrainer on the model and prompts of a Headrace run, so that the two can be compared.
 
     python -m headrace.bench.peers.trl_step TASK RESULT
     python bench/peers/trl_step.py RUN_DIR/base_model
 
-`headrace bench gpu --baseline trl` runs the first, with vLLM in the same process. TASK is a JSON file with the fields
-of `gpu.trl.TrlTask`, and RESULT the JSON file that it writes. The second is run by hand beside `headrace train` on the
-same quiet machine: RUN_DIR is the folder of a quickstart run, whose model and task it takes for steps of 256 samples.
-Both need `pip install trl==1.16.0`.
+`headrace bench gpu --baseline trl` runs the first command, with vLLM in the same process. TASK is a JSON file with the
+fields of `gpu.trl.TrlTask`, and RESULT is the JSON file that the command writes. The second command is run by hand on
+the same quiet machine as `headrace train`. RUN_DIR is the folder of a quickstart run; the command makes steps of 256
+samples with the model and task of that run. Both commands need `pip install trl==1.16.0`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-if find_spec("flashinfer") is None:  # vLLM does not check this, and would fail at its first sample
+if find_spec("flashinfer") is None:  # vLLM does not check this and would fail at its first sample.
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
 
 import torch
@@ -33,15 +33,15 @@ from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 QUICKSTART: dict[str, Any] = {
     "steps": 40, "prompts": 32, "group_size": 8, "max_new_tokens": 10, "micro": 256, "recompute": False, "vllm": False,
 }  # fmt: skip
-"""Settings of the quickstart, as the fields of a TASK."""
+"""Settings of the quickstart, with the fields of TASK as keys."""
 WARM = 10
 """Number of the quickstart's first steps that are not counted."""
 
 
 class Clock(TrainerCallback):
-    """Callback of TRL's trainer that records the wall seconds of each step, and TRL's own figures of it.
+    """Callback of TRL's trainer that records the wall seconds of each step, and TRL's own figures of the step.
 
-    They are written after each step, so that a process that is ended early leaves them.
+    They are written after each step, so that a process that ends early leaves them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,11 +69,11 @@ class Clock(TrainerCallback):
         peak_gib = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
         beside = self._path.with_suffix(".part")
         beside.write_text(json.dumps({"seconds": self.seconds, "peak_gib": peak_gib, "logs": self.logs}))
-        beside.replace(self._path)  # readers always find a whole file
+        beside.replace(self._path)  # Because of the rename, readers always find a whole file.
 
 
 def reward(prompts: list[str], completions: list[str], **_: object) -> list[float]:
-    """Return the same numbers as `gpu.works.spread`."""
+    """Return the same rewards as `gpu.works.spread`, for TRL."""
     return [(sum(map(ord, completion[:40])) % 11) / 10.0 for completion in completions]
 
 
@@ -125,7 +125,7 @@ def run_task(task_path: str, result_path: str) -> None:
     prompts = [json.loads(line)["prompt"] for line in lines]
     train(task["model"], reward, trl_config(task, f"{result_path}.folder"), prompts, Clock(Path(result_path)))
     sys.stdout.flush()
-    os._exit(0)  # vLLM's threads would keep the process alive
+    os._exit(0)  # A normal exit would wait for vLLM's threads forever.
 
 
 def run_quickstart(model: str) -> None:

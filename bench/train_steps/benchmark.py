@@ -1,7 +1,7 @@
-"""`headrace bench gpu --work train-*` times train steps alone, and says which kernels their time goes to.
+"""`headrace bench gpu --work train-*` times train steps alone, and shows the kernels that take their time.
 
-A backend of the library trains on made-up packed rows with random weights, in processes of its own, one for each rank.
-Before that, a step of a small model is compared with float32 on the CPU; after it, plain torch makes the same step.
+A train backend trains a model with random weights on made-up packed rows, with one process per rank. First, a step of a
+small model is compared with float32 on the CPU. At the end, plain torch makes the same step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .rank import CHECK, PLAIN, PROFILE, UNCOUNTED, TrainFigures, TrainTask, rea
 from .spawned import run_ranks
 
 EXACT, HALF = 2e-3, 6e-2
-"""Largest relative difference of the gradient to float32 on the CPU, when computed in float32 and in bfloat16."""
+"""Largest accepted differences of a step in float32 and of a step in bfloat16 to one in float32 on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,29 +40,28 @@ class TrainOptions:
     backend: str = "fsdp"
     """Train backend, `fsdp` or `megatron`."""
     steps: int | None = None
-    """Number of steps; None means the work's own."""
+    """Number of steps; None means the number of the work."""
     layers: int | None = None
-    """Number of layers; None means the work's own."""
+    """Number of layers; None means the number of the work."""
     tokens: int | None = None
-    """Largest number of tokens of a microbatch; None means the work's own."""
+    """Largest number of tokens of a microbatch; None means the number of the work."""
     micros: int | None = None
-    """Number of microbatches of a step; None means the work's own."""
+    """Number of microbatches of a step; None means the number of the work."""
     row_tokens: int = 0
     """Number of tokens of each row; 0 for rows of random lengths."""
     prompt_share: float = 0.0
-    """Share of the tokens of a row that have no loss."""
+    """Share of a row's tokens that have no loss."""
     plain: bool = True
-    """True to make the same step in plain torch, too, if there is one rank."""
+    """True to make the same step in plain torch as well, if there is only one rank."""
     model: Path | None = None
-    """Model folder to use, which is made if it is not there, and kept; None means one that is removed at the end."""
+    """Model folder to use. It is made if it is missing, and kept; None means a folder that is removed at the end."""
     overrides: tuple[str, ...] = ()
     """Keys of the section `trainer`, as `trainer.key=value`."""
 
 
 def run_train_steps(options: TrainOptions, report: WorkReport) -> None:
-    """Make the models, measure in processes of their own, and write the results, even if interrupted. They go to
-    results.jsonl and summary.json. Raises UserError when the options do not fit this machine, before anything is
-    started."""
+    """Make the models, measure in one process per rank, and write results.jsonl and summary.json, even if interrupted.
+    Raises UserError before anything is started if the options do not fit this machine."""
     work, gpus = TRAIN_WORKS[options.work], torch.cuda.device_count()
     trainer = _trainer(options, gpus)
     shape = replace(SHAPES[work.size], layers=options.layers or work.layers)
@@ -98,9 +97,9 @@ def _parts(task: TrainTask) -> list[str]:
 
 
 def _judge(report: WorkReport, task: TrainTask, world: int) -> None:
-    """Fill in the figures of the report from what all ranks have written, and complain of what is wrong."""
+    """Fill in the report from the figures that all ranks have written, with a complaint for each wrong figure."""
     ranks = [figures for rank in range(world) if (figures := read_figures(task.folder, rank)) is not None]
-    if len(ranks) < world:  # one rank has not even begun
+    if len(ranks) < world:  # A rank that has not begun has written no figures.
         return
     first = ranks[0]
     done = [CHECK, *map(step_name, range(min(len(one.steps_s) for one in ranks)))]
@@ -145,9 +144,10 @@ def _trainer(options: TrainOptions, gpus: int) -> Any:
 def summarise(work: str, ranks: Sequence[TrainFigures]) -> dict[str, float]:
     """Return the flat summary `gpu.{work}.{figure}`. Times are those of the slowest rank.
 
-    `tokens_per_s` counts the tokens of all ranks, `tokens_per_s_per_gpu` those of a rank. `share.{family}` is the part
-    of a step that the kernels of a family took on the first rank. `plain.{figure}` is plain torch's, and `vs_plain` our
-    seconds of a step over its, where below 1 means faster. Unknown values are left out.
+    `tokens_per_s` counts the tokens of all ranks, `tokens_per_s_per_gpu` those of one rank. `share.{family}` is the
+    part of a step that the kernels of a family took on the first rank. `plain.{figure}` is a figure of plain torch.
+    `vs_plain` is Headrace's seconds per step divided by those of plain torch, so that below 1 means faster. Unknown
+    values are left out.
     """
     first, slowest = ranks[0], max(ranks, key=lambda one: one.step_s)
     tokens = sum(one.tokens for one in ranks)
@@ -176,7 +176,7 @@ def summarise(work: str, ranks: Sequence[TrainFigures]) -> dict[str, float]:
 
 
 def wrong(figures: TrainFigures, *, half: bool) -> list[str]:
-    """Return a sentence for each figure that shows that a step computed the wrong thing."""
+    """Return a sentence for each figure that shows a wrong computation."""
     found = []
     for name, most in (("exact", EXACT), ("own", HALF if half else EXACT)):
         for what in ("gradient", "logprob", "loss"):

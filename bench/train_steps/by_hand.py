@@ -1,8 +1,9 @@
-"""Writes a train step on made-up rows out by hand in plain torch, to compare the step of a backend with it.
+"""Makes a train step on made-up rows in plain torch, to compare a train backend with it.
 
-`by_hand` gives the log-probs, the loss and the gradient in float32 on the CPU. `PlainStep` is what a careful script
-does without a training library: a HF model under autocast, one row at a time, whole logits, fused AdamW. Rows are not
-padded, so that no token is wasted. With `recompute` HF's own gradient checkpointing keeps only the inputs of layers.
+`by_hand` gives the log-probs, the loss and the gradient in float32 on the CPU. `PlainStep` is the step of a careful
+script without a training library: a HF model under autocast, one row at a time, whole logits, fused AdamW. Rows are not
+padded, so that no computation is wasted. With `recompute`, gradient checkpointing by HF keeps only the inputs of
+layers.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ LOSS = LossConfig(clip_high=0.2)
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Random rows that are half prompt and half response."""
+    """Random rows for a train step."""
 
     ids: list[np.ndarray]
     """Token ids of each row, int32 `[L]`."""
     logprobs: list[np.ndarray]
-    """Invented log-probs of each row's tokens, in place of those of a sampling engine, float32 `[L]`."""
+    """Made-up log-probs of each row's tokens, which stand for those of an engine, float32 `[L]`."""
     advantages: np.ndarray
     """Advantage of each row, float32 `[N]`."""
 
@@ -61,8 +62,8 @@ def micro_batch(rows: Rows, picked: Sequence[int], prompt_share: float = 0.5) ->
 
 
 def by_hand(folder: str, rows: Rows) -> tuple[list[torch.Tensor], float, dict[str, torch.Tensor]]:
-    """Compute the reference in float32 on the CPU, with the loss written out. Returns the masked log-probs of each row,
-    the mean loss, and its gradient by parameter of the HF model."""
+    """Compute the reference step in float32 on the CPU, with the loss written out. Returns the masked log-probs of each
+    row, the mean loss, and its gradient by parameter of the HF model."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     columns, total, tokens = [], torch.zeros(()), 0
     for ids, sampled, advantage in zip(rows.ids, rows.logprobs, rows.advantages, strict=True):
@@ -79,12 +80,12 @@ def by_hand(folder: str, rows: Rows) -> tuple[list[torch.Tensor], float, dict[st
 
 
 class PlainStep:
-    """A train step in plain torch with the loss of the benchmark, PPO's."""
+    """A train step in plain torch with the benchmark's loss, that of PPO."""
 
     def __init__(self, folder: str, device: torch.device, *, half: bool, recompute: bool, lr: float) -> None:
         self._device, self._half = device, half
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-        self.model.to(device).train()  # the models of the benchmark have no dropout
+        self.model.to(device).train()  # The models of the benchmark have no dropout.
         self.model.config.use_cache = False
         if recompute:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

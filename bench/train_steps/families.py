@@ -1,4 +1,4 @@
-"""Divides the seconds of a train step by the kind of kernel that they were spent in, from a profile by torch."""
+"""Divides the seconds of a train step among the families of its kernels, from a profile by torch."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ FAMILIES: dict[str, str] = {
     "copy": r"memcpy|memset|copy|cat_?array|catarray|fill_?functor|fillfunctor|zero_|aten::(cat|fill_|_to_copy)",
     "index": r"gather|scatter|index|embedding|sort|radix|topk",
 }
-"""Family -> pattern that the name of a kernel contains, in the order in which the patterns are tried. A kernel that
-fits none of them is `other`: elementwise kernels above all."""
+"""Family of kernels -> pattern that is searched in a kernel's name. The patterns are tried in this order. A kernel that
+matches none is `other`; most of these are elementwise kernels."""
 _PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in FAMILIES.items()}
 
 
 def family_of(name: str) -> str:
-    """Return the family of a kernel (on a CPU, of an operator) with this name."""
+    """Return the family of the kernel (on a CPU, of the operator) with this name."""
     return next((family for family, pattern in _PATTERNS.items() if pattern.search(name)), "other")
 
 
 def profiled(step: Callable[[], Any], device: torch.device) -> tuple[dict[str, float], list[tuple[str, float]]]:
     """Run `step` under torch's profiler. Returns the seconds of each family and of `idle`, in which the device ran
-    nothing, and the names and seconds of the kernels that took longest.
-
-    On a CPU these are the operators' own seconds, and `idle` is the rest of the step.
+    nothing, and the names and seconds of the ten kernels that took longest. On a CPU, operators take the place of
+    kernels, and `idle` is the rest of the step.
     """
     gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU
@@ -57,7 +56,7 @@ def _kernel_spans(profiler: profile) -> list[tuple[str, float, float]]:
 
 
 def _operator_spans(profiler: profile) -> list[tuple[str, float, float]]:
-    """Return a span of the own time of each operator, one after another, and how long the step was beyond them."""
+    """Return one span for each operator's own time, laid end to end, and an empty span at the end of the step."""
     found, clock, whole = [], 0.0, 0.0
     for event in profiler.events() or ():
         if event.name == "headrace_step":
@@ -69,10 +68,10 @@ def _operator_spans(profiler: profile) -> list[tuple[str, float, float]]:
 
 
 def divided(spans: Iterable[tuple[str, float, float]]) -> tuple[dict[str, float], list[tuple[str, float]]]:
-    """Return the seconds of each family and of `idle`, and the ten names that took longest with their seconds.
+    """Return the seconds of each family and of `idle`, and the names and seconds of the ten kernels that took longest.
 
-    spans: name, start and end of each kernel in seconds. Where kernels run at the same time, the first of them counts,
-    so that all families and `idle` add up to the time from the first start to the last end.
+    spans: name, start and end of each kernel in seconds. Where kernels run at the same time, only the one that began
+    first counts, so that all families and `idle` add up to the time from the first start to the last end.
     """
     families, names = dict.fromkeys((*FAMILIES, "other", "idle"), 0.0), dict[str, float]()
     reached: float | None = None

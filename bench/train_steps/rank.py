@@ -37,26 +37,26 @@ GIB = 2**30
 _TIMEOUT = timedelta(seconds=300)
 _CHECK_LENGTHS = (40, 7, 150, 91, 2, 200)
 UNCOUNTED = 2
-"""Number of steps that are not counted, in which kernels are chosen or compiled and memory is reserved."""
+"""Number of first steps that are not counted, because kernels are chosen or compiled and memory is reserved in them."""
 CHECK, PROFILE, PLAIN = "check of a small model's step", "profile of a step", "plain torch"
 """Names of the parts that are measured in addition to the steps."""
 
 
 def step_name(number: int) -> str:
-    """Return the name of a step, of which the first has the number 0."""
+    """Return the name of the step with this number. The first has the number 0."""
     return f"step {number + 1}"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainTask:
-    """Settings of the processes that measure."""
+    """Settings of the processes that measure train steps."""
 
     model: str
     """Path of the model folder whose steps are timed."""
     small: str
-    """Path of the folder of a small model of the same family, for the check."""
+    """Path of the folder of a small model of the same family, which is checked against float32 on the CPU."""
     trainer: dict[str, Any]
-    """The section `trainer` of the configuration, with all of its keys."""
+    """The section `trainer` of the configuration, with all its keys."""
     tokens: int
     """Largest number of tokens of a microbatch."""
     row_tokens: int
@@ -64,16 +64,16 @@ class TrainTask:
     micros: int
     steps: int
     prompt_share: float
-    """Share of the tokens of a row that belong to its prompt and have no loss."""
+    """Share of a row's tokens that belong to its prompt and have no loss."""
     plain: bool
-    """True if the same step is also made in plain torch, which takes one rank."""
+    """True if plain torch makes the same step, too. This requires that there is only one rank."""
     folder: str
     """Folder for the rendezvous, checkpoints and the figures of each rank."""
     notes: str
     """File to which rank 0 appends each step's figures as it ends."""
 
     def note(self, rank: int, **figures: Any) -> None:
-        """Append figures to the file of notes, in rank 0 only."""
+        """Append figures to the file of notes. Ranks other than 0 do nothing."""
         if rank == 0:
             note(Path(self.notes), **figures)
 
@@ -86,35 +86,36 @@ class TrainTask:
 class TrainFigures:
     """Figures of one rank. Sizes are in GiB and times in seconds; those of the steps are medians.
 
-    A rank that was ended early leaves the ones it had by then; the others are NaN or empty.
+    If a rank ended early, the figures that it did not reach are NaN or empty.
     """
 
     tokens: int
-    """Number of tokens of a step, on the first rank of a replica; 0 on its other ranks, which share the rows."""
+    """Number of tokens of a step on the first rank of a replica; 0 on its other ranks, because they share the rows."""
     build_s: float
-    """Seconds in which the train backend was built and read its weights."""
+    """Seconds that it took to build the train backend and read its weights."""
     step_s: float
     steps_s: tuple[float, ...]
-    """Seconds of each step, uncounted ones included."""
+    """Seconds of each step, including the first ones that are not counted."""
     flops: float
-    """FLOPs of a step of this rank's replica, divided by the number of its ranks, see `step_flops`. Recomputed work
+    """FLOPs of a step of this rank's replica divided by the number of its ranks (see `step_flops`). Recomputed work
     does not count."""
     mfu: float | None
-    """FLOPs per second over the device's peak in dense bfloat16; None where that is not known."""
+    """FLOPs per second divided by the device's peak for dense bfloat16; None where the peak is not known."""
     peak_gib: float
     families: dict[str, float]
-    """Seconds of each family of kernels in one more step, see `families`."""
+    """Seconds of each family of kernels in one additional step (see the module `families`)."""
     longest: tuple[tuple[str, float], ...]
-    """The kernels that took longest in that step, and their seconds."""
+    """Names and seconds of the kernels that took longest in that step."""
     check: dict[str, float]
     """Differences to float32 on the CPU: `loss_off`, `gradient_off` (norm of the difference over the norm) and
-    `logprob_off`, with the loss itself; in float32 under `exact.` and in the trainer's own precision under `own.`."""
+    `logprob_off`, and the loss itself. The prefix is `exact.` for a step in float32 and `own.` for one in the trainer's
+    precision."""
     first_loss: float
     first_norm: float
     plain: dict[str, float]
     """`step_s`, `peak_gib`, `first_loss` and `first_norm` of the step in plain torch; {} if it was not made."""
     plain_problem: str
-    """Why plain torch gave no figures; "" if it did or was not asked for."""
+    """Reason why plain torch gave no figures; "" if it gave them or was not asked for."""
 
 
 def run_rank(rank: int, task: TrainTask) -> None:
@@ -122,7 +123,7 @@ def run_rank(rank: int, task: TrainTask) -> None:
     disable_progress_bar()
     device = _device(rank)
     if device.type == "cuda":
-        torch.set_num_threads(GPU_WORKER_THREADS)  # as many as a run's train workers have
+        torch.set_num_threads(GPU_WORKER_THREADS)  # Train workers of a run have the same number.
     world = task.config.topology.world
     with ExitStack() as stack:
         if world > 1:
@@ -134,7 +135,7 @@ def run_rank(rank: int, task: TrainTask) -> None:
 
 
 def read_figures(folder: str, rank: int) -> TrainFigures | None:
-    """Return the figures that `run_rank` has written so far; None if there are none."""
+    """Return the figures that `run_rank` has written so far for a rank; None if there are none."""
     path = _path(folder, rank)
     if not path.exists():
         return None
@@ -196,7 +197,7 @@ def _write(figures: TrainFigures, folder: str, rank: int) -> None:
     path = _path(folder, rank)
     beside = path.with_suffix(".part")
     beside.write_text(json.dumps(asdict(figures)))
-    beside.replace(path)  # the file is whole even if this process is ended
+    beside.replace(path)  # The rename keeps the file whole even if this process is ended.
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +215,8 @@ def _ours(
     rank: int, world: int, device: torch.device, task: TrainTask, micros: Sequence[MicroBatch],
     keep: Callable[[_Ours], object],
 ) -> _Ours:  # fmt: skip
-    """Make the steps of a backend, which is gone when this returns. Collective. keep: function that gets the figures
-    after each step."""
+    """Make the steps with a train backend, and free it. Collective. keep: function that gets the figures after each
+    step."""
     task.note(rank, phase="building the train backend")
     _reset_peak(device)
     started = time.perf_counter()
@@ -246,8 +247,8 @@ def _ours(
 
 
 def _fresh_backend(model: str, trainer: TrainerConfig, rank: int, world: int) -> Any:
-    """Build a backend as in a process that has built none before. torch.compile counts how often it compiled a layer's
-    code for all models of a process together, and compiles no more after the eighth time."""
+    """Build a train backend as if it were the first of this process. torch.compile counts the compilations of a layer's
+    code over all models of a process, and stops compiling after the eighth."""
     torch.compiler.reset()
     return build_backend(BackendConfig(model, trainer, LOSS), rank, world)
 
@@ -255,10 +256,10 @@ def _fresh_backend(model: str, trainer: TrainerConfig, rank: int, world: int) ->
 def step_flops(config: Any, lengths: np.ndarray) -> float:
     """Return the model FLOPs of a forward and a backward pass over rows of these lengths (int64 `[N]`).
 
-    They are 6 for each token and parameter that it uses, and those of causal attention.
+    They are 6 for each token and each parameter that the token uses, and those of causal attention.
 
-    The parameters are those of the matrices: a tied embedding counts once, an untied one besides the output layer. Of
-    experts, those of the experts that a token is routed to count.
+    Only parameters of matrices count. An untied embedding counts in addition to the output layer; a tied one counts
+    once. Of the experts, only those count that the token is routed to.
     """
     model = flop_model(config)
     assert model is not None, config.model_type
@@ -269,7 +270,7 @@ def step_flops(config: Any, lengths: np.ndarray) -> float:
 
 
 def _rows(task: TrainTask, seed: int) -> Rows:
-    """Return the rows of one microbatch, which have `task.tokens` tokens at most."""
+    """Return the rows of one microbatch with at most `task.tokens` tokens in all."""
     config = AutoConfig.from_pretrained(task.model)
     rng = np.random.default_rng(seed)
     if task.row_tokens:
@@ -278,7 +279,7 @@ def _rows(task: TrainTask, seed: int) -> Rows:
         longest = min(4096, config.max_position_embeddings, task.tokens)
         drawn = np.clip(rng.lognormal(6.5, 0.7, task.tokens), longest // 64, longest).astype(int)
         lengths = drawn[: int(np.searchsorted(np.cumsum(drawn), task.tokens, side="right"))]
-        lengths = np.append(lengths, task.tokens - int(lengths.sum()))  # the last row fills the microbatch
+        lengths = np.append(lengths, task.tokens - int(lengths.sum()))  # The last row fills the microbatch.
         lengths = lengths[lengths > 1]
     return random_rows(seed, lengths.tolist(), config.vocab_size)
 
@@ -287,7 +288,7 @@ def _rows(task: TrainTask, seed: int) -> Rows:
 
 
 def _check(rank: int, world: int, task: TrainTask) -> dict[str, float]:
-    """Compare a step of the small model with float32 on the CPU, once in float32 and once as the trainer computes."""
+    """Compare two steps of the small model, in float32 and in the trainer's precision, with float32 on the CPU."""
     vocabulary = AutoConfig.from_pretrained(task.small).vocab_size
     rows = random_rows(1, _CHECK_LENGTHS, vocabulary)
     columns, loss, wanted = by_hand(task.small, rows)
@@ -304,7 +305,7 @@ def _step_off(
     rank: int, world: int, task: TrainTask, trainer: TrainerConfig, rows: Rows, columns: Sequence[torch.Tensor],
     loss: float, wanted: dict[str, torch.Tensor],
 ) -> tuple[float, float, float]:  # fmt: skip
-    """Return how far the loss, the gradient and the log-probs of one step are from those on the CPU. Collective."""
+    """Return the differences of the loss, gradient and log-probs of one step to those on the CPU. Collective."""
     topology = trainer.topology
     backend = _fresh_backend(task.small, trainer, rank, world)
     every = backend.logprobs([micro_batch(rows, range(len(rows.ids)))], 1)
@@ -317,12 +318,12 @@ def _step_off(
     backend.save(path)
     backend.close()
     gc.collect()
-    # After one step AdamW's first moment is the gradient, times one minus its decay rate.
+    # After one step, AdamW's first moment is the gradient times (1 - its decay rate).
     share = 1.0 - trainer.betas[0]
     difference = square = 0.0
     stored = _stored(path)
     for name, gradient in wanted.items():
-        # Megatron's state has the gate and up matrices of experts along a dimension of their own.
+        # Megatron's state has a separate dimension for the gate and up matrices of experts.
         ours = stored[f"optimizer.{name}.exp_avg"].reshape(gradient.shape) / share
         difference += float((ours - gradient).double().square().sum())
         square += float(gradient.double().square().sum())
@@ -348,7 +349,7 @@ def _flat(state: dict[str, Any], prefix: str = "") -> Any:
 
 
 def _plain(device: torch.device, task: TrainTask, drawn: Sequence[Rows]) -> tuple[dict[str, float], str]:
-    """Return the figures of the same steps in plain torch, or {} and why there are none."""
+    """Return the figures of the same steps in plain torch and "", or {} and the reason why there are none."""
     gc.collect()
     _reset_peak(device)
     trainer = task.config
@@ -377,7 +378,7 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def _peak_gib(device: torch.device) -> float:
-    """Return the largest memory of tensors on the device since `_reset_peak`; on a CPU, that of the process so far."""
+    """Return the peak GiB of tensors on the device since `_reset_peak`; on a CPU, the peak of the process so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

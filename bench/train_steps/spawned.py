@@ -11,14 +11,14 @@ from torch.multiprocessing.spawn import spawn
 
 _LOOK_S = 0.25
 _END_S = 10.0
-"""Seconds in which a process must have ended once it is asked to."""
+"""Seconds that a process has to end after it was asked to end."""
 
 
 def run_ranks(run: Callable[..., None], task: Any, world: int, notes: Path, tell: Callable[[str], None]) -> None:
     """Call `run(rank, task)` in `world` processes and wait for them. Raises an exception of torch if one fails.
 
-    notes: file to which rank 0 appends lines of JSON (`records.note`) meanwhile. Each that has a `phase` is
-    reported.
+    notes: file to which rank 0 appends lines of JSON (`records.note`) during the run. `tell` gets the `phase` of each
+    line that has one.
     """
     offset = notes.stat().st_size if notes.exists() else 0
     context = spawn(run, args=(task,), nprocs=world, join=False)
@@ -39,7 +39,7 @@ def run_ranks(run: Callable[..., None], task: Any, world: int, notes: Path, tell
 
 
 def _tell_phases(notes: Path, offset: int, tell: Callable[[str], None]) -> int:
-    """Report the phases that are in a file after `offset`. Returns the offset after its last complete line."""
+    """Report the phases that a file has after `offset`. Returns the offset after the file's last complete line."""
     if not notes.exists():
         return offset
     with notes.open("rb") as file:
