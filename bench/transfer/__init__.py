@@ -1,1 +1,1 @@
-"""`headrace bench transfer` moves the same rows through every store and every baseline, and compares the times."""
+"""`headrace bench transfer` moves the same rows through every store and baseline, and compares the times."""

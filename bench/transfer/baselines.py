@@ -1,10 +1,11 @@
-"""Opens the baselines by name, and implements those that store rows: TransferQueue on both its stores, and Ray's put.
+"""Opens all baselines by name, and implements those that store rows: TransferQueue on two stores, and Ray's put.
 
-TransferQueue is used by its key-value API, as its users do, on SimpleStorage or MooncakeStore. The code follows release
-0.1.11. The first user owns the queue and must be the only one to close it. Its init hangs when Ray has fewer free CPUs
-than it takes (one each for controller and unit). A metadata request blocks the queue's only thread for seconds unless
-`polling_mode` is on. Its calls have no timeouts, so callers must set them. It could start Mooncake's master (metadata
-server) itself (`auto_init`), but would then end every mooncake_master of the host; the benchmark starts one instead.
+The benchmark uses TransferQueue 0.1.11 through its key-value API, as its users do, on SimpleStorage or MooncakeStore.
+The first user owns the queue and must be the only one to close it. The queue's init hangs if Ray has fewer free CPUs
+than it needs (one each for controller and storage unit). A metadata request blocks the queue's only thread for seconds
+unless `polling_mode` is on. The queue's calls have no timeouts, so callers must set them. The queue can start
+Mooncake's master (metadata server) itself (`auto_init`), but then it ends every mooncake_master of the host. The
+benchmark therefore starts the master.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ CLOSE_TIMEOUT_S = 30.0
 NUM_CPUS = 2
 """Number of free CPUs that Ray must have so that TransferQueue can start."""
 PROCESS_ENV = {"TQ_NUM_THREADS": "1"}
-"""Environment variables that every process needs before it imports TransferQueue. With more than one thread,
+"""Environment variables that must be set in every process before it imports TransferQueue. With more than one thread,
 TransferQueue changes torch's number of threads around every request, and the idle OpenMP threads spin, so that 12 MB
 take 100 ms instead of 13."""
 
 
 class TransferQueueContender:
-    """Driver's side of the TransferQueue baseline. It starts one TransferQueue in an actor of its own, which all
-    benchmark processes share."""
+    """The driver's side of the TransferQueue baseline. It starts one TransferQueue in a separate actor, and all
+    benchmark processes share it."""
 
     ops: frozenset[Op] = ROW_OPS
 
@@ -74,7 +75,7 @@ class TransferQueueContender:
         try:
             ray.get(self._owner.open.remote(section), timeout=START_TIMEOUT_S)
         except BaseException:
-            ray.kill(self._owner)  # everything that it started ends with it
+            ray.kill(self._owner)  # Everything that the actor started ends with it.
             raise
 
     def factory(self, spec: LoadSpec) -> Callable[[], TransferQueueEndpoint]:
@@ -117,7 +118,7 @@ class _Owner:
 
 
 class TransferQueueEndpoint:
-    """The TransferQueue baseline in a worker process, which connects to TransferQueue at its first call."""
+    """The TransferQueue baseline in a worker process. It connects to TransferQueue at its first call."""
 
     def __init__(self, partition: str) -> None:
         import transfer_queue
@@ -151,7 +152,7 @@ class TransferQueueEndpoint:
         return {"bytes_got": self._bytes_got}
 
     def close(self) -> None:
-        """No-op: closing TransferQueue here would end it for all processes."""
+        """Do nothing, because closing TransferQueue here would end it for all processes."""
 
 
 def _column(got: TensorDict, name: str) -> Any:
@@ -160,8 +161,7 @@ def _column(got: TensorDict, name: str) -> Any:
 
 
 SEGMENT_BYTES = 2 << 30
-"""Number of bytes that every process lends to the store, because MooncakeStore keeps rows in the process that put
-them."""
+"""Number of bytes that every process gives to the store. MooncakeStore keeps rows in the process that put them."""
 BUFFER_BYTES = 1 << 30
 
 
@@ -199,17 +199,17 @@ class MooncakeContender(TransferQueueContender):
 
 @dataclass(frozen=True, slots=True)
 class RayToken:
-    """A reference to the object in Ray's object store, and the schema of its rows."""
+    """A reference to an object in Ray's object store, and the schema of the object's rows."""
 
     refs: tuple[ray.ObjectRef, ...]
-    """The one reference, in a tuple. If it were passed to an actor by itself, Ray would fetch the object for every such
-    call."""
+    """The reference, in a tuple. Ray would fetch the object for every call of an actor whose argument is the bare
+    reference."""
     schema: Schema
 
 
 class RayPutEndpoint:
-    """Reads and writes rows with Ray's own put and get. The reader of a share (some of the rows) must fetch all rows
-    and select its own."""
+    """Reads and writes rows with Ray's own put and get. A reader of a share (a part of the rows) must fetch all rows
+    and select the share."""
 
     def put(self, load: Load, values: TensorDict, keys: Sequence[str]) -> RayToken:
         return RayToken((ray.put(values),), load.schema.subset(load.first))
@@ -222,7 +222,7 @@ class RayPutEndpoint:
         return row_digests({str(name): got[str(name)] for name in got.keys()})
 
     def close(self) -> None:
-        """No-op: the driver's references keep the objects in Ray's object store, and nothing is released here."""
+        """Do nothing, because the driver's references keep the objects in Ray's object store."""
 
 
 SECOND_RUN = "transferqueue_mooncake"
@@ -232,13 +232,13 @@ _NEED_RAY = ("transferqueue", SECOND_RUN, "ray")
 
 
 def contender_name(name: str) -> str:
-    """Return the name under which a baseline's results are reported. It differs for `ray` and `tcp`, because stores
-    have these names, too."""
+    """Return the name under which a baseline's results are reported. It differs for `ray` and `tcp`, because two stores
+    have these names as well."""
     return {"ray": "ray put", "tcp": "raw tcp"}.get(name, name)
 
 
 def why_absent(name: str, in_process: bool) -> str:
-    """Return why a baseline cannot be measured and how to change that; "" when it can."""
+    """Return why a baseline cannot be measured and how to change that; "" if it can be."""
     if in_process and name in _NEED_RAY:
         return "needs Ray, which this run does not use"
     if name != SECOND_RUN:
@@ -249,7 +249,7 @@ def why_absent(name: str, in_process: bool) -> str:
 
 
 def open_baseline(name: str, host: Host) -> Contender:
-    """Start the baseline `name` and return it. If it has a server, that runs on `host`. Raises ValueError for an
+    """Start the baseline `name` and return it. Its server, if it has one, runs on `host`. Raises ValueError for an
     unknown name."""
     if name == "transferqueue":
         return TransferQueueContender()

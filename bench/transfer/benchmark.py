@@ -39,8 +39,8 @@ from .workloads import WORKLOADS as DESCRIBED
 _logger = logging.getLogger(__name__)
 
 WORKLOADS = tuple(name for name in DESCRIBED if name not in ("step", STEP_ENDS))
-"""Names of the workloads on which each operation is timed by itself. The workload `step` is measured as a whole step,
-and the workload `step-ends` is padded in one process."""
+"""Names of the workloads on which each operation is timed by itself. The workload `step` is measured as a whole step.
+The workload `step-ends` measures padding in one process."""
 STORES = ("local", "shm", "tcp", "ray", "simple", "mooncake")
 PATTERNS: dict[str, frozenset[Op]] = {
     "put": frozenset(("put",)),
@@ -56,12 +56,12 @@ PATTERNS: dict[str, frozenset[Op]] = {
 TOGETHER = ("wide-32", "narrow-1")
 """Workloads that are measured in the same rounds, because the summary has the ratio of their times."""
 CHECKSUM_WORKLOADS = ("rl-1024", "rl-256")
-"""Workloads that can also be measured with checksums. Of those that are chosen, only the first in this list is."""
+"""Workloads that can also be measured with checksums. Only the first in this list that was chosen is measured so."""
 CHECKSUM_TURNS = 100
 """Number of turns in which a store with checksums and the same store without are measured alternately."""
 QUICK_WORKLOADS = {"rl-256": 1.0, "rl-1024": 1.0, "tiny": 1.0, "dense": 0.25}
 QUICK_STORES = tuple(kind for kind in STORES if kind != "local")
-"""Stores that `--quick` measures. It leaves out `local`, the reference implementation, which is slow between
+"""Stores that `--quick` measures. The reference implementation `local` is left out, because it is slow between
 processes."""
 QUICK_SECOND = "rl-1024"
 CAPACITY_MIB = 1024
@@ -81,7 +81,7 @@ class TransferOptions:
     baselines: tuple[str, ...] = baselines.NAMES
     quick: bool = False
     in_process: bool = False
-    """True to use threads of this process in place of Ray and its processes, as tests do."""
+    """True to use threads of this process instead of Ray and its processes, as tests do."""
     share: float = 1.0
     """Share of each workload's rows that is measured. Tests use a small share."""
 
@@ -100,15 +100,16 @@ class TransferOptions:
         return (8,) if self.quick else (2, 4, 8)
 
     def specs(self) -> list[list[LoadSpec]]:
-        """Return the chosen workloads in lists; those in one list are measured in the same rounds to be compared."""
+        """Return the chosen workloads in lists. Workloads in one list are measured in the same rounds, so that they can
+        be compared."""
         shares = {name: QUICK_WORKLOADS.get(name, 1.0) * self.share if self.quick else self.share for name in WORKLOADS}
         chosen = [LoadSpec(name, shares[name]) for name in self.workloads]
         pair = [spec for spec in chosen if spec.name in TOGETHER]
         return [[spec] for spec in chosen if spec.name not in TOGETHER] + ([pair] if pair else [])
 
     def second_specs(self) -> list[list[LoadSpec]]:
-        """Return the workloads on which the baseline `transferqueue_mooncake` is measured, in lists as `specs` does.
-        `--quick` has time for only one."""
+        """Return the workloads for the baseline `transferqueue_mooncake`, in lists like those of `specs`. `--quick` has
+        time for only one list."""
         specs = self.specs()
         return [group for group in specs if group[0].name == QUICK_SECOND] or specs[:1] if self.quick else specs
 
@@ -125,7 +126,7 @@ class TransferReport:
     steps: list[StepResult]
     summary: dict[str, float]
     absent: dict[str, str]
-    """Stores and baselines that were not measured: name -> why, and how to install what is missing."""
+    """Stores and baselines that were not measured: name -> the reason, and how to install what is missing."""
     conditions: dict[str, Any]
 
 
@@ -133,8 +134,8 @@ def run_transfer(options: TransferOptions, tell: Callable[[str], None]) -> Trans
     """Measure the chosen stores and baselines, and write results.jsonl and summary.json into `options.out`. `tell` is
     called with one line per phase.
 
-    A store or baseline that fails on a workload is reported as failed there. Raises UserError when none of the chosen
-    stores can start.
+    A store or baseline that fails on a workload is reported as failed for this workload. Raises UserError if none of
+    the chosen stores can start.
     """
     options.out.mkdir(parents=True, exist_ok=True)
     absent = {kind: why for kind in options.stores if (why := why_absent(kind, options.in_process))}
@@ -163,7 +164,7 @@ def run_transfer(options: TransferOptions, tell: Callable[[str], None]) -> Trans
 
 
 def _route_sizes(spec: LoadSpec) -> RouteSizes:
-    """Return the sizes of the workload with routes, whose rows are built here once more."""
+    """Return the sizes of the workload with routes. This builds its rows another time."""
     load = build_load(spec)
     assert load.batch.lengths is not None
     others = sum(load.schema[name].item_bytes for name in load.first if load.schema[name].kind is Kind.PER_TOKEN)
@@ -173,7 +174,7 @@ def _route_sizes(spec: LoadSpec) -> RouteSizes:
 
 
 def why_absent(kind: str, in_process: bool) -> str:
-    """Return why a store cannot be measured and how to change that; "" when it can."""
+    """Return why a store cannot be measured and how to change that; "" if it can be."""
     if in_process:
         return "" if kind in ("local", "shm") else "needs Ray, which this run does not use"
     probe = next(probe for probe in doctor.PROBES if probe.area == "store" and probe.name == kind)
@@ -215,12 +216,15 @@ def _first_run(
                 sums: list[Contender] = []
                 if any(spec.name == checked for spec in specs):
                     sums = _checksummed(open_one, kinds, absent, in_process)
-                # Two workloads of 256 MiB with the buffers of all contenders in the same processes exceed 24 GiB.
+                # With the buffers of all contenders in the same processes, two workloads of 256 MiB would need more
+                # than 24 GiB.
                 everyone = [contender for contender in (*stores, *others, *sums) if contender is not None]
                 turns = [[one] for one in everyone] if len(specs) > 1 else [everyone]
                 for part, seated in enumerate(turns):
                     if number + part and not options.quick:
-                        pool.restart()  # memory that the processes' heaps keep would add up to all memory
+                        # Restarting frees the memory that the heaps of the processes keep, which would add up to all
+                        # memory.
+                        pool.restart()
                     results += measure([(pool, contender) for contender in seated], specs, pattern, tell)
                 by_name = {contender.name: contender for contender in everyone}
                 for contender in sums if pattern.ops >= IN_TURNS.keys() else ():
@@ -247,19 +251,19 @@ def _first_run(
 
 
 def _second_run(options: TransferOptions, absent: dict[str, str], tell: Callable[[str], None]) -> list[Result]:
-    """Measure the store `mooncake` against TransferQueue on MooncakeStore, and return the results. The store's name in
-    them has the suffix PAIRED.
+    """Measure the store `mooncake` against TransferQueue on MooncakeStore, and return the results. In the results the
+    store's name has the suffix PAIRED.
 
-    This needs a Ray cluster of its own, because one cluster cannot host two TransferQueues, and separate processes for
-    each of the two, because MooncakeStore changes mooncake's settings in its process.
+    The second TransferQueue needs another Ray cluster, because one cluster cannot host two. The store and TransferQueue
+    have separate processes, because MooncakeStore changes mooncake's settings in its process.
     """
     name, pattern = baselines.SECOND_RUN, options.pattern()
-    if options.quick:  # few processes, because starting them takes longer than everything else
+    if options.quick:  # Few processes are used, because starting them takes longer than all other work.
         pattern = replace(pattern, ops=pattern.ops - {"gets"}, readers=())
     results = []
     for specs in options.second_specs():
-        # Everything is started again for each list, because the baseline's master fails when its clients end, whose
-        # memory it uses.
+        # Each list starts everything afresh, because the baseline's master uses memory of its clients and fails when
+        # they end.
         with ExitStack() as stack:
             open_one = _Opener(stack, absent, tell)
             pool, other = _start_pool(stack, options, pattern), _start_pool(stack, options, pattern)
@@ -275,7 +279,7 @@ def _second_run(options: TransferOptions, absent: dict[str, str], tell: Callable
 
 
 class _Opener:
-    """Starts stores and baselines, and closes them at the end. For one that cannot start, the reason is recorded in
+    """Starts stores and baselines, and closes them at the end. If one cannot start, the reason is recorded in
     `absent`."""
 
     def __init__(self, stack: ExitStack, absent: dict[str, str], tell: Callable[[str], None]) -> None:

@@ -1,7 +1,7 @@
 """Baselines that move bytes without knowing rows: memcpy, one raw TCP stream, and zmq with a frame per field.
 
-memcpy copies the same bytes within one process, into warm memory; no contender can be faster. The other two keep the
-bytes in a server in one of the benchmark's processes, and reach it over loopback.
+memcpy copies the same bytes within one process, into memory that is already in use; no contender can be faster. The
+other two keep the bytes in a server in one of the benchmark's processes, and connect to it over loopback.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .workloads import Load, LoadSpec
 
 
 def parts_of(load: Load) -> list[np.ndarray]:
-    """Return the values of each field of the workload's first put as a 1-D uint8 array. It is the column's own memory,
-    or msgpack for a column of objects."""
+    """Return the values of each field of the workload's first put as a 1-D uint8 array. The array is the column's own
+    memory. A column of objects is packed with msgpack."""
     parts = []
     for name in load.first:
         column = load.batch[name]
@@ -40,7 +40,7 @@ def parts_of(load: Load) -> list[np.ndarray]:
 
 
 def slices(parts: list[np.ndarray], share: Share) -> list[np.ndarray]:
-    """Return the piece of each field's byte array that belongs to a reader's share."""
+    """Return the piece of each field's bytes that belongs to a reader's share."""
     ranges = [share.byte_range(len(part)) for part in parts]
     return [part[start:stop] for part, (start, stop) in zip(parts, ranges, strict=True)]
 
@@ -54,8 +54,7 @@ def digest(pieces: list[np.ndarray]) -> Digests:
 
 
 class MemcpyEndpoint:
-    """The memcpy baseline in a worker process. It copies between buffers that the warm-up has touched before times are
-    measured."""
+    """The memcpy baseline in a worker process. The warm-up touches its buffers before times are measured."""
 
     def __init__(self) -> None:
         self._parts: list[np.ndarray] = []
@@ -71,7 +70,7 @@ class MemcpyEndpoint:
         return tuple(len(part) for part in self._parts)
 
     def get(self, token: tuple[int, ...], share: Share, fields: Sequence[str] | None) -> list[np.ndarray]:
-        """Copy as many bytes as a reader's share has, within this process. The source holds a known pattern, so that
+        """Copy as many bytes within this process as a reader's share has. The source holds a known pattern, so that
         `expected` can compute the digests of a correct copy."""
         if share.count not in self._sources:
             sources = _pattern(token, share)
@@ -97,7 +96,7 @@ def _pattern(sizes: tuple[int, ...], share: Share) -> list[np.ndarray]:
 
 
 class Server(Protocol):
-    """A server that runs in its own thread from when it is created."""
+    """A server that runs in its own thread from its creation on."""
 
     address: tuple[str, int]
 
@@ -110,7 +109,7 @@ class Host(Protocol):
     """A process that can run the servers of baselines."""
 
     def serve(self, name: str, start: Callable[[], Server]) -> tuple[str, int]:
-        """Start a server in the benchmark's serving process; returns its address."""
+        """Start a server in the benchmark's serving process, and return its address."""
         ...
 
     def stop(self, name: str) -> None:
@@ -119,7 +118,7 @@ class Host(Protocol):
 
 
 class PlainContender:
-    """A baseline in the driver that starts nothing: the endpoints in the worker processes are all of it."""
+    """The driver's side of a baseline that consists only of endpoints in worker processes. It starts nothing."""
 
     ops: frozenset[Op] = BYTE_OPS
 
@@ -134,11 +133,11 @@ class PlainContender:
         return token
 
     def close(self) -> None:
-        """End whatever was started; by default, nothing was. Idempotent."""
+        """End everything that was started, which is nothing by default. Idempotent."""
 
 
 class ServedContender(PlainContender):
-    """A baseline in the driver that starts a server and gives its address to the endpoints in the worker processes."""
+    """The driver's side of a baseline with a server. It starts the server and gives its address to the endpoints."""
 
     def __init__(
         self, name: str, host: Host, start: Callable[[], Server], endpoint: Callable[[tuple[str, int]], Endpoint]
@@ -157,7 +156,7 @@ _REQUEST = struct.Struct("<BQQ")
 
 
 class TcpServer:
-    """Keeps the last stream that it received and sends ranges of it, with a thread per connection."""
+    """Keeps the last stream that it received, and sends ranges of its bytes. Each connection has a thread."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -168,9 +167,10 @@ class TcpServer:
     def close(self) -> None:
         self._held = np.empty(0, np.uint8)
         try:
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept, which a close alone leaves waiting
+            # The shutdown wakes accept; a close alone would leave it waiting.
+            self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # the server was closed already
+            return  # The server was closed already.
         self._listener.close()
 
     def _accept(self) -> None:
@@ -178,7 +178,7 @@ class TcpServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return  # accepting failed because the listener is closed
+                return  # The listener was closed.
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -190,7 +190,7 @@ class TcpServer:
                 if kind == _GET:
                     connection.sendall(self._held[start:stop].data)
                     continue
-                if len(self._held) != stop:  # otherwise the warm memory of the last put is used again
+                if len(self._held) != stop:  # A put of equal size reuses the memory of the last put.
                     self._held = np.ones(stop, np.uint8)
                 _receive(connection, self._held.data)
                 connection.sendall(b"\1")
@@ -238,7 +238,7 @@ class TcpEndpoint:
 
 
 def _receive(connection: socket.socket, into: memoryview) -> bool:
-    """Fill `into` with received bytes; returns False when the other side has closed the connection."""
+    """Fill `into` with received bytes. Returns False if the other side has closed the connection."""
     at = 0
     while at < len(into):
         count = connection.recv_into(into[at:])
@@ -254,10 +254,10 @@ _PUT_FRAME, _ACK_FRAME = b"put", b"ack"
 
 
 class ZmqServer:
-    """Keeps the frames of the last message that it received and sends pieces of them."""
+    """Keeps the frames of the last message that it received, and sends pieces of these frames."""
 
     def __init__(self) -> None:
-        import zmq  # no dependency of Headrace: without it, this baseline alone is absent
+        import zmq  # Headrace does not depend on zmq. Without it, only this baseline is absent.
 
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.REP)

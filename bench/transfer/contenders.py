@@ -1,8 +1,8 @@
-"""Defines the interfaces of contenders: the stores and baselines, each a way to bring rows from one process to others.
+"""Defines the interfaces of contenders, the stores and baselines that bring rows from one process to others.
 
-A `Contender` is in the driver; it starts and ends what it needs. An `Endpoint` is in every worker process, where only
-its `put`, `get`, `write`, `claim` and `clear` are timed. A put returns a token, which a reader needs to read the rows:
-a receipt (their keys and locations), keys, an object reference or a number of bytes.
+A `Contender` runs in the driver, and starts and ends what it needs. An `Endpoint` runs in every worker process. Only
+its `put`, `get`, `write`, `claim` and `clear` are timed. A put returns a token that readers need to read the rows: a
+receipt (their keys and locations), keys, an object reference or a number of bytes.
 
 Digests of rows and byte ranges tell whether a reader got what another process wrote.
 """
@@ -31,16 +31,16 @@ BYTES = "bytes"
 
 
 class Mismatch(ValueError):
-    """Raised when a read returned other bytes, another dtype or other rows than were written."""
+    """Raised when a read returned other bytes, another dtype or other rows than the producer wrote."""
 
 
 def row_digests(columns: Mapping[str, Any]) -> Digests:
-    """Compute xxh3 of every row's bytes and dtype, for columns of a Batch or of a TensorDict."""
+    """Compute the xxh3 digest of every row's bytes and dtype, for columns of a Batch or of a TensorDict."""
     return {name: np.array([_digest(row) for row in _rows(column)], np.uint64) for name, column in columns.items()}
 
 
 def check(got: Digests, expected: Digests, what: str) -> None:
-    """Raise Mismatch naming the field and the first row that differs, or the fields or rows that are missing."""
+    """Raise Mismatch if the digests differ. It names the field and the first row that differs, or what is missing."""
     if set(got) != set(expected):
         raise Mismatch(f"{what}: read fields {sorted(got)}, expected {sorted(expected)}")
     for name, wanted in expected.items():
@@ -84,14 +84,13 @@ _DTYPE_SEEDS = {
         )
     )
 }
-"""Seed of the digest for each dtype. It makes a row that is read with another dtype than it was written with count as a
-mismatch."""
+"""Seed of the digest for each dtype. Because of it, a row that is read with a wrong dtype counts as a mismatch."""
 
 
 Op = Literal["put", "get", "gets", "field", "write_back", "clear", "claim", "step", "padding"]
-"""Names of the operations. `gets` reads shuffled rows with several readers, `field` reads one field of many, and
-`claim` is a consumer's claim that is already waiting when the rows are put. `padding` needs no contender: it converts
-padded tensors to packed columns and back in one process."""
+"""Names of the operations. `gets` reads shuffled rows with several readers. `field` reads one field of many. `claim` is
+a consumer's claim that already waits when the rows are put. `padding` converts padded tensors to packed columns and
+back in one process, without a contender."""
 
 ROW_OPS: frozenset[Op] = frozenset(("put", "get", "gets", "field", "write_back", "clear", "step"))
 STORE_OPS: frozenset[Op] = frozenset(("claim", *ROW_OPS))
@@ -108,15 +107,16 @@ class Share:
     index: int
     count: int
     rows: np.ndarray
-    """Rows that the reader reads (int64). Contenders that know only bytes read part `index` of `count` instead."""
+    """Rows that the reader reads, int64. Contenders that know only bytes read part `index` of `count` equal parts
+    instead."""
 
     def byte_range(self, nbytes: int) -> tuple[int, int]:
-        """Return the range (start, stop) that this reader reads of `nbytes` bytes."""
+        """Return the range (start, stop) of the `nbytes` bytes that this reader reads."""
         return nbytes * self.index // self.count, nbytes * (self.index + 1) // self.count
 
 
 def shares(num_rows: int, count: int) -> list[Share]:
-    """Shuffle the rows and divide them among `count` readers; a single reader gets them in order."""
+    """Shuffle the rows and divide them among `count` readers. A single reader gets all rows in order."""
     if count == 1:
         return [Share(0, 1, np.arange(num_rows))]
     dealt = np.array_split(np.random.default_rng(count).permutation(num_rows), count)
@@ -127,16 +127,16 @@ class Endpoint(Protocol):
     """The part of a contender (store or baseline) that runs in one worker process, for one workload."""
 
     def put(self, load: Load, values: TensorDict, keys: Sequence[str]) -> Any:
-        """Write the fields of the workload's first put as new rows. Returns a token with which all of these rows can be
-        read."""
+        """Write the fields of the workload's first put as new rows. Returns a token for reading these rows."""
         ...
 
     def get(self, token: Any, share: Share, fields: Sequence[str] | None) -> Any:
-        """Read the given fields of one reader's share of the rows, with its token; None reads all fields."""
+        """Read the given fields of one reader's share of the rows. `token` is the share's token; `fields` None reads
+        all."""
         ...
 
     def fingerprint(self, got: Any) -> Digests:
-        """Return the digests of what a `get` returned."""
+        """Return the digests of the rows that a `get` returned."""
         ...
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class ByteEndpoint(Endpoint, Protocol):
     """An endpoint of a baseline that moves bytes without knowing rows or fields."""
 
     def expected(self, load: Load, share: Share) -> Digests:
-        """Return the digests that a correct read of the share must have. Only the producer's endpoint is asked."""
+        """Return the digests that a correct read of the share has. Only the producer's endpoint is called."""
         ...
 
 
@@ -159,11 +159,11 @@ class RowEndpoint(Endpoint, Protocol):
 
     def write(self, keys: Sequence[str], values: TensorDict, rewards: np.ndarray | None) -> Any:
         """Write fields of new or existing rows, and `rewards` `[N]` as a tag (a number stored in each row's metadata).
-        Returns a token with which the written values can be read."""
+        Returns a token for reading the written values."""
         ...
 
     def clear(self, token: Any) -> None:
-        """Remove the rows that were written by the put that returned `token`."""
+        """Remove the rows of `token`."""
         ...
 
     def counters(self) -> dict[str, int]:
@@ -190,7 +190,7 @@ class Contender(Protocol):
     def ops(self) -> frozenset[Op]: ...
 
     def factory(self, spec: LoadSpec) -> Callable[[], Endpoint]:
-        """Return a picklable function that makes an endpoint in a worker process. Called once before a workload
+        """Return a picklable function that makes an endpoint in a worker process. It is called once before a workload
         begins."""
         ...
 
@@ -205,18 +205,18 @@ class Contender(Protocol):
 
 @runtime_checkable
 class RowContender(Contender, Protocol):
-    """A contender whose tokens stand for rows, which the stages of a step read and write in turn."""
+    """A contender whose tokens stand for rows. The stages of a step can therefore read and write in turn."""
 
     def keys(self, token: Any) -> Sequence[str]:
-        """Return the keys of the rows that were written by the put that returned `token`."""
+        """Return the keys of the rows of `token`."""
         ...
 
     def merge(self, token: Any, written: Any) -> Any:
-        """Combine two tokens of the same rows into one that reads the fields of both. A token is the contender's handle
-        for stored rows; the second is of a later write of more fields."""
+        """Combine two tokens of the same rows into one that reads the fields of both. The second comes from a later
+        write of more fields."""
         ...
 
     def blocks(self, token: Any, fields: Sequence[str]) -> frozenset[int]:
         """Return the ids of the blocks that a read of `fields` touches; empty for a contender without blocks. A block
-        is a unit of storage that holds several rows."""
+        is a unit of storage with several rows."""
         ...

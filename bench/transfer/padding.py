@@ -1,7 +1,7 @@
-"""Measures the two ends of a GRPO step, where rows are right-padded tensors, against plain masked copies in torch.
+"""Compares the conversion of padded tensors at both ends of a GRPO step with masked copies in plain torch.
 
-At one end an engine's padded tensors become packed columns (`from_padded`), which are put; at the other end the columns
-that a train worker got become padded tensors again (`to_padded`).
+At one end an engine's right-padded tensors become packed columns (`from_padded`), which are put. At the other end a
+train worker's columns become padded tensors again (`to_padded`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .results import MASKED_COPY, OWN_PADDING, Result
 from .workloads import Load
 
 ROUNDS_PER_REPEAT = 4
-"""Number of timed runs of each function for each of the benchmark's repeats. A run takes milliseconds."""
+"""Number of timed runs of each function per repeat of the benchmark. A run takes milliseconds."""
 
 Padded = Mapping[str, torch.Tensor]
 
 
 def measure_padding(load: Load, repeats: int) -> list[Result]:
-    """Time both ends on the workload's columns in this process, in turn with the baseline. Raises Mismatch when the two
-    differ in any bit."""
+    """Time both conversions of the workload's columns in this process, in turn with the masked copies. Raises Mismatch
+    if the results differ in any bit."""
     batch = load.batch.subset(load.first)
     padded, lengths = to_padded(batch)
     runs: dict[tuple[str, str], Callable[[], object]] = {
@@ -42,14 +42,14 @@ def measure_padding(load: Load, repeats: int) -> list[Result]:
             started = time.perf_counter()
             run()
             took = time.perf_counter() - started
-            if number:  # the first round warms up
+            if number:  # The first round warms up.
                 seconds[name].append(took)
     nbytes = load.nbytes()
     return [Result(load.spec.name, op, way, nbytes, tuple(seconds[op, way])) for op, way in runs]
 
 
 def pad_by_mask(batch: Batch) -> dict[str, torch.Tensor]:
-    """Return all columns as right-padded tensors by name, as `to_padded` does, with one masked copy for each column."""
+    """Return all columns as right-padded tensors by name, like `to_padded`, with one masked copy per column."""
     assert batch.lengths is not None
     lengths = torch.from_numpy(batch.lengths)
     valid = torch.arange(int(lengths.max())) < lengths[:, None]
@@ -62,8 +62,7 @@ def pad_by_mask(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def unpad_by_mask(padded: Padded, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the valid tokens of right-padded tensors by name, as `from_padded` does. Each tensor takes one masked
-    copy."""
+    """Return the valid tokens of right-padded tensors by name, like `from_padded`, with one masked copy per tensor."""
     width = next(iter(padded.values())).shape[1]
     valid = torch.arange(width) < lengths[:, None]
     return {name: tensor[valid] for name, tensor in padded.items()}

@@ -22,8 +22,8 @@ SHOWN_OPS = ("put", "get", "get8")
 
 
 def draw(results: Sequence[Result], stores: Sequence[str], under: str, folder: Path) -> list[Path]:
-    """Draw all plots for which there are results, and return their files. `under` is a line that names the conditions;
-    it is drawn below each plot."""
+    """Draw all plots that have results, and return their files. The line `under` is drawn below each plot; it names the
+    conditions."""
     timed = [result for result in results if result.seconds and not result.contender.endswith((CHECKSUMMED, PAIRED))]
     moved = [result for result in timed if result.nbytes and result.op in SHOWN_OPS]
     if not moved:
@@ -101,7 +101,7 @@ def _percentiles(results: Sequence[Result], ops: Sequence[str], colour: dict[str
             )
         axes.set_title(f"{workload}: {op}", loc="left", fontsize=9)
         axes.set_xscale("log")
-        axes.xaxis.set_minor_formatter(NullFormatter())  # labels of less than a decade would overlap
+        axes.xaxis.set_minor_formatter(NullFormatter())  # Labels between the powers of ten would overlap.
         axes.set_ylim(0, 1.02)
     _legend(figure, places[0])
     return figure

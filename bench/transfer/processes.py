@@ -1,4 +1,4 @@
-"""The benchmark's processes, a producer, consumers and a server, as Ray actors or, in tests, as threads.
+"""Runs the benchmark's processes (a producer, consumers and a server) as Ray actors or, in tests, as threads.
 
 Each process has one endpoint per contender and workload, and times each call.
 """
@@ -28,7 +28,7 @@ from .workloads import Load, LoadSpec, build_load, column_bytes
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The start and end of a call in CLOCK_MONOTONIC seconds, which the processes of a host can compare."""
+    """The start and end of a call in CLOCK_MONOTONIC seconds. The processes of a host can compare these times."""
 
     start: float
     end: float
@@ -46,11 +46,11 @@ class LoadSize:
     first: tuple[str, ...]
     """Names of the fields that the workload's first put writes."""
     field_bytes: dict[str, int]
-    """Number of bytes of each field's values, for all fields."""
+    """Number of bytes of the values of every field."""
     lengths: np.ndarray | None
     """Number of tokens of each row: int64 `[N]`; None when rows have no tokens."""
     groups: np.ndarray
-    """Index of each row's prompt, int64 `[N]`. The rows of one prompt form a group."""
+    """Index of each row's prompt, int64 `[N]`. Rows of the same prompt form a group."""
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +60,7 @@ class LoadSize:
 
 @dataclass(frozen=True, slots=True)
 class OpenEndpoint:
-    """An open endpoint in this process, of one contender (store or baseline) and for one workload."""
+    """An open endpoint of one contender (store or baseline) for one workload in this process."""
 
     spec: LoadSpec
     endpoint: Endpoint
@@ -69,11 +69,11 @@ class OpenEndpoint:
 
 
 class BenchProcess:
-    """Serves the calls in one process of the benchmark, one at a time. A call names an endpoint by a label that the
-    caller chose."""
+    """Serves calls in one process of the benchmark, one at a time. A call names its endpoint by a label that the caller
+    chose."""
 
     def __init__(self) -> None:
-        torch.set_num_threads(1)  # the processes share few cores, and Ray gives an actor one thread too
+        torch.set_num_threads(1)  # The processes share few cores. Ray also gives an actor one thread.
         self._loads: dict[LoadSpec, Load] = {}
         self._digests: dict[LoadSpec, Digests] = {}
         self._values: dict[tuple[LoadSpec, tuple[str, ...], bytes], TensorDict] = {}
@@ -83,8 +83,8 @@ class BenchProcess:
     # -------------------------------------------------------------- set-up
 
     def size(self, spec: LoadSpec) -> LoadSize:
-        """Build the workload's rows in this process, and return their size. Other processes build the rows when they
-        need them."""
+        """Build the workload's rows in this process, and return their size. Other processes build rows when they need
+        them."""
         load = self._load(spec)
         groups = np.arange(load.num_rows) // load.group_size
         fields = {name: column_bytes(load.batch[name]) for name in load.batch}
@@ -102,7 +102,7 @@ class BenchProcess:
         self._loads, self._digests, self._values = {}, {}, {}
 
     def idle(self) -> None:
-        """No-op: calls run one at a time, so this one returns once all earlier calls have ended."""
+        """Do nothing. Calls run one at a time, so that this one returns when all earlier calls have ended."""
 
     def serve(self, name: str, start: Callable[[], Server]) -> tuple[str, int]:
         """Start a server in this process, and return its address."""
@@ -118,8 +118,8 @@ class BenchProcess:
     # -------------------------------------------------------------- timed
 
     def put(self, label: str, run: str) -> tuple[Any, Span]:
-        """Write the fields of the workload's first put. `run` makes the rows' keys unique. Returns the endpoint's token
-        for reading these rows, and the start and end of the call."""
+        """Write the fields of the workload's first put. `run` makes the keys of the rows unique. Returns the endpoint's
+        token for reading these rows, and the start and end of the call."""
         opened = self._open[label]
         load, endpoint = self._load(opened.spec), opened.endpoint
         values, keys = self._tensordict(opened.spec, load.first, None), load.keys(run)
@@ -136,8 +136,8 @@ class BenchProcess:
         start_at: float = 0.0,
         expected: Digests | None = None,
     ) -> Span:
-        """Read a share of the rows, starting at `start_at` (by `time.monotonic()`) at the earliest. Returns the start
-        and end of the call. Raises Mismatch if the digests of what was read are not `expected`."""
+        """Read a share of the rows, no earlier than `start_at` (by `time.monotonic()`). Returns the start and end of
+        the call. Raises Mismatch if the digests of the read rows are not `expected`."""
         endpoint = self._open[label].endpoint
         time.sleep(max(0.0, start_at - time.monotonic()))
         start = max(start_at, time.monotonic())
@@ -184,9 +184,8 @@ class BenchProcess:
         expected: Digests | None = None,
     ) -> tuple[Any, Span]:
         """Run one stage of a step: read the columns `read`, then write `write`, which is (fields, keys). Columns that
-        an earlier stage of the step has read are not read again.
-
-        Returns a token for reading what was written (None without `write`), and the start and end of the whole stage.
+        an earlier stage of the step has read are not read again. Returns a token for reading the written columns (None
+        without `write`), and the start and end of the whole stage.
         """
         opened = self._open[label]
         endpoint, kept = opened.endpoint, opened.kept
@@ -204,7 +203,7 @@ class BenchProcess:
         return written, Span(start, time.monotonic())
 
     def forget(self, label: str) -> None:
-        """Drop the columns that the stages of a step have read, so that the next step reads them again."""
+        """Drop the columns that the stages of a step have read. The next step must then read them again."""
         self._open[label].kept.clear()
 
     def pad(self, spec: LoadSpec, repeats: int) -> list[Result]:
@@ -214,7 +213,7 @@ class BenchProcess:
     # -------------------------------------------------------------- verification and counts
 
     def expected(self, label: str, share: Share, fields: Sequence[str] | None) -> Digests:
-        """Return the digests of a correct read of a share. `fields` None stands for the fields of the workload's first
+        """Return the digests of a correct read of a share. `fields` None means the fields of the workload's first
         put."""
         opened = self._open[label]
         load = self._load(opened.spec)
@@ -236,8 +235,8 @@ class BenchProcess:
         return self._loads[spec]
 
     def _tensordict(self, spec: LoadSpec, fields: tuple[str, ...], rows: np.ndarray | None) -> TensorDict:
-        """Return the rows as a TensorDict. It is made once for each choice of fields and rows, and outside of all
-        timing."""
+        """Return the rows as a TensorDict. It is made once for each choice of fields and rows, outside of the timed
+        calls."""
         key = spec, fields, b"" if rows is None else rows.tobytes()
         if key not in self._values:
             self._values[key] = self._load(spec).tensordict(fields, rows)
@@ -245,7 +244,7 @@ class BenchProcess:
 
 
 CALL_TIMEOUT_S = 120.0
-"""Seconds that every call may take. A store or baseline with a call that takes longer has failed."""
+"""Seconds after which a call counts as failed, and with it its store or baseline."""
 START_TIMEOUT_S = 180.0
 SERVE_TIMEOUT_S = 30.0
 
@@ -254,33 +253,33 @@ SERVING = "serving"
 
 
 def consumer(number: int) -> str:
-    """Return the name of consumer `number`."""
+    """Return the name of the consumer with this number."""
     return f"consumer{number}"
 
 
 class ProcessLost(RuntimeError):
-    """Raised when a process died or did not answer in time, so that the pool must `restart`."""
+    """Raised when a process died or did not answer in time. The pool must then be restarted with `restart`."""
 
 
 class ProcessPool(Protocol):
-    """A pool of named processes. A process runs its calls one after another, in the order in which they were
-    started."""
+    """A pool of named processes. A process runs its calls one after another, in the order of their start."""
 
     names: tuple[str, ...]
     lead_s: float
-    """Seconds from sending a request to several processes until the time at which all of them start together. It leaves
-    enough time to send the requests."""
+    """Seconds between sending a request to several processes and the time at which all of them start it together. They
+    leave enough time to send the requests."""
 
     def start(self, process: str, method: str, *args: Any) -> Any:
-        """Start `method` in a process, and return a handle of the call, which `gather` takes."""
+        """Start `method` in a process, and return a handle of the call for `gather`."""
         ...
 
     def gather(self, calls: Sequence[Any], timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
-        """Wait for the calls, and return their results in order. Raises the process's own exception, or ProcessLost."""
+        """Wait for the calls, and return their results in order. Raises the exception that a call raised, or
+        ProcessLost."""
         ...
 
     def restart(self) -> None:
-        """End all processes, whatever they are doing, and start new ones."""
+        """End all processes, even those that run a call, and start new ones."""
         ...
 
     def close(self) -> None:
@@ -299,7 +298,7 @@ def process_names(num_consumers: int) -> tuple[str, ...]:
 
 
 class RayPool:
-    """Runs each process as a Ray actor. Ray must be initialised."""
+    """Runs each process as a Ray actor. Ray must be initialised before."""
 
     lead_s = 0.05
 
@@ -322,7 +321,7 @@ class RayPool:
             raise ProcessLost(f"a benchmark process died: {error}") from None
 
     def restart(self) -> None:
-        """End and replace all processes except the serving one, whose servers do not depend on other processes."""
+        """End and replace all processes except the serving one. Its servers do not depend on other processes."""
         names = [name for name in self.names if name != SERVING]
         self._end(names)
         self._begin(names)
@@ -344,7 +343,7 @@ class RayPool:
 
 
 class ThreadPool:
-    """Runs each process as a thread of this process, for in-process data planes."""
+    """Runs each process as a thread of this process, for data planes in this process."""
 
     lead_s = 0.005
 

@@ -22,7 +22,7 @@ MAIN_OPS = ("put", "get", "get2", "get4", "get8", "field", "write_back", "clear"
 
 
 def tables(report: TransferReport) -> list[Table]:
-    """Return one table for each workload with times in milliseconds, and one table for the workload `step`."""
+    """Return one table per workload, with times in milliseconds, and one table for the workload `step`."""
     drawn = []
     for workload in dict.fromkeys(result.workload for result in report.results):
         found = [result for result in report.results if result.workload == workload]
@@ -31,14 +31,14 @@ def tables(report: TransferReport) -> list[Table]:
 
 
 def failures(report: TransferReport) -> list[str]:
-    """Return one line for each workload and store or baseline that failed, with the reason."""
+    """Return one line for each failure of a store or baseline on a workload, with the reason."""
     failed = [(result.workload, result.contender, result.failure) for result in report.results if result.failure]
     failed += [("step", step.contender, step.failure) for step in report.steps if step.failure]
     return [f"{workload}, {contender}: {failure}" for workload, contender, failure in failed]
 
 
 def write_report(report: TransferReport, options: TransferOptions, command: str) -> Path:
-    """Write report.md and its plots into `options.out`; returns the path of report.md."""
+    """Write report.md and its plots into `options.out`, and return the path of report.md."""
     plots = draw(report.results, options.stores, one_line(report.conditions), options.out)
     lines = [f"- not measured: {name}: {why}" for name, why in report.absent.items()]
     lines += ["", *(f"![{plot.stem}]({plot.name})" for plot in plots)]

@@ -13,14 +13,14 @@ from .contenders import CHECKSUMMED
 from .workloads import MOE
 
 PAIRED = "+paired"
-"""Suffix of a store's name in rounds with only one baseline, which cannot run together with the others."""
+"""Suffix of a store's name in rounds with a single baseline that cannot run together with the others."""
 
 OWN_PADDING = "headrace"
 MASKED_COPY = "masked copy"
-"""Names of the two ways to pad rows that are compared: the functions of `codecs.jagged`, and a masked copy in torch."""
+"""Names of the two compared ways to pad rows: the functions of `codecs.jagged`, and a masked copy in torch."""
 
 IN_TURNS: dict[str, str] = {"put": "put, in turns", "get": "get, in turns"}
-"""Names of the operations of two contenders that were measured alternately: operation -> name in the results."""
+"""Operation -> its name in the results of two contenders that were measured alternately."""
 
 SUMMARY_OPS = ("put", "get", "get8", "clear")
 
@@ -33,13 +33,14 @@ class Result:
     op: str
     contender: str
     nbytes: int
-    """Number of bytes of values that one run moves; 0 for operations that move none (clear, claim)."""
+    """Number of bytes of values that one run moves; 0 for clear and claim, which move none."""
     seconds: tuple[float, ...]
     """Seconds of every run after the warm-up; () when the case failed."""
     failure: str = ""
-    """Reason why the case failed. With "", every kind of read was verified once against the written bytes."""
+    """Reason why the case failed; "" if it did not, and every kind of read was verified once against the written
+    bytes."""
     wire_bytes: int = 0
-    """Number of bytes that one run writes, with block headers; 0 for reads and for contenders that do not count
+    """Number of bytes that one run writes, including block headers; 0 for reads and for contenders that do not count
     them."""
 
     @property
@@ -48,7 +49,7 @@ class Result:
 
     @property
     def p99_s(self) -> float:
-        """99th percentile of the seconds; with fewer than 100 runs the slowest."""
+        """99th percentile of the seconds; with fewer than 100 runs, the seconds of the slowest."""
         return float(np.quantile(self.seconds, 0.99, method="higher"))
 
     @property
@@ -80,23 +81,22 @@ class StepResult:
 
     contender: str
     seconds: tuple[float, ...]
-    """Seconds of every run after the warm-up; () when the case failed. A run is the sum over its stages, each from the
-    first process's start to the last one's end."""
+    """Seconds of every run after the warm-up; () when the case failed. The seconds of a run are the sum over its
+    stages. A stage lasts from the start of the first process to the end of the last one."""
     called_seconds: tuple[float, ...] = ()
-    """Seconds of every run, including the time of the benchmark's own calls to its processes, which is about the same
-    for all contenders."""
+    """Seconds of every run, including the benchmark's calls to its processes. These calls take about the same time for
+    all contenders."""
     bytes_put_per_token: float = math.nan
-    """Number of bytes of the values of all columns written, per token."""
+    """Number of bytes of the values of all written columns, per token."""
     wire_bytes_put_per_token: float = math.nan
-    """Number of bytes written, with block headers and lengths, per token; nan when the contender does not count
+    """Number of written bytes per token, including block headers and lengths; nan when the contender does not count
     them."""
     bytes_got_per_token: float = math.nan
     directory_calls: float = math.nan
-    """Number of calls that all processes together make to the directory in one step; nan for contenders without a
-    directory."""
+    """Number of calls to the directory by all processes in one step; nan for contenders without a directory."""
     blocks_read_ratio: float = math.nan
-    """Number of blocks (units of storage that hold several rows) that the processes read, divided by the number of
-    distinct blocks among them; nan for contenders without blocks."""
+    """Number of blocks (units of storage with several rows) that all processes read, divided by the number of distinct
+    blocks; nan for contenders without blocks."""
     failure: str = ""
 
     @property
@@ -131,10 +131,8 @@ def summarise(
     paired_baselines: Sequence[str] = (),
 ) -> dict[str, float]:
     """Return the flat summary of all cases that have results, by key. A ratio above 1 means that the store is faster
-    than the baseline.
-
-    `baselines` maps the names that baselines have in the summary to their contenders' names. `paired_baselines` are
-    compared only with those results of a store whose name has the suffix PAIRED, the other baselines only with its
+    than the baseline. `baselines` maps a baseline's name in the summary to the name of its contender. Baselines in
+    `paired_baselines` are compared only with results whose store has the suffix PAIRED; other baselines only with the
     other results.
     """
     median = {(r.workload, r.op, r.contender): r.median_s for r in results if r.seconds}
@@ -165,22 +163,22 @@ def summarise(
 
 @dataclass(frozen=True, slots=True)
 class RouteSizes:
-    """Sizes of the workload with routes, to which the bytes that stores write are compared."""
+    """Sizes of the workload with routes. The bytes that stores write are compared with them."""
 
     tokens: int
     """Number of tokens of all rows."""
     formula_bytes: int
     """Number of bytes of the columns if each group's prompt is written once."""
     padded_bytes: int
-    """Number of bytes of the same columns if routes are int32 and all rows are padded to the longest, as peers store
-    them."""
+    """Number of bytes of the same columns as other libraries store them, with int32 routes and all rows padded to the
+    longest."""
 
 
 def route_summary(results: Iterable[Result], summary: Mapping[str, float], sizes: RouteSizes) -> dict[str, float]:
-    """Return the figures of the workload `moe` beyond its ratios of times. They say what stores write for each token,
-    by how much that exceeds the formula, and how much larger padded int32 would be.
+    """Return the figures of the workload `moe` other than ratios of times. They are the bytes that stores write per
+    token, their ratio to the formula, and the ratio of padded int32 to the formula.
 
-    summary: the ratios of times, of which `put` to `tcp` against raw TCP gets the name `vs_raw_tcp`, too.
+    summary: the ratios of times. The ratio of `put` to `tcp` against raw TCP also gets the name `vs_raw_tcp`.
     """
     written = [r.wire_bytes for r in results if r.workload == MOE and r.op == "put" and r.wire_bytes]
     if not written:
@@ -212,8 +210,8 @@ def _step_summary(steps: Sequence[StepResult], stores: Sequence[str]) -> dict[st
 
 
 def _checksum_cost(results: Sequence[Result], store: str) -> float | None:
-    """Return the time of put and get with checksums divided by the time without; None if not measured in turns. It is
-    the median over the turns of both."""
+    """Return the median time of put and get with checksums divided by that without; None if not measured in turns. The
+    median is that of the ratios of all turns."""
     totals = {}
     for name in (store + CHECKSUMMED, store):
         both = [r.seconds for r in results if r.contender == name and r.op in IN_TURNS.values() and r.seconds]

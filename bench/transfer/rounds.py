@@ -1,4 +1,4 @@
-"""Measures contenders (stores and baselines) in turn on the same rows, so that noise affects all of them alike."""
+"""Measures contenders (stores and baselines) in turns on the same rows, so that noise affects all of them alike."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _logger = logging.getLogger(__name__)
 
 ROUND_BUDGET_S = 0.4
 MAX_ITERATIONS = 12
-"""Maximum number of iterations in a contender's turn of a round. Within this limit, a turn has as many as fit into
-ROUND_BUDGET_S seconds, but at least one."""
+"""Maximum number of iterations in one turn of a contender. A turn has as many as fit into ROUND_BUDGET_S seconds, but
+at least one and at most this number."""
 CLAIM_TIMEOUT_S = 20.0
 SETTLE_TIMEOUT_S = 60.0
-"""Seconds to wait for the running calls of a failed case to end."""
+"""Seconds to wait for the end of the calls of a failed case."""
 
 _runs = itertools.count()
 
@@ -36,16 +36,16 @@ class Case:
     """The measurement of one contender (store or baseline) on one workload."""
 
     pool: ProcessPool
-    """Pool whose processes the case uses, usually the same for all contenders."""
+    """Pool whose processes the case uses. It is usually the same for all contenders."""
     contender: Contender
     spec: LoadSpec
     size: LoadSize
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Measured seconds for each operation. `gets` is recorded as `get2`, `get4`, ..., by the number of readers."""
+    """Measured seconds for each operation. `gets` is recorded as `get2`, `get4` and so on, by the number of readers."""
     failure: str = ""
     iterations: int = 1
     wire_bytes: int = 0
-    """Number of bytes that one put writes, with block headers; 0 if the contender does not count them."""
+    """Number of bytes that one put writes, including block headers; 0 if the contender does not count them."""
 
     @property
     def label(self) -> str:
@@ -55,7 +55,7 @@ class Case:
         self.seconds.setdefault(op, []).append(seconds)
 
     def results(self) -> list[Result]:
-        """Return one result for each operation. A failed case has a single result, which gives the reason."""
+        """Return one result per operation. A failed case has a single result with the reason."""
         name, contender = self.spec.name, self.contender.name
         if self.failure:
             return [Result(name, "all", contender, 0, (), self.failure)]
@@ -81,11 +81,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """The operations and repeats that are measured in each case."""
+    """The operations that are measured in each case, and the number of repeats."""
 
     ops: frozenset[Op]
     readers: tuple[int, ...]
-    """Numbers of concurrent readers that `gets` is measured with."""
+    """Numbers of concurrent readers with which `gets` is measured."""
     repeats: int
     """Number of rounds after the warm-up."""
 
@@ -93,8 +93,8 @@ class Pattern:
 def measure(
     seats: Sequence[Seat], specs: Sequence[LoadSpec], pattern: Pattern, tell: Callable[[str], None]
 ) -> list[Result]:
-    """Measure every contender on every workload, in rounds in which each contender has one turn. A warm-up with every
-    read verified comes first."""
+    """Measure every contender on every workload, in rounds in which each contender has one turn. The warm-up before
+    them verifies every read."""
     cases = open_cases(seats, specs)
     for case in cases:
         tell(f"{case.label}: warm-up and verification")
@@ -111,7 +111,7 @@ def measure(
 
 def measure_in_turns(pool: ProcessPool, pair: Sequence[Contender], spec: LoadSpec, turns: int) -> list[Result]:
     """Measure put and get of two contenders alternately. The ratio of their times then does not depend on when each was
-    measured. Returns results of the operations IN_TURNS, whose seconds of one index belong to one turn."""
+    measured. Returns results of the operations IN_TURNS. Seconds at the same index belong to the same turn."""
     ops: frozenset[Op] = frozenset(("put", "get"))
     cases = open_cases([(pool, contender) for contender in pair], [spec])
     for case in cases:
@@ -159,7 +159,7 @@ def attempt(case: Case, cases: Iterable[Case], run: Callable[[], None]) -> None:
 
 
 def _settled(pool: ProcessPool) -> bool:
-    """Return whether every process has finished its calls, so that the next case does not wait for them."""
+    """Return whether every process has finished its calls. If not, the next case would have to wait for them."""
     try:
         pool.gather([pool.start(process, "idle") for process in pool.names], SETTLE_TIMEOUT_S)
     except ProcessLost:
@@ -175,7 +175,7 @@ def _join(case: Case) -> None:
 
 
 def _warm_up(case: Case, pattern: Pattern) -> None:
-    """Run once with every read verified, then once more to set the number of iterations of a turn by its time."""
+    """Run once and verify every read. Then run once more, and derive the iterations per turn from its time."""
     _iterate(case, pattern.ops, pattern.readers, True)
     case.seconds = {}
     started = time.monotonic()
@@ -185,15 +185,15 @@ def _warm_up(case: Case, pattern: Pattern) -> None:
 
 
 def _iterate(case: Case, ops: frozenset[Op], readers: tuple[int, ...], verify: bool) -> None:
-    """Run one iteration, which is a put, the chosen operations on its rows, and the clear, and record their times.
-    verify: whether to check every read."""
+    """Run one iteration and record its times. It is a put, the chosen operations on the rows, and the clear. verify:
+    whether to check every read."""
     pool = case.pool
     ops = ops & case.contender.ops
     label, whole = case.label, shares(case.size.num_rows, 1)[0]
     claiming = None
     if "claim" in ops:
         claiming = pool.start(consumer(1), "claim", label, case.size.num_rows, CLAIM_TIMEOUT_S)
-        time.sleep(pool.lead_s)  # so that the claim is waiting when the put starts
+        time.sleep(pool.lead_s)  # This wait lets the claim begin before the put.
     before = call(pool, PRODUCER, "counters", label) if verify else {}
     token, span = call(pool, PRODUCER, "put", label, f"r{next(_runs)}")
     if verify:
@@ -225,7 +225,7 @@ def _iterate(case: Case, ops: frozenset[Op], readers: tuple[int, ...], verify: b
 def _read(case: Case, token: object, dealt: Sequence[Share], fields: tuple[str, ...] | None, verify: bool) -> float:
     """Read with all readers at once. Returns the seconds from the first start to the last end.
 
-    Several readers start at a common time, a single one immediately.
+    Several readers start at a common time; a single reader starts immediately.
     """
     pool = case.pool
     expected = [call(pool, PRODUCER, "expected", case.label, share, fields) if verify else None for share in dealt]

@@ -29,7 +29,7 @@ from .workloads import STEP_FIRST, LoadSpec
 
 DP = 2
 BLOCK_ROWS = 16
-"""Number of rows of a block (the unit of storage). A block holds the rows of one prompt, so that only one rank reads
+"""Number of rows of a block, the unit of storage. A block holds the rows of one prompt, so that only one rank reads
 it."""
 TOKENS_PER_MICROBATCH = 32_768
 
@@ -38,8 +38,8 @@ TRAIN = (*FORWARD, "generation_logprobs", "previous_logprobs", "reference_logpro
 
 
 def measure_steps(seats: Sequence[Seat], share: float, repeats: int, tell: Callable[[str], None]) -> list[StepResult]:
-    """Run a GRPO step through every contender in turn: verified, counted, and then `repeats` times timed. The verified
-    run checks every read; the counted one counts bytes and calls. Each pool of processes needs DP + 1 consumers."""
+    """Run a GRPO step through every contender in turn. The first run checks every read, the second counts bytes and
+    calls, and `repeats` further runs are timed. Each pool of processes needs DP + 1 consumers."""
     chosen = [(pool, contender) for pool, contender in seats if "step" in contender.ops]
     cases = open_cases(chosen, [LoadSpec("step", share)])
     counts: dict[str, StepResult] = {}
@@ -65,7 +65,7 @@ def measure_steps(seats: Sequence[Seat], share: float, repeats: int, tell: Calla
 
 
 def train_shares(size: LoadSize) -> list[Share]:
-    """Return the share of the rows that the planner assigns to each rank."""
+    """Return the rows that the planner assigns to each rank."""
     assert size.lengths is not None
     budget = Budget(max(TOKENS_PER_MICROBATCH, int(size.lengths.max())), packing="packed")
     plan = plan_shards(size.lengths, Topology(dp=DP), budget, size.groups)
@@ -91,7 +91,7 @@ class _Step:
         self._blocks_needed = 0
 
     def run(self, *, verify: bool = False) -> None:
-        """Run one step and record its duration in the case, the measurement of one contender on one workload."""
+        """Run one step, and record its duration in the case of this contender."""
         self._stages_s = 0.0
         names = tuple(self._size.field_bytes)
         expected = [self._expected(share, names) if verify else None for share in (*self._shares, self._whole)]
@@ -116,7 +116,7 @@ class _Step:
         self._pool.gather([self._pool.start(process, "forget", self._label) for process in self._processes])
 
     def verify(self) -> None:
-        """Run one step with every read verified."""
+        """Run one step and verify every read."""
         self.run(verify=True)
 
     def count(self) -> StepResult:
@@ -146,7 +146,7 @@ class _Step:
         write: str | None,
         expected: Sequence[Digests | None],
     ) -> list[Any]:
-        """Run a stage on all ranks at once. Returns one token for each rank, with which it can also read what it has
+        """Run a stage on all ranks at once. Returns one token per rank, which also reads the columns that the rank has
         just written.
 
         `missing` are the fields of `read` that no earlier stage has read.
@@ -167,7 +167,7 @@ class _Step:
         return [self._contender.merge(token, new) for token, new in zip(tokens, written, strict=True)]
 
     def _stage(self, calls: Sequence[Any]) -> list[Any]:
-        """Wait for the calls of a stage, which run in parallel, and return the tokens for reading what they wrote. The
+        """Wait for the parallel calls of a stage, and return the tokens for reading the columns that they wrote. The
         time from the first start to the last end is added to the step's time."""
         done: list[tuple[Any, Span]] = self._pool.gather(calls)
         self._stages_s += max(span.end for _, span in done) - min(span.start for _, span in done)
@@ -198,7 +198,7 @@ _steps = iter(range(1 << 62))
 
 
 def _keys(size: LoadSize) -> list[str]:
-    """Return the keys of a step's rows, which no other step uses."""
+    """Return keys for the rows of a step. No other step uses the same keys."""
     run, order = next(_steps), np.zeros(size.num_rows, np.int64)
     starts = np.flatnonzero(np.diff(size.groups, prepend=-1))
     order[starts] = starts

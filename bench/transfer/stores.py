@@ -21,11 +21,11 @@ from .workloads import Load, LoadSpec, build_load
 TASK = "bench"
 TIMEOUT_S = 60.0
 SCHEMA_SHARE = 1e-9
-"""Share of a workload's rows that is built when only its schema is needed."""
+"""Share of a workload's rows that is built when only the schema is needed."""
 
 
 class StoreContender:
-    """One of Headrace's stores in the benchmark's driver, as a data plane of its own."""
+    """The driver's side of one of Headrace's stores. It starts a data plane with this store."""
 
     ops: frozenset[Op] = STORE_OPS
 
@@ -49,7 +49,8 @@ class StoreContender:
             timeout_s=TIMEOUT_S,
         )
         self._plane = open_data_plane(config, in_process=in_process)
-        # As other hosts see it: on one host, readers and writers of `tcp` would use its units' memory.
+        # The store `tcp` is measured as other hosts see it. On the same host, clients would use the memory of its
+        # units.
         self._handle = self._plane.handle.over_sockets() if kind == "tcp" else self._plane.handle
 
     def factory(self, spec: LoadSpec) -> Callable[[], StoreEndpoint]:

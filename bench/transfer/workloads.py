@@ -1,4 +1,4 @@
-"""Builds the named, deterministic workloads whose rows the benchmark moves, in the form of a user's TensorDict."""
+"""Builds the deterministic workloads of the benchmark by name. Their rows have the form of a user's TensorDict."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ...codecs.tokens.routes import ROUTES, RouteSpec
 
 SEED = 20240
 WRITE_BACK = "written_back"
-"""Name of the column that consumers write back, with a float32 per token, or per row when rows have no tokens."""
+"""Name of the column that consumers write back. It has one float32 per token, or per row if rows have no tokens."""
 MOE = "moe"
-"""Name of the workload with routes in groups that share their prompts; the summary has figures of its own for it."""
+"""Name of the workload with routes, in groups that share their prompts. The summary has additional figures for it."""
 MOE_ROUTES = RouteSpec(tuple(range(48)), 8, 128, 48)
 """Shape of the routes of Qwen3-30B-A3B: 384 bytes per token."""
 MOE_GROUP = 8
@@ -27,16 +27,16 @@ MOE_GROUP = 8
 STEP_ENDS = "step-ends"
 """Name of the workload whose columns are converted from padded tensors and back."""
 STEP_FIRST = ("input_ids", "mask", "generation_logprobs")
-"""Names of the fields of the GRPO step's first put; the others are written back."""
+"""Names of the fields of the first put of a GRPO step. The other fields are written back."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """The name and size of a workload, from which every process builds the same rows."""
+    """The name and size of a workload. Every process builds the same rows from them."""
 
     name: str
     share: float = 1.0
-    """Share of the workload's rows, above 0 and at most 1; `--quick` and tests take fewer."""
+    """Share of the workload's rows, above 0 and at most 1. `--quick` and tests use a share below 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Load:
         return self.batch.num_rows
 
     def formula_bytes(self) -> int:
-        """Return the bytes of the first put's values with each group's prompt part written once; 0 without routes. The
-        prompt part is that of token ids and routes."""
+        """Return the bytes of the first put's values if each group's prompt is written once; 0 without routes. This
+        saves the repeated token ids and routes of prompts."""
         lengths = self.batch.lengths
         if self.spec.name != MOE or lengths is None:
             return 0
@@ -69,16 +69,16 @@ class Load:
         return self.nbytes() - shared * sum(self.schema[name].item_bytes for name in ("input_ids", ROUTES))
 
     def keys(self, run: str) -> list[str]:
-        """Return the keys of all rows. They contain `run`, so that no other run has the same keys."""
+        """Return the keys of all rows. The keys contain `run`, so that no other run has the same."""
         return [f"{run}p{row // self.group_size}.{row % self.group_size}" for row in range(self.num_rows)]
 
     def nbytes(self, fields: Iterable[str] | None = None) -> int:
-        """Return the bytes of the fields' values, counting objects with `object_bytes`. None stands for the first put's
-        fields."""
+        """Return the bytes of the fields' values, counting objects with `object_bytes`. `fields` None means the first
+        put's fields."""
         return sum(column_bytes(self.batch[name]) for name in (self.first if fields is None else fields))
 
     def tensordict(self, fields: Iterable[str] | None = None, rows: np.ndarray | None = None) -> TensorDict:
-        """Return rows in the form in which users of TensorDict-based stores hold them; `rows` None means all rows.
+        """Return rows in the form that users of TensorDict-based stores have; `rows` None means all rows.
 
         PER_TOKEN and two-dimensional RAGGED columns become nested tensors of layout torch.jagged, OBJECT columns a
         NonTensorStack. Tensors share the batch's memory.
@@ -160,7 +160,8 @@ def _rows(count: int, share: float, multiple: int) -> int:
 
 
 def _log_normal(rng: np.random.Generator, rows: int) -> np.ndarray:
-    """Draw response lengths that are typical of RL, int64 `[rows]`, with a mean near 1000 and at most 8192."""
+    """Draw response lengths that are typical of RL, int64 `[rows]`. Their mean is near 1000, and they are at most
+    8192."""
     return np.clip(rng.lognormal(6.5, 0.9, rows), 1, 8192).astype(np.int64)
 
 
@@ -198,12 +199,13 @@ def _moe(rng: np.random.Generator, share: float) -> Any:
 
 
 def moe_prompts(groups: int) -> np.ndarray:
-    """Return the number of prompt tokens of each group of the workload `moe`, int64 `[groups]`: 256 to 992."""
+    """Return the number of prompt tokens of each group of the workload `moe`, int64 `[groups]`, from 256 to 992."""
     return 256 + 32 * (np.arange(groups) % 24)
 
 
 def _moe_groups(rng: np.random.Generator, share: float) -> Any:
-    """Build rows in groups whose prompts are the same tokens with the same routes, as rollouts put them."""
+    """Build rows in groups, as rollouts put them. The rows of a group have the same prompt tokens with the same
+    routes."""
     lengths = rng.integers(1024, 4097, _rows(256, share, MOE_GROUP))
     routes = rng.integers(0, MOE_ROUTES.num_experts, (int(lengths.sum()), *MOE_ROUTES.trailing), dtype=np.uint8)
     values = _text_values(rng, lengths) | {ROUTES: Jagged(torch.from_numpy(routes), lengths)}
@@ -282,8 +284,8 @@ def _vision(rng: np.random.Generator, share: float) -> Any:
 
 
 def _step(rng: np.random.Generator, share: float) -> Any:
-    """Build the columns of one GRPO step, 21 bytes per token. There is no column for the reward, because it is written
-    as a tag (a number in each row's metadata)."""
+    """Build the columns of one GRPO step, 21 bytes per token. The reward has no column, because it is written as a tag
+    (a number in each row's metadata)."""
     lengths = rng.integers(1024, 4097, _rows(256, share, 16))
     tokens = int(lengths.sum())
     floats = ("generation_logprobs", "previous_logprobs", "reference_logprobs", "advantages")
@@ -297,8 +299,8 @@ def _step(rng: np.random.Generator, share: float) -> Any:
 
 
 def _step_ends(rng: np.random.Generator, share: float) -> Any:
-    """Build the eight columns that a step has at its ends, 29 bytes per token. They are those of the workload `step`,
-    the policy version and the entropy of each token."""
+    """Build the eight columns that a step has at its ends, 29 bytes per token. They are the columns of the workload
+    `step`, and the policy version and the entropy of each token."""
     values, fields, group_size = _step(rng, share)
     lengths = values["input_ids"].lengths
     tokens = int(lengths.sum())
