@@ -1,7 +1,7 @@
 """Headrace trains language models with reinforcement learning, built around its data plane.
 
-The names in `__all__` are the public interface. Each is imported from its module when it is first used, so that
-`import headrace` itself loads neither torch nor Ray.
+The names in `__all__` are the public interface. A name is imported from its module at its first use, so that `import
+headrace` itself loads neither torch nor Ray.
 """
 
 from __future__ import annotations

@@ -142,7 +142,9 @@ def make_folder(folder: Path, task: FolderTask, device: str) -> None:
             process.kill()
             process.join()
     if process.exitcode != 0:
-        raise RuntimeError(f"{folder}: the model could not be made, its process ended with code {process.exitcode}")
+        raise RuntimeError(
+            f"{folder}: the model was not made; the process that makes it ended with code {process.exitcode}"
+        )
 
 
 def write_folder(folder: Path, task: FolderTask, device: str) -> None:

@@ -282,7 +282,7 @@ def run_replica(options: ReplicaOptions, tell: Callable[[str], None]) -> list[Re
     if options.device == "cuda" and torch.cuda.device_count() < max(options.sizes):
         raise UserError(
             f"--device: got cuda, expected {max(options.sizes)} GPUs for --sizes {max(options.sizes)}, "
-            f"there are {torch.cuda.device_count()}"
+            f"but this machine has {torch.cuda.device_count()}"
         )
     options.out.mkdir(parents=True, exist_ok=True)
     facts = conditions(

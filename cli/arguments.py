@@ -1,4 +1,4 @@
-"""Parses and checks arguments that several commands have: configurations with overrides, names, folders."""
+"""Parses and checks arguments that several commands share: configurations with overrides, names, and folders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def config_and_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def known(option: str, given: tuple[str, ...], every: Sequence[str]) -> tuple[str, ...]:
-    """Return the names in `given`. Raises UserError for one that is not in `every`."""
+    """Return the names in `given`. Raises UserError for a name that is not in `every`."""
     for name in given:
         if name not in every:
             raise UserError(f"{option}: got {name!r}, expected some of {', '.join(every)}")
@@ -42,15 +42,15 @@ def known(option: str, given: tuple[str, ...], every: Sequence[str]) -> tuple[st
 
 
 def chosen(given: Iterable[str] | None, every: Iterable[str]) -> tuple[str, ...]:
-    """Return the names in `given`, each of which may hold several separated by commas, without duplicates. If `given`
-    is None, return all of `every`."""
+    """Return the names in `given` without duplicates; all of `every` if `given` is None. An item of `given` can hold
+    several names separated by commas."""
     names = every if given is None else [name for item in given for name in item.split(",") if name]
     return tuple(dict.fromkeys(names))
 
 
 def results_folder(arguments: argparse.Namespace, what: str, *, new: bool = False) -> Path:
-    """Return the folder for a benchmark's results: `--out`, or else a new name in `runs`. Raises UserError if `--out`
-    is a file, or, with `new`, a folder that is not empty."""
+    """Return the folder for a benchmark's results, which is `--out` or else a new folder in `runs`. Raises UserError if
+    `--out` is a file, or if `new` is true and `--out` is not empty."""
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = arguments.out or Path("runs") / f"bench-{what}-{now}"
     if folder.exists() and not folder.is_dir():
@@ -61,8 +61,8 @@ def results_folder(arguments: argparse.Namespace, what: str, *, new: bool = Fals
 
 
 def import_from_here() -> None:
-    """Add the working folder to the import path. Rewards, tools and samplers defined there can then be imported in this
-    process as in the run's actors."""
+    """Add the working folder to the import path. This process can then import rewards, tools and samplers that are
+    defined there, as the run's actors can."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.append(here)

@@ -221,7 +221,7 @@ def _updates_of_vllm(arguments: argparse.Namespace, out: Path) -> int:
 
 
 def _gpu(arguments: argparse.Namespace) -> int:
-    started = time.monotonic()  # this must happen before torch is imported
+    started = time.monotonic()  # The clock must start before torch is imported.
     from ..bench.gpu.work_report import Progress
     from ..bench.gpu.works import TRAIN_WORKS, WORKS
 

@@ -1,4 +1,4 @@
-"""Parses the command line, runs the command that it names, and turns what it raises into an exit code."""
+"""Parses the command line, runs the command that it names, and turns exceptions into exit codes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `argv` defaults to the process's arguments."""
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
-    except SystemExit as stop:  # argparse: 0 after --help and --version, 2 after a mistake
+    except SystemExit as stop:  # argparse exits with 0 after --help and --version, and with 2 after a mistake.
         return stop.code if isinstance(stop.code, int) else MISTAKE
     return ended(lambda: arguments.command(arguments))
 
 
 def ended(command: Callable[[], int]) -> int:
-    """Run a command, report what it raises, and return its exit code."""
+    """Run a command, report its exception if it raises one, and return the exit code."""
     try:
         return command()
     except ConfigError as error:
@@ -74,7 +74,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.print_help(sys.stderr)
         parser.exit(MISTAKE)
     arguments, rest = parser.parse_known_args(argv)
-    # argparse treats overrides after an option as unknown arguments. A malformed one is refused where all are read.
+    # argparse treats overrides after an option as unknown arguments. Malformed overrides are refused later, when all
+    # are read.
     if hasattr(arguments, "overrides"):
         arguments.overrides = [*arguments.overrides, *(word for word in rest if not word.startswith("-"))]
         rest = [word for word in rest if word.startswith("-")]

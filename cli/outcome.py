@@ -1,4 +1,4 @@
-"""Defines the exit codes of the command, reports what failed, and ends it on a signal."""
+"""Defines the exit codes of the command, reports failures, and ends the command on a signal."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from rich.text import Text
 
 DONE, FAILED, MISTAKE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 ONE_STOP_S = 2.0
-"""Seconds within which several signals to stop are taken for one."""
+"""Seconds within which several signals to stop count as one."""
 LOST_S = 1.0
-"""Seconds after which an exception that a signal raised is raised again if it got lost."""
+"""Seconds after which an exception of a signal is raised a second time if the program lost it."""
 
 
 def mistake(sentences: Sequence[str]) -> int:
-    """Print what a user did wrong, a sentence a line. Returns the exit code."""
+    """Print the user's mistakes, one sentence per line. Returns the exit code."""
     for sentence in sentences:
         print(f"headrace: {sentence}", file=sys.stderr)
     return MISTAKE
 
 
 def failure(error: Exception) -> int:
-    """Print a panel that says what failed, and below it where the traceback was saved. The path is on a line of its
-    own, so that it can be copied. Print the traceback itself if it was not saved in a run folder."""
+    """Print a panel with the error, and below it the path of the saved traceback. The path has its own line, so that it
+    can be copied. If the traceback was not saved in a run folder, it is printed. Returns the exit code."""
     notes = getattr(error, "__notes__", [])
     if not notes:
         traceback.print_exception(error)
@@ -50,7 +50,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def stop_on_sigterm() -> None:
-    """Make SIGTERM raise an exception in the main thread, as Ctrl-C does. The run then ends its processes and removes
+    """Let SIGTERM raise an exception in the main thread, as Ctrl-C does. The run then ends its processes and removes
     its files."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
@@ -61,15 +61,15 @@ def _terminate(_signum: int, _frame: FrameType | None) -> None:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised at a SIGINT within `stop_at_once`. It can be referred to weakly, which KeyboardInterrupt itself cannot."""
+    """Raised at a SIGINT within `stop_at_once`. Unlike KeyboardInterrupt itself, it supports weak references."""
 
 
 @contextmanager
 def stop_at_once() -> Iterator[None]:
-    """Context manager in whose body SIGINT and SIGTERM raise an exception in the main thread, whatever it does.
+    """Context manager in whose body SIGINT and SIGTERM raise an exception in the main thread at once.
 
-    Python alone lets asyncio.run wait for the next `await` at a SIGINT, which an engine that starts does not reach for
-    minutes.
+    Without it, asyncio.run reacts to a SIGINT only at the next `await`. A starting engine can take minutes to reach
+    one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -87,9 +87,10 @@ def stop_at_once() -> Iterator[None]:
 class _Stop:
     """Handles the signals to stop.
 
-    `timeout` sends its signal to the process and to its group. A second one within ONE_STOP_S of one that is heeded is
-    ignored, for it would end the cleaning up. An exception that is no longer referenced while the body still runs was
-    lost, and is raised again: `zmq_socket_ctx` of vLLM 0.26 to 0.32 swallows a KeyboardInterrupt at an engine's start.
+    The command `timeout` sends its signal both to the process and to its group. A second signal within ONE_STOP_S is
+    therefore ignored, because it would interrupt the cleanup. If the exception is no longer referenced while the body
+    still runs, the program has lost it, and it is raised a second time. For example, `zmq_socket_ctx` of vLLM 0.26 to
+    0.32 swallows a KeyboardInterrupt while an engine starts.
     """
 
     def __init__(self) -> None:
@@ -111,7 +112,7 @@ class _Stop:
         try:
             raise error
         finally:
-            del error  # otherwise this frame, part of its traceback, would hold it
+            del error  # Otherwise this frame would keep the exception alive, because its traceback contains the frame.
 
     def _raise_lost(self, signum: int) -> None:
         if not self.over and self._error() is None:

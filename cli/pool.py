@@ -1,4 +1,4 @@
-"""The commands `headrace pool start|status|stop|report`, for a pool of GPUs that several runs share."""
+"""The commands `headrace pool start|status|stop|report` for a pool of GPUs that several runs share."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 FOLDER = Path("runs/pool")
 STOP_S = 60.0
-"""Seconds within which a pool must have ended once it is asked to stop."""
+"""Seconds that a pool has to end after it was asked to stop."""
 LOOK_S = 0.5
 PERFETTO = "trace.json"
-"""Name of the timeline in a pool's folder."""
+"""Name of the timeline file in a pool's folder."""
 
 
 def add_pool_commands(commands: Any) -> None:
-    """Add the command `pool` with its own commands."""
+    """Add the command `pool` with its subcommands."""
     summary = "share GPUs among several runs"
     pool = commands.add_parser("pool", help=summary, description=f"{summary.capitalize()}: docs/scale/time-sharing.md.")
     pools = pool.add_subparsers(metavar="COMMAND", required=True)
@@ -97,7 +97,7 @@ def _start(arguments: argparse.Namespace) -> int:
         )
         if port is not None:
             print(f"metrics for Prometheus: {(arguments.dir / 'prometheus.txt').read_text().strip()}", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):  # also SIGTERM: both are how a pool is stopped
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C and SIGTERM both stop a pool.
             while True:
                 time.sleep(LOOK_S)
     print(f"pool {served.name} has stopped", flush=True)
@@ -105,12 +105,12 @@ def _start(arguments: argparse.Namespace) -> int:
 
 
 def _asked(served: ServedPool) -> PoolStatus:
-    """Return the status of a pool. This process joins its Ray cluster as the pool's own processes do, unless its
-    environment says otherwise."""
+    """Return the status of a pool. This process joins the pool's Ray cluster with the pool's authentication mode,
+    unless the environment sets another."""
     from ..trainers.pool.server.folder import AUTH_MODE
 
     os.environ.setdefault(AUTH_MODE, served.auth_mode)
-    from ..trainers.pool.server.server import joined  # this imports Ray, which reads the environment then
+    from ..trainers.pool.server.server import joined  # This import loads Ray, which then reads the environment.
 
     with joined(served) as client:
         return client.status()
@@ -120,7 +120,8 @@ def _status(arguments: argparse.Namespace) -> int:
     from ..trainers.pool.server.folder import find_pool
 
     status = _asked(find_pool(arguments.dir))
-    from ..trainers.pool.server.server import status_lines  # imports Ray, after `_asked` has changed the environment
+    # This import loads Ray, so it follows `_asked`, which sets the environment.
+    from ..trainers.pool.server.server import status_lines
 
     print("\n".join(status_lines(status)))
     return DONE
@@ -132,7 +133,7 @@ def _stop(arguments: argparse.Namespace) -> int:
 
     served = find_pool(arguments.dir)
     if not arguments.force and (tenants := [tenant.name for tenant in _asked(served).tenants]):
-        raise UserError(f"pool: {', '.join(tenants)} use(s) it, expected no tenant; --force stops it anyway")
+        raise UserError(f"pool: it has the tenants {', '.join(tenants)}, expected none; --force stops it anyway")
     os.kill(served.pid, signal.SIGTERM)
     return DONE if wait_until_ended(lambda: [served.pid], STOP_S) else FAILED
 

@@ -1,4 +1,4 @@
-"""The commands that show what runs left in their folders: report, samples, routes and compare."""
+"""The commands that show the results of runs: report, samples, routes and compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .terminal import print_table
 
 
 def add_result_commands(commands: Any) -> None:
-    """Add the commands that show what runs left in their folders."""
+    """Add the commands that show the results in run folders."""
     report = commands.add_parser("report", help="build report.html of a run folder again")
     report.add_argument("run_dir", metavar="RUN_DIR", help="run folder")
     report.set_defaults(command=_report)

@@ -134,7 +134,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     import_from_here()
     config = load_config(arguments.config, arguments.overrides, of_old_run=arguments.resume)
-    simulation_section(config)  # a run reads none of it, but a mistake there is reported at once
+    simulation_section(config)  # A run does not use this section, but mistakes in it are reported at once.
     if arguments.resume and config.run.dir is None:
         raise UserError("--resume: run.dir is not set, expected the folder of the run to continue")
     config = with_run_dir(config)
@@ -160,7 +160,7 @@ def _train(arguments: argparse.Namespace) -> int:
     try:
         train_early(config, resume=arguments.resume)
     except UserError:
-        raise  # if the mistake is about the folder, its content belongs to another run
+        raise  # No report is written, because the folder can belong to another run.
     except BaseException:
         _leave_report(config.run.dir)
         raise
@@ -168,7 +168,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _leave_report(folder: str | None) -> None:
-    """Write the report of the run in `folder`, which did not finish. If the report cannot be built, print the reason
+    """Write the report of the unfinished run in `folder`. If the report cannot be built, print the reason
     instead of raising an error, so that the error of the run itself stays visible."""
     from ..trainers.observe.report import write_report
     from ..trainers.observe.run_folder import has_figures
@@ -204,7 +204,7 @@ def _simulate_pool(arguments: argparse.Namespace, sections: dict[str, Any]) -> i
     if arguments.from_run is not None or arguments.gpus:
         raise UserError(
             f"--from, --gpus: got one of them with {arguments.config}, the file of a pool; expected neither, because "
-            "its sections `pool` and `tenants` say both"
+            "its sections `pool` and `tenants` give both"
         )
     file = pool_file(sections)
     with status_line("simulating") as (console, tell):
@@ -218,7 +218,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     import_from_here()
     folder: Path = arguments.run_dir
     if not (folder / "config.yaml").is_file():
-        raise UserError(f"{folder}: no config.yaml there, expected a run folder")
+        raise UserError(f"{folder}: this folder has no config.yaml, expected a run folder")
     out = arguments.out or folder / "replay.json"
     with status_line("loading the model") as (console, tell):
         report = replay_rollouts(folder, arguments.model, arguments.version, tell)
@@ -286,14 +286,14 @@ def _recipe(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.model is None:
         if arguments.overrides:
-            raise UserError(f"{arguments.overrides[0]}: keys are for --model, which is not given")
+            raise UserError(f"{arguments.overrides[0]}: got a key without --model, expected both")
         from ..trainers.run.checks.doctor import run_doctor
 
         return run_doctor(Console())
     from ..trainers.config.load import load_config
     from ..trainers.run.checks.trust_probe import probe_trust, show_trust
 
-    # Without a file all keys but these have their defaults.
+    # Without a file, all keys except these have their defaults.
     config = load_config(os.devnull, [f"model.path={arguments.model}", *arguments.overrides])
     with status_line("loading the model") as (console, tell):
         report = probe_trust(config.model, config.rollout, config.trainer, config.run.seed, tell)
@@ -302,7 +302,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _machine(text: str) -> Any:
-    """Return the machine that a text such as `4x8x80` describes: hosts, GPUs of each, and GiB of each GPU."""
+    """Return the machine that a text such as `4x8x80` describes: hosts, GPUs per host, and GiB per GPU."""
     from ..actors.process.memory import AssumedMachine
 
     parts = text.split("x")

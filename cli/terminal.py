@@ -24,8 +24,8 @@ def status_line(first: str) -> Iterator[tuple[Console, Callable[[str], None]]]:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table without truncating cells. If the output is not a terminal, the table takes as much width as it
-    needs; on a terminal that is too narrow, each row is printed as several lines, one per cell."""
+    """Print a table without truncating cells. If the output is not a terminal, the table is as wide as it needs to be.
+    On a terminal that is too narrow, each cell of a row is printed on its own line."""
     needed = console.measure(table, options=console.options.update(width=10_000)).maximum
     if needed <= console.width:
         console.print(table)
@@ -48,7 +48,7 @@ def show_results(console: Console, table: Table, out: Path) -> int:
 
 
 def judged(console: Console, complaints: Sequence[str], results: Path) -> int:
-    """Print what was wrong and where the results are. Returns the exit code."""
+    """Print the complaints and the path of the results. Returns the exit code."""
     for line in complaints:
         console.print(f"failed: {line}", style="red", highlight=False, markup=False, soft_wrap=True)
     console.print(f"results: {results}", highlight=False, soft_wrap=True)
@@ -56,5 +56,5 @@ def judged(console: Console, complaints: Sequence[str], results: Path) -> int:
 
 
 def command_line() -> str:
-    """Return the command as the user could type it."""
+    """Return the command line of this process as a user would type it."""
     return shlex.join(["headrace", *sys.argv[1:]])

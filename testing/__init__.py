@@ -1,6 +1,6 @@
-"""Parts for tests of code that uses Headrace: a data plane, a cluster, an engine and a trainer, without processes.
+"""Helps to test code that uses Headrace, with a data plane, a cluster, an engine and a trainer without processes.
 
-Each name is imported from its module when it is first used. Nothing here needs pytest.
+Each name is imported from its module at its first use. Nothing here needs pytest.
 """
 
 from __future__ import annotations

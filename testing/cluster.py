@@ -1,4 +1,4 @@
-"""A cluster without processes: the driver's real handles call a function of the test, or an object in this process.
+"""A cluster without processes. The driver's real handles call a function of the test or an object in this process.
 
     cluster = FakeCluster()
     worker = cluster.trainer(lambda method: PENDING if method == "save" else None)
@@ -9,8 +9,8 @@
         engine = cluster.engine(ScriptedEngine(random_tokens(100)))
         gather([engine.version()], "look", 1.0)     # [0]
 
-Messages are encoded and decoded as between processes. A call's answer may be an exception: one of Ray's is raised as it
-is, such as the `RayActorError` of a dead process, and any other as one that the actor raised.
+Messages are encoded and decoded as between processes. A call's answer can be an exception. An exception of Ray, such as
+the `RayActorError` of a dead process, is raised unchanged. Any other is raised as if the actor had raised it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ T = TypeVar("T")
 PENDING = object()
 """Answer of a call that has not ended."""
 Answer = Callable[[str], Any]
-"""Type of a function from a method's name to its result, PENDING, or an exception. It is asked again each time that the
+"""Type of a function from a method's name to its result, PENDING, or an exception. It is called each time that the
 driver looks at the call."""
 
 
@@ -47,15 +47,15 @@ class Sent(NamedTuple):
 
     method: str
     message: bytes
-    """The encoded arguments, see `decode_arguments`."""
+    """Encoded arguments (see `decode_arguments`)."""
     actors: tuple[Any, ...]
-    """Handles of other actors, which follow the encoded arguments."""
+    """Handles of other actors that were passed after the encoded arguments."""
     group: str
-    """Concurrency group of the method; `main` for one without."""
+    """Concurrency group of the method; `main` if the method has none."""
 
 
 class Reply(Protocol):
-    """The handle that the driver holds of a call in flight."""
+    """The driver's handle of a running call."""
 
     def done(self) -> bool:
         """Return whether the call has ended."""
@@ -67,15 +67,15 @@ class Reply(Protocol):
 
 
 class FakeActor:
-    """The process of an actor, as its handle sees it; a function answers each call."""
+    """Stands for the process of an actor. A function answers each call."""
 
     def __init__(self, answer: Answer | None = None) -> None:
-        """answer: the function; None for a subclass that starts its calls itself."""
+        """answer: function that answers calls; None for a subclass that starts its calls itself."""
         self.alive = True
         self.sent: list[Sent] = []
-        """All calls that arrived, in their order."""
+        """All calls that arrived, in order of arrival."""
         self.call = self.options("main")
-        """The only method that handles know of an actor."""
+        """The only method of an actor that handles call."""
         self._answer = answer
 
     def options(self, concurrency_group: str) -> Any:
@@ -97,12 +97,12 @@ class FakeActor:
         return self._answer(method) if self.alive else RayActorError()
 
     def kill(self) -> None:
-        """End the process: calls in flight and later ones fail with RayActorError."""
+        """End the process. Running and later calls fail with RayActorError."""
         self.alive = False
 
 
 class _Asked:
-    """A call whose answer is asked for at every look."""
+    """A call that gets its answer at each look of the driver."""
 
     def __init__(self, actor: FakeActor, method: str) -> None:
         self._actor, self._method = actor, method
@@ -118,7 +118,7 @@ class _Asked:
 
 
 class _Hosting(FakeActor):
-    """A process whose calls run in the background; a killed one answers none of them."""
+    """A process that runs calls in the background. After it was killed, it answers no call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class _Hosting(FakeActor):
 
 
 class HostedEngine(_Hosting, EngineHost):
-    """Process with an engine: an `EngineHost`, as engine actors are, whose calls run in an event loop."""
+    """Process with an engine. It is an `EngineHost`, as engine actors are, and its calls run in an event loop."""
 
     def __init__(self, name: str, engine: ServingEngine, loop: asyncio.AbstractEventLoop) -> None:
         _Hosting.__init__(self)
@@ -161,8 +161,8 @@ class HostedEngine(_Hosting, EngineHost):
 
 
 class HostedTrainer(_Hosting):
-    """Process of a train rank, with an object that has those methods of `TrainWorker` that are called. Each concurrency
-    group has a thread of its own."""
+    """Process of a train rank with an object that has the called methods of `TrainWorker`. Each concurrency group has
+    its own thread."""
 
     def __init__(self, worker: Any) -> None:
         super().__init__()
@@ -176,14 +176,14 @@ class HostedTrainer(_Hosting):
         return thread.submit(lambda: messages.encode(getattr(self._worker, sent.method)(*arguments)))
 
     def close(self) -> None:
-        """Wait for the calls that run, and end the threads."""
+        """Wait for the running calls, and end the threads."""
         self.alive = False
         for thread in self._threads.values():
             thread.shutdown(wait=True)
 
 
 class FakeCluster(Cluster):
-    """Actors without processes, and the event loop and threads of those that host an object."""
+    """Makes actors without processes, and has the event loop and the threads for their calls."""
 
     def __init__(self) -> None:
         self.meter = DriverMeter()
@@ -195,17 +195,18 @@ class FakeCluster(Cluster):
     # ------------------------------------------------------------ handles
 
     def trainer(self, target: Answer | object, rank: int = 0) -> TrainHandle:
-        """Return the handle of a train rank. target: function that answers its calls, or an object with the methods of
-        `TrainWorker` that the test calls."""
+        """Return the handle of a train rank. target: function that answers the rank's calls, or an object with the
+        methods of `TrainWorker` that the test calls."""
         return TrainHandle(lambda: self._train_process(target), f"train worker {rank}", self.meter, self)
 
     def engine(self, target: Answer | ServingEngine, index: int = 0) -> EngineHandle:
-        """Return the handle of an engine actor. target: function that answers its calls, or an engine."""
+        """Return the handle of an engine actor. target: function that answers the actor's calls, or an engine."""
         name = f"engine {index}"
         return EngineHandle(lambda: self._engine_process(target, name), name, self.meter, self)
 
     def rollout(self, target: Answer | ServingEngine, index: int = 0) -> RolloutHandle:
-        """Return the handle of a rollout actor. target: as for an engine; an engine can answer only its own calls."""
+        """Return the handle of a rollout actor. target: function that answers the actor's calls, or an engine, which
+        can answer only calls of an engine."""
         name = f"rollout {index}"
         return RolloutHandle(lambda: self._engine_process(target, name), name, self.meter, self)
 
@@ -221,7 +222,7 @@ class FakeCluster(Cluster):
     # ------------------------------------------------------------ what handles ask
 
     def ready(self, references: list[Any], timeout_s: float) -> list[Any]:
-        """Return the calls that have ended. Waits up to `timeout_s` for those that run in the background."""
+        """Return the calls that have ended. Waits up to `timeout_s` if all calls still run in the background."""
         done = [reference for reference in references if reference.done()]
         running = [reference for reference in references if isinstance(reference, Future)]
         if not done and running:
@@ -230,13 +231,13 @@ class FakeCluster(Cluster):
         return done
 
     def result(self, reference: Any) -> bytes:
-        """Return the encoded result. Raises RayActorError for a call whose process has died, and RayTaskError for one
-        that raised."""
+        """Return the encoded result of a call. Raises RayActorError if the process has died, and RayTaskError if the
+        call raised an exception."""
         try:
             return reference.result()
         except RayError:
             raise
-        except (CancelledError, SystemExit) as error:  # killed, or it ended itself
+        except (CancelledError, SystemExit) as error:  # The process was killed, or it ended itself.
             raise RayActorError from error
         except Exception as error:
             raise RayTaskError("call", str(error), error) from error
@@ -249,7 +250,7 @@ class FakeCluster(Cluster):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Event loop in which hosted engines run, in a thread of its own."""
+        """Event loop of the hosted engines. It runs in its own thread."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever)
@@ -261,7 +262,7 @@ class FakeCluster(Cluster):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def close(self) -> None:
-        """End the threads. Engines and trainers are the caller's to close."""
+        """End the threads. The caller must close engines and trainers."""
         for trainer in self._trainers:
             trainer.close()
         if self._loop is not None and self._thread is not None:

@@ -1,4 +1,5 @@
-"""A data plane in this process, and rows for it whose every byte follows from their key, so that a read can be checked.
+"""A data plane in this process, and rows for it. Every byte of a row follows from its key, so that reads can be
+checked.
 
 with plane() as client:
     keys = ["p0.0", "p0.1"]
@@ -38,19 +39,18 @@ SCHEMA = Schema(
         Field("advantage", Kind.PER_SAMPLE, torch.bfloat16, trailing=(2,)),
     ]
 )
-"""A field of every kind: what a rollout writes, and `logp` and `advantage` of a train worker."""
+"""Fields of every kind. A rollout writes most of them; a train worker writes `logp` and `advantage`."""
 
 
 def open_plane(store: str = "local", *, capacity_mib: int = 64, run_id: str = "", **settings: Any) -> DataPlane:
-    """Open a data plane whose directory runs in this process. Use it as a context manager, or close it.
+    """Open a data plane with its directory in this process. Use it as a context manager, or close it.
 
         with open_plane("shm", timeout_s=1.0) as plane, connect(plane.handle) as client:
             ...
 
-    store: its `store.kind`. capacity_mib: its `store.capacity_mib`. run_id: a name of its own by default, with which
-    the test process and its shared memory can be found. settings: other keys of `data_plane`; calls time out after 10
-    seconds unless these say otherwise. Raises ValueError for a key that does
-    not exist.
+    store: value of `store.kind`. capacity_mib: value of `store.capacity_mib`. run_id: id of the run; by default a new
+    id that contains the number of the test process, so that its shared memory can be found. settings: other keys of
+    `data_plane`. `timeout_s` is 10 seconds by default. Raises ValueError for a key that does not exist.
     """
     chosen = {"kind": store, "capacity_mib": capacity_mib}
     config = DataPlaneConfig.model_validate({"timeout_s": 10.0, **settings, "store": chosen})
@@ -58,7 +58,7 @@ def open_plane(store: str = "local", *, capacity_mib: int = 64, run_id: str = ""
 
 
 def fresh_run_id() -> str:
-    """Return a run id by which the end of the tests finds what this process left behind in /dev/shm."""
+    """Return a new run id. At the end of the tests, it identifies files that this process left in /dev/shm."""
     return f"test{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
@@ -71,7 +71,7 @@ def plane(
     group_size: int = 1,
     **settings: Any,
 ) -> Iterator[DataPlaneClient]:
-    """Open a data plane in this process; yields a client of it, with `partition` registered.
+    """Open a data plane in this process, and yield a client of it. The partition `partition` is registered.
 
         with plane() as client:
             client.put("train", ["a.0"], rows(["a.0"]))
@@ -86,9 +86,9 @@ def plane(
 def rows(
     keys: Sequence[str], fields: Sequence[str] | None = None, schema: Schema = SCHEMA
 ) -> dict[str, list[Any] | torch.Tensor]:
-    """Return columns to put for `keys`: the values of each field, which follow from the keys alone.
+    """Return columns to put for `keys`. The values of each field follow from the keys alone.
 
-    A row has 0 to 37 tokens, and one in eight has none. fields: names of fields; all of the schema by default.
+    A row has 0 to 37 tokens; one row in eight has none. fields: names of fields; all of the schema by default.
 
         client.put("train", keys, rows(keys, ["ids", "reward"]))
     """
@@ -102,7 +102,7 @@ def rows(
 def assert_rows(
     batch: Batch, keys: Sequence[str], fields: Sequence[str] | None = None, schema: Schema = SCHEMA
 ) -> None:
-    """Check that `batch` holds exactly the `fields` of `keys` as `rows` makes them, in this order, to the bit.
+    """Check that `batch` holds exactly the rows that `rows` makes for `keys` and `fields`, in order and bit for bit.
 
     Raises AssertionError with the key and the field that differ.
 
@@ -124,7 +124,7 @@ def assert_rows(
 
 
 def length_of(key: str) -> int:
-    """Return the number of tokens of a row of `rows`."""
+    """Return the number of tokens that the row of `key` has in `rows`."""
     seed = zlib.crc32(key.encode())
     return 0 if seed % 8 == 0 else 1 + seed % 37
 
@@ -132,7 +132,7 @@ def length_of(key: str) -> int:
 def _value(field: Field, key: str) -> Any:
     """Return the value of one field of one row."""
     dtype = field.dtype
-    if dtype is None:  # an OBJECT
+    if dtype is None:  # A field without a dtype is of kind OBJECT.
         return {"key": key, "text": "Zürich \u2603", "turns": [1, None, 2.5]}
     generator = np.random.default_rng(zlib.crc32(f"{field.name} {key}".encode()))
     leading = {

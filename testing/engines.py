@@ -1,4 +1,4 @@
-"""Engines without a model, in addition to `ScriptedEngine`, for tests of environments, rewards and agents."""
+"""Engines without a model for tests of environments, rewards and agents, in addition to `ScriptedEngine`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from ..actors.engines.scripted import ScriptedEngine
 
 
 class TalkingEngine(ScriptedEngine):
-    """An engine that says one text per turn of an episode, and remembers what it was asked.
+    """An engine that answers each turn of an episode with the next text, and records its requests.
 
         engine = TalkingEngine(tokenizer, "first turn", "second turn")
 
-    A text is encoded letter by letter, as a model may well do, so that code which encodes it again finds other tokens;
-    one that starts with `<`, such as a tool call, is encoded as a whole. After its last text it starts with the first.
+    A text is encoded letter by letter, as a model can generate it. Code that encodes the text itself then finds other
+    tokens. A text that starts with `<`, such as a tool call, is encoded as a whole. After the last text the engine
+    begins with the first.
     """
 
     def __init__(self, tokenizer: Any, *texts: str, **settings: Any) -> None:
-        """settings: of `ScriptedEngine`, such as `latency_s`."""
+        """settings: settings of `ScriptedEngine`, such as `latency_s`."""
         super().__init__(self._say, tokenizer=tokenizer, **settings)
         self._texts = texts
         self.seen: list[tuple[str, list[int], list[int]]] = []

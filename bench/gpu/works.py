@@ -72,7 +72,7 @@ def parse_layout(text: str, gpus: int) -> Layout:
         )
     used = int(number)
     if not 1 <= used <= gpus:
-        raise UserError(f"--layout: got {text!r}, expected 1 to {gpus} GPUs, the number of this machine's")
+        raise UserError(f"--layout: got {text!r}, expected 1 to {gpus} GPUs, because this machine has {gpus}")
     if name == "separate" and (used < 2 or used % 2):
         raise UserError(f"--layout: got {text!r} with {used} GPUs, expected an even number for `separate`")
     return Layout(text, name, used)

@@ -130,14 +130,16 @@ def _trainer(options: TrainOptions, gpus: int) -> Any:
         )
     for override in options.overrides:
         if not override.startswith("trainer."):
-            raise UserError(f"{override}: no run is made for --work {options.work}, expected keys of trainer.* only")
+            raise UserError(
+                f"{override}: --work {options.work} makes train steps alone, expected only keys of trainer.*"
+            )
     given = [f"trainer.backend={options.backend}", "trainer.tokens_per_microbatch=131072", *options.overrides]
     given += [] if gpus else ["trainer.mixed_precision=false"]
     trainer = load_config(EXAMPLES / "gpu-0.6b.yaml", given).trainer
     if trainer.cp > 1:
         raise UserError(f"trainer.cp: got {trainer.cp}, expected 1, because the rows of this benchmark are not split")
     if gpus and trainer.topology.world > gpus:
-        raise UserError(f"trainer: its mesh has {trainer.topology.world} ranks, expected at most the {gpus} GPUs here")
+        raise UserError(f"trainer: the mesh has {trainer.topology.world} ranks, expected at most {gpus}, one per GPU")
     return trainer
 
 

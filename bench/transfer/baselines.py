@@ -69,7 +69,7 @@ class TransferQueueContender:
         free = ray.available_resources().get("CPU", 0.0)
         if free < NUM_CPUS:
             raise RuntimeError(
-                f"TransferQueue needs {NUM_CPUS} free CPUs of Ray, there are {free:g}; its init would hang"
+                f"Ray: {free:g} CPUs are free, expected {NUM_CPUS}, because the init of TransferQueue hangs with fewer"
             )
         self._owner: Any = ray.remote(num_cpus=0, runtime_env={"env_vars": PROCESS_ENV})(_Owner).remote()
         try:

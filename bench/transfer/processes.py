@@ -316,7 +316,7 @@ class RayPool:
         except RayTaskError as error:
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except GetTimeoutError:
-            raise ProcessLost(f"no answer within {timeout_s:g} s") from None
+            raise ProcessLost(f"a benchmark process did not answer within {timeout_s:g} s") from None
         except (RayActorError, OutOfMemoryError) as error:
             raise ProcessLost(f"a benchmark process died: {error}") from None
 
@@ -359,7 +359,7 @@ class ThreadPool:
         try:
             return [future.result(timeout_s) for future in calls]
         except concurrent.futures.TimeoutError:
-            raise ProcessLost(f"no answer within {timeout_s:g} s") from None
+            raise ProcessLost(f"a benchmark process did not answer within {timeout_s:g} s") from None
 
     def restart(self) -> None:
         for name in self.names:

@@ -1,1 +1,1 @@
-"""Weight benchmarks measure how long a version of the weights takes from a trainer to engines, by every transport."""
+"""Weight benchmarks measure the time that each transport takes to send a version of the weights to engines."""

@@ -1,8 +1,8 @@
-"""`headrace bench weights` measures weight updates from a trainer to engines by each transport, against their limits.
+"""`headrace bench weights` times weight updates from a trainer to engines, and compares each transport with its limit.
 
-One process has random weights in a model's shapes; others receive, verify and load them. An update is timed from its
-announcement until every engine has verified the whole version; loading is timed separately. The limits, measured in the
-same processes with the same bytes, are a memcpy, one broadcast, or one write to the disk.
+One process has random weights with the shapes of a model. Other processes receive, verify and load them. An update is
+timed from its announcement until every engine has verified the whole version. Loading is timed separately. The limits,
+measured in the same processes with the same bytes, are a memcpy, one broadcast, or one write to the disk.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from ..records import conditions, table, write_records, write_summary
 from .peers import Engine, Peer, PeerTask, Trainer, call_all
 
 LIMITS = {"collective": "broadcast", "ipc": "memcpy", "store": "memcpy", "disk": "write"}
-"""For each kind of weight transport, the operation that serves as its speed limit when it moves the same bytes."""
+"""Kind of weight transport -> operation that moves the same bytes and serves as the transport's speed limit."""
 MEMORY_SHARE = 0.85
 TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class WeightOptions:
-    """Options of the weight benchmark. Every model size is measured with the first of `engines` and of `buckets_mib`,
-    and the first size also with each of the other numbers of engines and each of the other bucket sizes."""
+    """Options of the weight benchmark. Every model size is measured with the first of `engines` and of `buckets_mib`.
+    The first size is also measured with each of the other numbers of engines and each of the other bucket sizes."""
 
     out: Path
     transports: tuple[str, ...] = TRANSPORT_KINDS
@@ -62,7 +62,7 @@ class WeightOptions:
         return WeightOptions(out, sizes=("0.1B",), engines=(1, 2), buckets_mib=(64,), repeats=3)
 
     def cases(self) -> list[WeightCase]:
-        """Return all cases that these options ask for."""
+        """Return all cases to measure."""
         found = []
         for size in self.sizes:
             for kind in self.transports:
@@ -84,7 +84,7 @@ class WeightCase:
     bucket_mib: int
 
     def bytes_needed(self, nbytes: int) -> int:
-        """Return the bytes of memory that all processes need for weights of `nbytes` bytes, staged copies included."""
+        """Return the bytes of memory that all processes need for weights of `nbytes` bytes, including staged copies."""
         return nbytes * (4 + 2 * self.engines)
 
 
@@ -100,12 +100,12 @@ class WeightResult:
     commit_seconds: tuple[float, ...]
     """Seconds that the slowest engine took to copy the weights into its parameters, for each update."""
     limit: str
-    """Name of the limit that the transport is compared with, a value of `LIMITS`."""
+    """Operation that the transport is compared with, a value of `LIMITS`."""
     limit_s: float
-    """Median seconds of the limit's operation, with the same bytes in the same processes."""
+    """Median seconds of the operation `limit`, with the same bytes in the same processes."""
     peak_extra_bytes: int
-    """Peak memory in bytes of the trainer's process in addition to its weights. Shared memory that it filled is
-    included."""
+    """Peak memory of the trainer's process beyond its weights, in bytes. It includes shared memory that the process
+    filled."""
 
     @property
     def median_s(self) -> float:
@@ -140,10 +140,10 @@ class WeightResult:
 
 
 def run_weights(options: WeightOptions, tell: Callable[[str], None]) -> tuple[list[WeightResult], dict[str, str]]:
-    """Measure all cases, and write results.jsonl and summary.json. Returns the results, and the cases that were left
+    """Measure all cases, and write results.jsonl and summary.json. Returns the results, and for each case that was left
     out: label -> reason.
 
-    Raises RuntimeError if an engine ends up with other bytes than the trainer's.
+    Raises RuntimeError if the weights of an engine differ from the trainer's.
     """
     options.out.mkdir(parents=True, exist_ok=True)
     facts = conditions(dtype=options.dtype, device=options.device, repeats=options.repeats, threads_per_process=1)
@@ -163,9 +163,9 @@ def run_weights(options: WeightOptions, tell: Callable[[str], None]) -> tuple[li
 
 
 def summarise(options: WeightOptions, results: Sequence[WeightResult]) -> dict[str, float]:
-    """Return the summary by key, `weights.{transport}.{params}.*`.
+    """Return the summary with the keys `weights.{transport}.{params}.*`.
 
-    Cases with another number of engines or bucket size than the first add `.engines{n}` or `.bucket{mib}` to the key.
+    A case adds `.engines{n}` or `.bucket{mib}` to the key if its number of engines or its bucket size is not the first.
     """
     summary: dict[str, float] = {}
     for result in results:
@@ -219,7 +219,8 @@ def _measure(case: WeightCase, nbytes: int, options: WeightOptions) -> WeightRes
             took, commit_s = _update(trainer, engines, version)
             peaks.append(trainer.call("peak")[0] - before)
             if version == 1:
-                _verify(case, trainer, engines)  # untimed, since it reserves memory and makes groups
+                # The first update is not counted, because it reserves memory and makes groups.
+                _verify(case, trainer, engines)
                 continue
             seconds.append(took)
             commits.append(commit_s)
@@ -236,8 +237,8 @@ def _measure(case: WeightCase, nbytes: int, options: WeightOptions) -> WeightRes
 
 
 def _update(trainer: Peer, engines: Sequence[Peer], version: int) -> tuple[float, float]:
-    """Send one version of the weights to all engines. Returns the seconds until all engines have received it, and the
-    seconds that the slowest engine took to load it."""
+    """Send one version of the weights to all engines. Returns the seconds until all engines have received the weights,
+    and the seconds in which the slowest engine loaded them."""
     receivers = {f"engine {rank}": 1 for rank in range(1, len(engines) + 1)}
     update, (start, _) = trainer.call("open", version, receivers)
     for engine in engines:
@@ -256,7 +257,9 @@ def _verify(case: WeightCase, trainer: Peer, engines: Sequence[Peer]) -> None:
     for number, engine in enumerate(engines, 1):
         got, _ = engine.call("digest")
         if got != expected:
-            raise RuntimeError(f"{case.kind} {case.size}: engine {number} has weights of digest {got}, not {expected}")
+            raise RuntimeError(
+                f"{case.kind} {case.size}: engine {number} has weights of digest {got}, expected {expected}"
+            )
 
 
 def _limit(name: str, nbytes: int, peers: Sequence[Peer], folder: Path, options: WeightOptions) -> list[float]:
@@ -273,8 +276,8 @@ def _limit(name: str, nbytes: int, peers: Sequence[Peer], folder: Path, options:
 
 @contextmanager
 def _peers(case: WeightCase, nbytes: int, options: WeightOptions, folder: Path) -> Iterator[list[Peer]]:
-    """Start the processes of the trainer and its engines with their weights. At the end of the context, they are ended
-    and everything that was published is removed."""
+    """Start the processes of the trainer and its engines with their weights. At the end of the context, the processes
+    end and all published data is removed."""
     run_id = f"bench-weights-{uuid.uuid4().hex[:8]}"
     with ExitStack() as stack:
         plane: DataPlaneHandle | None = None

@@ -1,8 +1,8 @@
-"""Processes of the weight benchmarks: trainers that publish weights, and engines that receive and load them.
+"""Runs the processes of the weight benchmarks: trainers that publish weights, and engines that receive and load them.
 
-Each process serves one request at a time from its pipe. A request is (method, arguments), and the answer is
-(whether it failed, result or error, (start, end)). A trainer plays the part of train rank 0, which has all weights. Of
-an engine there is only what receives: vLLM itself runs in the driver (`vllm_updates.py`).
+Each process serves one request at a time from its pipe. A request is (method, arguments), and the answer is (whether it
+failed, result or error, (start, end)). A trainer acts as train rank 0, which has all weights. An engine only receives
+weights; vLLM itself runs in the driver (`vllm_updates.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PeerTask:
     rank: int
     """Number of the process. In the benchmark of transports, 0 is the trainer and all others are engines."""
     device: str
-    """Device of its weights, such as `cpu` or `cuda:0`."""
+    """Device of the process's weights, such as `cpu` or `cuda:0`."""
     dtype: str
     """Name of the weights' dtype."""
 
@@ -71,13 +71,13 @@ class Peer:
         self._pipe.send((method, args))
 
     def answer(self) -> tuple[Any, tuple[float, float]]:
-        """Wait for the result of a started call, and return it with the call's start and end. They are CLOCK_MONOTONIC
-        seconds.
+        """Wait for the result of a started call, and return it with the call's start and end.
 
-        Raises RuntimeError with the process's error, or when there is no answer within ANSWER_TIMEOUT_S.
+        Start and end are CLOCK_MONOTONIC seconds. Raises RuntimeError if the call raised an error, or if the process
+        does not answer within ANSWER_TIMEOUT_S.
         """
         if not self._pipe.poll(ANSWER_TIMEOUT_S):
-            raise RuntimeError(f"no answer within {ANSWER_TIMEOUT_S:g} s")
+            raise RuntimeError(f"the process {self._process.pid} did not answer within {ANSWER_TIMEOUT_S:g} s")
         failed, result, span = self._pipe.recv()
         if failed:
             raise RuntimeError(result)
@@ -116,16 +116,16 @@ def _serve(make: Callable[[], Any], pipe: Connection) -> None:
         start = time.monotonic()
         try:
             found, failed = getattr(host, method)(*args), False
-        except Exception as error:  # the driver's call raises it
+        except Exception as error:  # The driver's call raises this error.
             found, failed = f"{method}: {type(error).__name__}: {error}", True
         pipe.send((failed, found, (start, time.monotonic())))
 
 
 class _Host:
-    """Base class of trainers and engines: weights of random bytes, and the measurements of limits."""
+    """Base class of trainers and engines. It holds weights of random bytes and measures limits."""
 
     def __init__(self, task: PeerTask, size: str = "") -> None:
-        """size: key of `models.WEIGHT_SHAPES`; "" if the class has other weights."""
+        """size: key of `models.WEIGHT_SHAPES`; "" if the subclass has other weights."""
         self.task, self.size = task, size
         self.device = torch.device(task.device)
         if self.device.type == "cuda":
@@ -134,7 +134,7 @@ class _Host:
         self._flat: torch.Tensor | None = None
 
     def ready(self) -> int:
-        """Create the weights, so that all of their memory is in use before measurements begin. Returns their number of
+        """Create the weights, so that all their memory is in use before measurements begin. Returns their number of
         bytes."""
         self.weights = random_weights(self.size, self.task.torch_dtype, self.device)
         return sum(one.nbytes for one in self.weights.values())
@@ -143,12 +143,12 @@ class _Host:
         return digest_of(self.weights)
 
     def reset_peak(self) -> int:
-        """Start measuring peak memory, and return the resident bytes now."""
+        """Start measuring peak memory, and return the number of bytes that are resident now."""
         Path("/proc/self/clear_refs").write_text("5")
         return psutil.Process().memory_info().rss
 
     def peak(self) -> int:
-        """Return the largest number of bytes resident since `reset_peak`, shared memory included."""
+        """Return the largest number of resident bytes since `reset_peak`, including shared memory."""
         line = next(text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith("VmHWM"))
         return int(line.split()[1]) << 10
 
@@ -167,7 +167,7 @@ class _Host:
     def broadcast(self, num_bytes: int) -> float:
         """Take part in one broadcast of `num_bytes` bytes from rank 0 into warm memory, and return its seconds.
 
-        Memory is warm when it is already in use."""
+        Warm memory is memory that is already in use."""
         if self._flat is None:
             self._flat = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
             dist.broadcast(self._flat[:1], 0)
@@ -181,7 +181,7 @@ class _Host:
     def copies(self, num_bytes: int, device: str, repeats: int) -> list[float]:
         """Copy `num_bytes` bytes to warm memory on `device` several times, and return the seconds of each copy.
 
-        The first is not counted. On a CPU one thread copies."""
+        The first copy is not counted. On a CPU, one thread copies."""
         source = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
         target = torch.ones(num_bytes, dtype=torch.uint8, device=device)
         seconds = []
@@ -194,9 +194,9 @@ class _Host:
         return seconds[1:]
 
     def writes(self, num_bytes: int, folder: str, repeats: int) -> list[float]:
-        """Write `num_bytes` bytes to a temporary file in `folder` several times, and return the seconds of each.
+        """Write `num_bytes` bytes to a temporary file in `folder` several times, and return the seconds of each write.
 
-        A write ends when the bytes are on the disk. The first is not counted."""
+        A write ends when the bytes are on the disk. The first write is not counted."""
         data, seconds = torch.ones(num_bytes, dtype=torch.uint8).numpy().data, []
         for _ in range(repeats + 1):
             start = time.perf_counter()
@@ -215,17 +215,17 @@ class Trainer(_Host):
     """Holds weights of random bytes in a trainer process, and publishes them as a train worker does."""
 
     from_host = False
-    """True if each version is kept in pinned host memory first and sent from there, as to an engine of a pool that
-    wakes."""
+    """True if each version is first copied to pinned host memory and then sent from there. A waking engine of a pool is
+    updated in this way."""
     _publisher: WeightPublisher | None = None
 
     def change(self, version: int) -> None:
-        """Set the weights to `version`, which differs from the one before it."""
+        """Set the weights to those of `version`. They differ from those of the previous version."""
         change_bytes(self.weights, version)
 
     def publisher(self, kind: str, sender: SenderConfig, bucket_bytes: int) -> None:
-        """Create the publisher that from now on sends the weights through the given transport. With `from_host` it has
-        the present version in host memory."""
+        """Create the publisher, which from now on sends the weights through the given transport. With `from_host`, it
+        keeps the present version in host memory."""
         self.close()
         self._publisher = WeightPublisher(
             build_sender(kind, sender), sender.sync, bucket_bytes, keep_versions=self.from_host
@@ -233,10 +233,10 @@ class Trainer(_Host):
         self._keep()
 
     def _keep(self) -> None:
-        """Write the weights into the publisher's host memory, with `from_host` and where there is a publisher."""
+        """Write the weights into the host memory of the publisher, if there is one and `from_host` is true."""
 
     def open(self, version: int, receivers: Mapping[str, int]) -> bytes:
-        """Announce a version. receivers: number of workers of each engine by its name."""
+        """Announce a version. receivers: name of each engine -> number of its workers."""
         assert self._publisher is not None
         specs = {name: (one.dtype, tuple(one.shape)) for name, one in self.weights.items()}
         groups = [ReceiverGroup(name, workers) for name, workers in receivers.items()]
@@ -290,12 +290,12 @@ class Engine(_Host):
 class ModelTrainer(Trainer):
     """Holds a real model in a trainer process, with new random weights at every version.
 
-    Its forward pass computes the log-probs that are expected for an engine's tokens, and its weights are the bytes that
-    are expected in an engine's parameters.
+    Its forward pass computes the expected log-probs of an engine's tokens. Its weights are the expected bytes of an
+    engine's parameters.
     """
 
     def __init__(self, task: PeerTask, folder: str, from_host: bool) -> None:
-        """folder: of the model's configuration."""
+        """folder: folder of the model's configuration."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         super().__init__(task)
@@ -315,7 +315,7 @@ class ModelTrainer(Trainer):
         self._model.save_pretrained(self._folder)
 
     def change(self, version: int) -> None:
-        """Set the weights to `version`: random numbers that differ from those of every other version."""
+        """Set the weights to random numbers that differ from those of every other version."""
         generator = torch.Generator(self.device)
         for number, tensor in enumerate(self.weights.values()):
             generator.manual_seed(version << 16 | number)
@@ -334,7 +334,7 @@ class ModelTrainer(Trainer):
             self._publisher.cache(self._version, specs, iter(self.weights.items()))
 
     def digests(self, tp: int, exact: bool) -> list[dict[str, str]]:
-        """Return the digests that the parameters of each of an engine's `tp` workers must have, by vLLM's names."""
+        """Return, for each of an engine's `tp` workers, the digests that its parameters must have, by vLLM's names."""
         return [digests(expected_parameters(self.weights, rank, tp), exact) for rank in range(tp)]
 
     def logprobs(self, version: int, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -350,8 +350,8 @@ class ModelTrainer(Trainer):
 
 
 def expected_parameters(weights: Mapping[str, torch.Tensor], rank: int, tp: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the vLLM name and the value of every parameter that worker `rank` of `tp` must have. They are computed from
-    the Hugging Face weights."""
+    """Yield the vLLM name and the value of every parameter that worker `rank` of `tp` must have. The values are
+    computed from the Hugging Face weights."""
 
     def rows(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         return tensor.chunk(tp, dim)[rank]
@@ -379,7 +379,8 @@ def expected_parameters(weights: Mapping[str, torch.Tensor], rank: int, tp: int)
 def digests(parameters: Iterator[tuple[str, torch.Tensor]], exact: bool) -> dict[str, str]:
     """Return a digest of each parameter's bytes, by name.
 
-    exact: True for xxh3 on the CPU, which takes a second or two; False for `device_digest`, which takes a GPU 5 ms.
+    exact: True for xxh3 on the CPU, which takes one or two seconds; False for `device_digest`, which takes 5 ms on a
+    GPU.
     """
     found, host = {}, torch.empty(0, dtype=torch.uint8)
     for name, one in parameters:
@@ -394,11 +395,11 @@ def digests(parameters: Iterator[tuple[str, torch.Tensor]], exact: bool) -> dict
 
 
 def parameter_digests(worker: Any, exact: bool) -> dict[str, str]:
-    """Return the digests of all parameters of a vLLM worker; the function is sent to the worker and called there."""
+    """Return the digests of all parameters of a vLLM worker. The function is sent to the worker and called there."""
     model = worker.model_runner.get_model()
     return digests(((vllm_name(name), one) for name, one in model.named_parameters()), exact)
 
 
 def vllm_name(name: str) -> str:
-    """Return a parameter's name without the part that some versions of vLLM put after `experts.`."""
+    """Return a parameter's name without the part that some versions of vLLM insert after `experts.`."""
     return re.sub(r"(?<=\bexperts\.).*\.", "", name)

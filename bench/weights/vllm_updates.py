@@ -1,9 +1,9 @@
-"""`headrace bench weights --gpus N` measures weight updates of a running vLLM engine, and checks every byte of them.
+"""`headrace bench weights --gpus N` measures weight updates of a running vLLM engine, and checks every byte.
 
-One trainer process per GPU publishes random weights that differ at every version; the engine runs on GPU 0 and
-generates. An update is timed from before its announcement until the engine serves it. Each result is printed as one
-JSON object per line and appended to `gpu_weights.jsonl` in the output folder. A byte, a version or a log-prob that is
-wrong is a failure. It needs vLLM, and no Ray.
+One trainer process per GPU publishes random weights that differ at every version. The engine generates on GPU 0. An
+update is timed from just before its announcement until the engine serves it. Each result is printed as one line of JSON
+and appended to `gpu_weights.jsonl` in the output folder. A wrong byte, version or log-prob is a failure. The benchmark
+needs vLLM, but not Ray.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ MODELS = {
     "tiny": _TINY,
     "moe": replace(_TINY, hidden=256, experts=8, experts_per_token=2, expert_intermediate=128),
 }
-"""Name of a size -> shape of the model: `2B` has 2.03 G parameters, `8B` is Qwen3-8B with 8.19 G."""
+"""Name of a size -> shape of the model. `2B` has 2.03 G parameters; `8B` is Qwen3-8B with 8.19 G."""
 SIZES = ("2B", "8B", "tiny")
 """Sizes that the command offers."""
 TOKENS_BETWEEN = 4
-"""Number of tokens that every request generates between two updates, so that all its keys and values are recomputed."""
+"""Number of tokens that every request generates between two updates. By then, all its keys and values have been
+recomputed."""
 PROMPT = list(range(3, 19))
 LONGEST = CONTEXT - len(PROMPT) - 1
 NOISE = (0.025, 0.5)
-"""Mean and largest difference of log-probs allowed between vLLM's and Transformers' kernels in bfloat16. With all bytes
-equal, means of 0.017 to 0.022 were seen, and a largest of 0.44 with experts and 0.11 without. Between two versions of
-the weights the mean is 1.3."""
+"""Largest mean and largest single difference of log-probs that are accepted between vLLM's and Transformers' kernels in
+bfloat16. With equal weights, measured means are 0.017 to 0.022, and the largest difference is 0.44 with experts and
+0.11 without. Between two versions of the weights the mean is 1.3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,9 @@ class VllmOptions:
     setups: tuple[str, ...] = ()
     """Names of the setups to measure; () means all that are possible."""
     updates: int = 0
-    """Number of updates of each case; 0 means the case's own."""
+    """Number of updates of each case; 0 means the number of the case."""
     folder: str = ""
-    """Folder in which models are written; "" means the system's temporary folder."""
+    """Folder for the models; "" means the system's temporary folder."""
 
     @property
     def device(self) -> str:
@@ -84,7 +85,7 @@ class VllmOptions:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One configuration of the weight updates. All cases of an engine are measured one after another."""
+    """One configuration of weight updates. The cases of an engine are measured one after another."""
 
     kind: str
     """Kind of the weight transport."""
@@ -93,14 +94,14 @@ class Case:
     bucket_mib: int
     """Size of a bucket in MiB."""
     in_flight: int = 32
-    """Number of requests that the engine works on during the updates; with 0 it is idle."""
+    """Number of requests that the engine serves during the updates; with 0 the engine is idle."""
     updates: int = 20
     """Number of updates that are measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Settings of one engine, and the measurements that are made with it."""
+    """Settings of one engine, and the measurements made with it."""
 
     size: str
     """Size of the model, a key of MODELS."""
@@ -112,7 +113,7 @@ class Setup:
     colocated: int = 0
     """Number of cycles in which the engine sleeps, is updated and wakes, while the trainer uses the same GPU."""
     from_host: bool = False
-    """True if the engine is sent each version from the trainer's host memory, as one of a pool is when it wakes."""
+    """True if each version is sent from the trainer's host memory. A waking engine of a pool is updated in this way."""
 
 
 class Log:
@@ -149,7 +150,7 @@ class Session:
     """Kind of device that trainers and engine run on: `cuda` or `cpu`."""
     log: Log
     key: bytes = field(repr=False)
-    """Key that the trainers and the engine prove to each other that they know."""
+    """Secret key by which the trainers and the engine authenticate each other."""
     num_bytes: int = 0
     """Number of bytes of all weights."""
     version: int = 0
@@ -165,8 +166,8 @@ class Session:
 
 
 def setups(size: str, gpus: int) -> dict[str, Setup]:
-    """Return all setups by name. A setup is the settings of an engine and its measurements. Its cases are those that
-    are possible with `gpus` GPUs."""
+    """Return all setups by name. A setup has the settings of an engine and its measurements. It has the cases that are
+    possible with `gpus` GPUs."""
     other_gpu = 1 if gpus > 1 else 0
 
     def cases(*sizes: int) -> tuple[Case, ...]:
@@ -190,7 +191,7 @@ def setups(size: str, gpus: int) -> dict[str, Setup]:
 async def measure_setup(setup: Setup, device: str, updates: int, folder: Path, log: Log) -> None:
     """Start the trainers and one engine, and measure all cases of the setup.
 
-    updates: number of weight updates in each case; 0 stands for the case's own number.
+    updates: number of weight updates in each case; 0 means the number of the case.
     """
     dtype = "bfloat16" if device == "cuda" else "float32"
     with ExitStack() as stack:
@@ -268,7 +269,7 @@ async def _measure_colocated(session: Session, engine: VllmEngine, cycle: int) -
 
 
 async def _measure_limits(session: Session, folder: Path) -> None:
-    """Measure how fast the hardware moves the same bytes without an engine, as the limit for weight updates."""
+    """Measure how fast the hardware moves the same bytes without an engine. This is the limit for weight updates."""
     nbytes, place = session.num_bytes, session.place(0)
     found = {"copy in one GPU": await session.call(0, "copies", nbytes, place, LIMIT_REPEATS)}
     if len(session.trainers) > 1:
@@ -290,7 +291,7 @@ async def _measure_limits(session: Session, folder: Path) -> None:
 
 
 async def start_publisher(session: Session, case: Case) -> None:
-    """Make the case's trainer publish through the case's transport from now on."""
+    """Let the case's trainer publish through the case's transport from now on."""
     sender = SenderConfig(
         run_id=f"gpu-weights-{uuid.uuid4().hex[:6]}-{session.setup.staging}-{case.trainer}",
         sync=SyncConfig(timeout_s=TIMEOUT_S),
@@ -326,7 +327,7 @@ async def measure_case(session: Session, engine: VllmEngine, case: Case, updates
             for number in range(case.in_flight):
                 await engine.abort(f"{first}-{number}")
             await _check_tokens(session, case, first, await asyncio.gather(*requests))
-    except Exception as error:  # the other cases are still measured
+    except Exception as error:  # The other cases are still measured.
         session.log.expect(False, f"{case}: {type(error).__name__}: {error}")
         traceback.print_exc()
         for request in requests:
@@ -336,7 +337,7 @@ async def measure_case(session: Session, engine: VllmEngine, case: Case, updates
 
 async def update(session: Session, engine: VllmEngine, trainer: int, tp: int) -> dict[str, float]:
     """Publish a new version of the weights and wait until the engine serves it. Returns the seconds of each phase. tp:
-    number of the engine's workers, which receive the weights."""
+    number of the engine's workers. They receive the weights."""
     session.version += 1
     version = session.version
     await session.call(trainer, "change", version)
@@ -394,7 +395,7 @@ async def _wait_for_tokens(session: Session, engine: VllmEngine) -> None:
 
 async def check_bytes(session: Session, engine: VllmEngine, trainer: int, *, exact: bool = True) -> None:
     """Compare every parameter of every worker with the trainer's weights. exact: whether to use xxh3 digests rather
-    than the faster digests of the GPU."""
+    than the faster digests on the GPU."""
     found = await engine.call_workers(parameter_digests, exact)
     expected = await session.call(trainer, "digests", session.setup.tp, exact)
     right = wrong = 0
@@ -407,7 +408,7 @@ async def check_bytes(session: Session, engine: VllmEngine, trainer: int, *, exa
 
 
 async def _check_tokens(session: Session, case: Case, first: int, completions: list[list[Completion]]) -> None:
-    """Check that every token has a weight version, and that its log-prob is that of this version's weights.
+    """Check that every token has a weight version, and that its log-prob comes from the weights of this version.
 
     first: version of the case's first update.
     """
@@ -449,7 +450,7 @@ async def _check_tokens(session: Session, case: Case, first: int, completions: l
 
 
 def allow_functions() -> None:
-    """Let vLLM's workers accept functions, by which every byte is checked. Must be called before an engine starts."""
+    """Let vLLM's workers accept the functions that check every byte. This must be called before an engine starts."""
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
 
@@ -467,7 +468,7 @@ async def _measure(options: VllmOptions) -> list[str]:
         for setup in (every[name] for name in names):
             try:
                 await measure_setup(setup, options.device, options.updates, Path(folder), log)
-            except Exception as error:  # the other engines are still measured
+            except Exception as error:  # The other engines are still measured.
                 log.expect(False, f"{setup.size} {setup.staging} tp {setup.tp}: {type(error).__name__}: {error}")
                 traceback.print_exc()
     log.tell("end", failures=log.failures)

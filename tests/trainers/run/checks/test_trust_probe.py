@@ -75,7 +75,7 @@ def test_a_model_without_experts_has_one_column(tmp_path: Path, capsys: pytest.C
 
 def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "rollout.engine=hf"]) == MISTAKE
-    assert "rollout.engine=hf: keys are for --model" in capsys.readouterr().err
+    assert "rollout.engine=hf: got a key without --model" in capsys.readouterr().err
     with pytest.raises(UserError, match="rollout.engine: got 'scripted' with --model"):
         probe(build_config({"model": {"path": str(tmp_path)}, "rollout": {"engine": "scripted"}}))
     with pytest.raises(UserError, match="expected a model's folder or hub id"):
