@@ -317,8 +317,8 @@ class RolloutWorker:
     async def _write_samples(
         self, name: str, samples: Sequence[Sample], scores: Sequence[Score], picked: np.ndarray
     ) -> None:
-        """Append scored samples to the file of episodes. name: name of their set. picked: True for each sample to
-        write, bool `[N]`."""
+        """Append the picked samples to the file of episodes. name: the held-out set that they belong to, or `TRAINING`.
+        picked: True for each sample to write, bool `[N]`."""
         file = self._samples
         if file is None or not picked.any():
             return

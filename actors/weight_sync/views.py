@@ -91,7 +91,7 @@ class BucketViews:
             return {}
         key = (bucket, buffer.data_ptr(), len(buffer))
         if key not in self._made and self._plan is not None and len(self._made) > 4 * len(self._plan.sizes):
-            self._made = {}  # Old views would keep the buffers of a sender that is gone.
+            self._made = {}  # Otherwise, old views would keep the buffers of an ended sender alive.
         return self._made.setdefault(key, {})
 
 

@@ -94,7 +94,7 @@ class WorkReport:
     records: list[Mapping[str, Any]] = field(default_factory=list)
     """Lines of results.jsonl."""
     notes: list[str] = field(default_factory=list)
-    """Sentences about figures that are left out, and why."""
+    """Sentences that say which figures are left out, and why."""
     complaints: list[str] = field(default_factory=list)
     """Sentences about what was wrong. The command fails if there is one."""
     interrupted: str = ""

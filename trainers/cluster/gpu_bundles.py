@@ -81,7 +81,8 @@ def reserve_places(request: PlacementRequest, timeout_s: float) -> Reservation:
     reservation = _reserve(placement, deadline, exact=request.mapped)
     if reservation is not None:
         return reservation
-    # Ray assigned other GPUs than the user's map names. With all others blocked, Ray can only assign the named ones.
+    # Ray assigned GPUs other than those that the user has named. With all other GPUs blocked, Ray can only assign the
+    # named ones.
     with ExitStack() as blocked:
         _block_others(placement, deadline, blocked)
         reservation = _reserve(placement, deadline, exact=True)

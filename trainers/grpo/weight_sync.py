@@ -224,7 +224,7 @@ class WeightSync:
         ready = [engine for engine in engines if engine.name not in failures]
         joined = [engine for engine in ready if engine.joins]
         if failures and joined:
-            # Engines that only joined must not start to load a version that will not arrive completely.
+            # Engines that have only joined the transfer would otherwise load an incomplete version.
             gather_each([self._workers[0].abort_update("an engine failed")], "abort", HEALTH_S)
             self._drop(version, joined)
             ready = [engine for engine in ready if not engine.joins]

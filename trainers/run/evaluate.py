@@ -78,7 +78,7 @@ def evaluate_model(
 def _chosen(plans: Sequence[EvaluationPlan], names: Sequence[str]) -> list[EvaluationPlan]:
     known = {short_name(plan): plan for plan in plans}
     if not known:
-        raise UserError("evaluation: got {}, expected at least one set, or held-out prompts in section data")
+        raise UserError("evaluation: got no sets, expected at least one, or held-out prompts in `data.validation`")
     for name in names:
         if name not in known:
             raise UserError(f"--set: got {name!r}, expected some of {', '.join(known)}")

@@ -68,7 +68,7 @@ class Family:
 
 
 def remove_shared_memory(run_id: str) -> list[str]:
-    """Remove the folders that killed processes of the run left in shared memory; returns their names."""
+    """Remove the shared-memory folders of the run's killed processes. Returns the folders' names."""
     assert run_id, "it would match the folders of every run"
     removed = []
     for pattern in (f"{PREFIX}{run_id}*", f".{PREFIX}{run_id}*"):

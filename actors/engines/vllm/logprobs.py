@@ -147,7 +147,10 @@ def _tap(runner: Any, keep: Keep) -> Callable[[], None]:
         return _tap_first(runner, keep)
     if hasattr(runner, "req_states") and hasattr(runner, "sample"):
         return _tap_second(runner, keep)
-    raise ValueError(f"log-probs: vLLM's {type(runner).__name__} is not a known model runner")
+    raise ValueError(
+        f"log-probs of sampled tokens: got vLLM's model runner {type(runner).__name__}, expected one with the "
+        "attributes of GPUModelRunner; `headrace doctor` names the versions of vLLM that were run"
+    )
 
 
 def _tap_first(runner: Any, keep: Keep) -> Callable[[], None]:

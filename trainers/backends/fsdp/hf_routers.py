@@ -53,8 +53,8 @@ def find_routers(model: Any, layers: Iterable[int], why: str) -> list[tuple[str,
 def replay_routers(model: Any, replay: RouterReplay) -> None:
     """Make the routers of a HF model use the routes of `replay`, for as long as the model lives.
 
-    The hooks do nothing while no route is installed. Routes must be installed until the end of the backward pass, which
-    may compute layers again. Raises what `find_routers` raises.
+    The hooks that it registers do nothing while no route is installed. Routes must stay installed until the end of the
+    backward pass, which may compute layers again. Raises what `find_routers` raises.
     """
     routers = find_routers(model, replay.spec.layers, "router_replay.enabled: got true, expected false")
     for index, (name, router) in enumerate(routers):

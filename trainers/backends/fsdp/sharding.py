@@ -135,7 +135,8 @@ _log = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
-    """Interface for reading parts of a HF model's weights. They are in host memory, in the dtype of the source."""
+    """Interface for reading parts of a HF model's weights. Each part is returned in host memory, in the dtype of the
+    model's files."""
 
     def empty_model(self, dtype: torch.dtype | None = None) -> Any:
         """Return the HF model on the meta device, without values of its weights."""

@@ -94,7 +94,7 @@ class PoolSection(Section):
 
 
 class PoolFile(Section):
-    """The file of a simulated pool."""
+    """Content of the configuration file of a simulated pool: its GPUs and its tenants."""
 
     pool: PoolSection
     tenants: dict[str, TenantSection] = Field(min_length=1)

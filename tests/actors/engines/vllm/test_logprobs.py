@@ -151,5 +151,5 @@ def test_the_second_runners_tokens_are_placed_by_their_length(monkeypatch: pytes
 
 
 def test_an_unknown_runner_is_refused() -> None:
-    with pytest.raises(ValueError, match="vLLM's SimpleNamespace is not a known model runner"):
+    with pytest.raises(ValueError, match="got vLLM's model runner SimpleNamespace, expected one with"):
         module("logprobs").SampledLogprobs(SimpleNamespace())
