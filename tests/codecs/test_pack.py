@@ -216,7 +216,10 @@ BAD = {
         {"logprobs": Jagged(torch.zeros(3), np.array([1, 1]))},
         r"values has shape \[3\], expected \[2\]",
     ),
-    "negative lengths": ({"logprobs": Jagged(torch.zeros(0), np.array([1, -1]))}, "lengths hold -1, expected none"),
+    "negative lengths": (
+        {"logprobs": Jagged(torch.zeros(0), np.array([1, -1]))},
+        "lengths hold -1, expected 0 or more",
+    ),
     "column's shapes": (
         {"image": Ragged(torch.zeros(3, dtype=torch.uint8), np.array([[2, 2]]))},
         r"values has shape \[3\], expected \[4\]",
@@ -268,7 +271,7 @@ def test_padding_refuses_what_it_cannot_pad():
     batch = pack(SCHEMA, {**GOOD, "reward": [1.0, 2.0]})
     with pytest.raises(ValueError, match="pad_to: got 1, but row 0 has 2 tokens"):
         to_padded(batch, pad_to=1)
-    with pytest.raises(ValueError, match="field 'reward' is per_sample, only per_token"):
+    with pytest.raises(ValueError, match="field 'reward' is per_sample, but only per_token"):
         to_padded(batch, ["reward"])
     with pytest.raises(ValueError, match="multiple_of: got 0"):
         to_padded(batch, multiple_of=0)

@@ -187,7 +187,7 @@ def test_merge_fields_adds_and_replaces() -> None:
     assert set(merged.fields) == set(meta.fields) and set(merged.tags) == {*meta.tags, "new"} and merged.lease_id == 5
     for row, before, after in zip(rows_of(merged), rows_of(meta), rows_of(late), strict=True):
         assert row[5] == before[5] | after[5]
-    with pytest.raises(ValueError, match="same keys"):
+    with pytest.raises(ValueError, match="differ in data plane, keys"):
         meta.merge_fields(late.select([1, 0, *range(2, 20)]))
 
 

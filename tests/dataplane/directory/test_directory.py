@@ -100,7 +100,7 @@ def test_credit_is_counted_bounded_and_taken_back_first() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"arguments": (["g.0", "g.0"], ("ids",))}, DuplicateKeys, "twice.*g.0"),
+        ({"arguments": (["g.0", "g.0"], ("ids",))}, DuplicateKeys, "more than once.*g.0"),
         ({"arguments": (["g.0"], ("nope",))}, SchemaMismatch, "nope"),
         ({"arguments": (["old.0"], ("logp",), [4])}, SchemaMismatch, "4 tokens for 'old.0', expected 5"),
         ({"arguments": (["old.0"], ("logp",)), "versions": np.array([9])}, SchemaMismatch, "version 9"),

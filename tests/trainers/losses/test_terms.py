@@ -148,7 +148,7 @@ def test_mistakes_that_only_the_factory_sees() -> None:
     with pytest.raises(ValueError, match="loss.length_norm: got None, expected 1 or more tokens"):
         build_loss(LossConfig(aggregation="sequence_sum"))
     for config in (LossConfig.model_construct(kind="other"), LossConfig.model_construct(correction="other")):
-        with pytest.raises(ValueError, match="got 'other', which no"):
+        with pytest.raises(ValueError, match="got 'other', expected the name of"):
             build_loss(config)
 
 
