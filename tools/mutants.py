@@ -145,7 +145,7 @@ MUTANTS = (
     Mutant(
         "shm: a writer does not look again once it has marked its slot",
         SHM,
-        "            # Freed before the mark was seen: the range may belong to another block by now.\n"
+        "            # If the block was freed before the mark was seen, the range may belong to another block by now.\n"
         '            self._check("put", block_id, slot, started)\n',
         "",
         SHM_TESTS,
