@@ -24,6 +24,15 @@ def _takes_number(annotation: Any) -> bool:
     return annotation in (int, float)
 
 
+def encodable(text: str) -> bool:
+    """Return whether UTF-8 can encode a text, which half of a surrogate pair prevents."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class Section(BaseModel):
     """Base class of a section of the configuration, which refuses unknown keys and infinite numbers and is immutable.
 

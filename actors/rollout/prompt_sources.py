@@ -46,9 +46,19 @@ class PromptRows:
     """Sequence of rows, each a dict from column name to value: a list, or a `datasets.Dataset`."""
     split: str | None = None
     """Name of the split that was read; None when the source has no splits."""
+    lines: Sequence[int] = ()
+    """Line of each row in its file, counted from 1; () for a dataset."""
+    digest: str = ""
+    """Digest of the file's text; "" for a dataset."""
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def place(self, index: int) -> str:
+        """Return the place of a row in the source: its line in a file, which an editor shows, or its index in a
+        dataset."""
+        place = f"line {self.lines[index]}" if self.lines else f"row {index} (counted from 0)"
+        return f"{place} of {self.name!r}"
 
     def dicts(self, start: int, stop: int) -> list[dict[str, Any]]:
         """Return the rows `start` to `stop - 1` as dicts, in one read of the source."""
@@ -72,7 +82,7 @@ def load_rows(config: DataConfig, *, validation: bool = False) -> PromptRows:
                 raise ValueError(
                     f"data.{key}: got {getattr(config, key)!r}, but {source!r} is a file, expected it unset"
                 )
-        return PromptRows(source, read_jsonl(path))
+        return read_jsonl(path, source)
     if not path.exists() and (source.startswith(("/", ".", "~")) or source.count("/") != 1):
         raise ValueError(
             f"data: got {source!r}, expected task:NAME, a .jsonl file or a folder that exists, or a hub id"
@@ -101,25 +111,26 @@ def validation_note(config: DataConfig, rows: PromptRows, name: str = "validatio
     return None
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Read one JSON object from each line; blank lines are skipped. Raises ValueError if the file cannot be read or a
-    line is not a JSON object; the message names the file and the line."""
+def read_jsonl(path: Path, name: str) -> PromptRows:
+    """Read one JSON object from each line; blank lines are skipped. name: name of the source, for errors. Raises
+    ValueError if the file cannot be read or a line is not a JSON object; the message names the file and the line."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        text = path.read_text(encoding="utf-8-sig")  # Some editors begin a file with a byte-order mark.
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"data: {str(path)!r} cannot be read: {error}") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
+        raise ValueError(f"data: {name!r} cannot be read: {error}") from error
+    rows, lines = [], []
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"data: line {number} of {str(path)!r} is not JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"data: line {number} of {name!r} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise ValueError(f"data: line {number} of {str(path)!r} is a {type(row).__name__}, expected an object")
+            raise ValueError(f"data: line {number} of {name!r} is a {type(row).__name__}, expected an object")
         rows.append(row)
-    return rows
+        lines.append(number)
+    return PromptRows(name, rows, lines=lines, digest=f"{zlib.crc32(text.encode()):08x}")
 
 
 def _load_split(config: DataConfig, source: str, path: Path, validation: bool) -> PromptRows:

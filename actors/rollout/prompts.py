@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from ..engines.chat_template import apply_chat_template
 from ..engines.tokenizer import count_tokens
 from ..protocols import Prompt, PromptRow, PromptSource
 from .data_config import DataConfig
+from .prompt_rows import check_encodable, check_rendered, read_row
 from .prompt_sources import (
     ENVIRONMENT,
     PREFIX,
@@ -26,7 +26,6 @@ from .prompt_sources import (
     validation_note,
 )
 
-_SHOWN_CHARS = 80
 _CHECK_CHUNK = 1000
 _CHECK_ENDLESS = 1000
 """Number of prompts of an endless source that the start-up check reads."""
@@ -80,22 +79,17 @@ class TableSource:
         """Return the texts of the prompts `start` to `stop - 1`."""
         return [self._row(row, index).text for index, row in enumerate(self.table.dicts(start, stop), start)]
 
-    def _row(self, row: Mapping[str, Any], index: int) -> PromptRow:
-        config = self._config
-        prompt = self._column(row, config.prompt_field, "data.prompt_field", index)
-        answer = self._column(row, config.answer_field, "data.answer_field", index) if config.answer_field else ""
-        others = {name: value for name, value in row.items() if name not in (config.prompt_field, config.answer_field)}
-        text, messages = self._text(row, prompt, index)
-        return PromptRow(text, self._answer(answer, index), others, messages)
+    def place(self, index: int) -> str:
+        """Return the place of a row, for messages."""
+        return self.table.place(index)
 
-    def _column(self, row: Mapping[str, Any], name: str, key: str, index: int) -> Any:
-        if name not in row:
-            near = difflib.get_close_matches(name, row, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(
-                f"{key}: row {index} of {self.name!r} has no column {name!r}, it has {', '.join(row)}{hint}"
-            )
-        return row[name]
+    def _row(self, row: Mapping[str, Any], index: int) -> PromptRow:
+        read = read_row(self._config, row, self.place(index))
+        text, messages = self._text(row, read.prompt, index)
+        where = f"data: {self.place(index)}, column {self._config.prompt_field!r}"
+        check_encodable(text, where)
+        check_rendered(text, messages, where)
+        return PromptRow(text, read.answer, read.others, messages)
 
     def _text(self, row: Mapping[str, Any], prompt: Any, index: int) -> tuple[str, tuple[Mapping[str, Any], ...]]:
         """Return the text that the model gets for a prompt, and the chat messages that it was rendered from, if any.
@@ -104,10 +98,6 @@ class TableSource:
         if isinstance(prompt, list):
             messages = self._with_system(prompt)
             return self._formatted(row, self._chat(messages, index), index), messages
-        if not isinstance(prompt, str) or not prompt:
-            raise ValueError(
-                f"{self.name!r} row {index}: the prompt is {prompt!r}, expected text or a list of chat messages"
-            )
         text = self._formatted(row, prompt, index)
         config = self._config
         if config.chat_template == "all":
@@ -116,7 +106,7 @@ class TableSource:
         for key in ("system_prompt", "chat_template_kwargs"):
             if getattr(config, key):
                 raise ValueError(
-                    f"data.{key}: got {getattr(config, key)!r}, but the prompt of row {index} of {self.name!r} is "
+                    f"data.{key}: got {getattr(config, key)!r}, but the prompt of {self.place(index)} is "
                     "text, expected chat messages or data.chat_template=all"
                 )
         return text, ()
@@ -126,7 +116,7 @@ class TableSource:
             return self._config.template.format(**{**row, "prompt": prompt})
         except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"data.template: {self._config.template!r} does not fit row {index} of {self.name!r} "
+                f"data.template: {self._config.template!r} does not fit {self.place(index)} "
                 f"with columns {', '.join(row)}: {type(error).__name__}: {error}"
             ) from None
 
@@ -140,8 +130,8 @@ class TableSource:
     def _chat(self, messages: tuple[Any, ...], index: int) -> str:
         if self._tokenizer is None or not self._tokenizer.chat_template:
             what = "data.chat_template is all" if self._config.chat_template == "all" else "the prompt is chat messages"
-            raise ValueError(f"{self.name!r} row {index}: {what}, but the model's tokenizer has no chat template")
-        refusal = f"{self.name!r} row {index}: the chat template does not take the prompt"
+            raise ValueError(f"data: {self.place(index)}: {what}, but the model's tokenizer has no chat template")
+        refusal = f"data: {self.place(index)}: the chat template does not take the prompt"
         return apply_chat_template(self._tokenizer, messages, self._config.chat_template_kwargs, refusal=refusal)
 
     def _check_template_arguments(self) -> None:
@@ -153,29 +143,6 @@ class TableSource:
                 raise ValueError(
                     f"data.chat_template_kwargs: got {name!r}, expected arguments that the model's chat template reads"
                 )
-
-    def _answer(self, answer: Any, index: int) -> str:
-        if answer is None:
-            return ""
-        if isinstance(answer, (str, int, float)):
-            return self._found_answer(str(answer), index)
-        raise ValueError(
-            f"{self.name!r} row {index}: the answer is a {type(answer).__name__}, expected text or a number"
-        )
-
-    def _found_answer(self, text: str, index: int) -> str:
-        """Return the expected answer in a column's text. It is the last match of `data.answer_pattern`, or all without
-        a pattern."""
-        pattern = self._config.answer_pattern
-        if pattern is None:
-            return text
-        found = re.findall(pattern, text)
-        if not found:
-            raise ValueError(
-                f"data.answer_pattern: {pattern!r} does not match the answer of row {index} of {self.name!r}, "
-                f"{text[-_SHOWN_CHARS:]!r}"
-            )
-        return found[-1].strip()
 
 
 class PromptStream:
@@ -240,8 +207,16 @@ class KeptSource:
     def row(self, index: int) -> PromptRow:
         return self._source.row(int(self._kept[index]))
 
+    def place(self, index: int) -> str:
+        return place_of(self._source, int(self._kept[index]))
+
     def texts(self, start: int, stop: int) -> list[str]:
         return [self.row(index).text for index in range(start, stop)]
+
+
+def place_of(source: PromptSource, index: int) -> str:
+    """Return the place of a prompt in its source, for messages."""
+    return source.place(index) if isinstance(source, TableSource | KeptSource) else f"prompt {index} of {source.name!r}"
 
 
 def prompt_lengths(source: PromptSource, tokenizer: Any) -> np.ndarray:
@@ -263,12 +238,10 @@ def check_prompt_lengths(source: PromptSource, tokenizer: Any, max_tokens: int) 
     lengths = prompt_lengths(source, tokenizer)
     too_long = np.flatnonzero(lengths > max_tokens)
     if len(too_long):
-        named = ", ".join(f"row {index} ({lengths[index]} tokens)" for index in too_long[:3])
+        named = ", ".join(f"{place_of(source, index)} ({lengths[index]} tokens)" for index in too_long[:3])
         more = f" and {len(too_long) - 3} more" if len(too_long) > 3 else ""
         hint = "" if source.size is None else "; data.overlong_prompts=drop leaves them out"
-        raise ValueError(
-            f"data.max_prompt_tokens: got {max_tokens}, but prompts of {source.name!r} are longer: {named}{more}{hint}"
-        )
+        raise ValueError(f"data.max_prompt_tokens: got {max_tokens}, but these prompts are longer: {named}{more}{hint}")
     return int(lengths.max())
 
 

@@ -30,7 +30,7 @@ from ..columns import ColumnConfig
 from ..engines.config import RouterReplayConfig
 from ..protocols import PromptSource, RowTokens, Sample, Score, row_schema, written_fields
 from ..rewards.rubric import reward_tag
-from .prompts import row_key
+from .prompts import place_of, row_key
 
 _CHECKED = 1000
 """Number of prompts whose columns are checked before a run."""
@@ -58,11 +58,14 @@ def check_columns(source: PromptSource, columns: Sequence[ColumnConfig]) -> None
         for column in wanted:
             if column.name not in fields and column.default is None:
                 raise ValueError(
-                    f"data.columns: row {index} of {source.name!r} has no column {column.name!r}, which has no "
+                    f"data.columns: {place_of(source, index)} has no column {column.name!r}, which has no "
                     f"default; the row has {', '.join(fields) or 'no other columns'}"
                 )
             if column.name in fields:
-                _number(column, fields[column.name])
+                try:
+                    _number(column, fields[column.name])
+                except ValueError as error:
+                    raise ValueError(f"{error} ({place_of(source, index)})") from None
 
 
 def checked_scores(columns: Sequence[ColumnConfig], samples: Sequence[Sample], scores: Sequence[Score]) -> list[Score]:

@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from ...dataplane.config import encodable
 from ..errors import ConfigError
-from .yaml_values import Loader, annotation_at, can_be_unset, encodable, is_text, parse_yaml
+from .yaml_values import Loader, annotation_at, can_be_unset, is_text, parse_yaml
 
 NULLS = ("null", "Null", "NULL", "~")
 """Values that YAML reads as null."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel
 
+from ...dataplane.config import encodable
 from ..errors import ConfigError
 
 NEEDS_QUOTES = "in a YAML file, text that begins with '#', contains ' #' or ends with ':' needs quotes"
@@ -93,15 +94,6 @@ def _keep_texts(node: yaml.Node, annotation: Any, above: set[int]) -> None:
     for part, value in parts:
         declared = part_annotation(annotation, part) if isinstance(part, str | int) else None
         _keep_texts(value, declared, {*above, id(node)})
-
-
-def encodable(text: str) -> bool:
-    """Return whether UTF-8 can encode a text, which half of a surrogate pair prevents."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 # ---------------------------------------------------------------- types of keys

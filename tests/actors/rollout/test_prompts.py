@@ -215,12 +215,12 @@ def test_texts_become_messages_and_a_system_prompt_is_put_before_them(tmp_path: 
     assert texts(chat_template="all", chat_template_kwargs={"thinking": False})[0] == "<user>2+2<bot><quick>"
     with pytest.raises(ValueError, match="data.chat_template_kwargs: got 'thinkin', expected arguments that"):
         texts(chat_template="all", chat_template_kwargs={"thinkin": False})
-    with pytest.raises(ValueError, match="data.system_prompt: got 'be brief', but the prompt of row 0 .* is text"):
+    with pytest.raises(ValueError, match="data.system_prompt: got 'be brief', but the prompt of line 1 of .* is text"):
         texts(system_prompt="be brief")
     chatty.chat_template = None
-    with pytest.raises(ValueError, match="row 0: data.chat_template is all, but .* no chat template"):
+    with pytest.raises(ValueError, match="line 1 of .*: data.chat_template is all, but .* no chat template"):
         texts(1, chat_template="all")
-    with pytest.raises(ValueError, match="row 1: the prompt is chat messages, but .* no chat template"):
+    with pytest.raises(ValueError, match="line 2 of .*: the prompt is chat messages, but .* no chat template"):
         texts(2)
 
 
@@ -241,7 +241,7 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(tmp_path: Path, token
     with pytest.raises(ValueError, match="got 2, but all 6 prompts of .* are longer, the shortest has 3 tokens"):
         without_overlong(open_source(config), tokenizer, 2)
     strict = config.model_copy(update={"overlong_prompts": "error"})
-    with pytest.raises(ValueError, match="and 0 more|are longer: row 1 .*; data.overlong_prompts=drop leaves them out"):
+    with pytest.raises(ValueError, match="these prompts are longer: line 2 of .*; data.overlong_prompts=drop leaves"):
         open_prompts(strict, tokenizer, seed=0, check_lengths=True)
 
 
@@ -249,7 +249,7 @@ def test_an_answer_is_found_in_its_column(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "answer": "4 - 1 = <<4-1=3>>3 #### 3\n#### 1,200 "}, {"prompt": "q", "answer": "none"}]
     source = open_source(DataConfig(train=jsonl(tmp_path / "p.jsonl", rows), answer_pattern="#### (.+)"))
     assert source.row(0).answer == "1,200", "the last match counts"
-    with pytest.raises(ValueError, match=r"data.answer_pattern: .* does not match the answer of row 1 .* 'none'"):
+    with pytest.raises(ValueError, match=r"data.answer_pattern: .* does not match the answer of line 2 .* 'none'"):
         source.row(1)
     for wrong in ("####", "(a)(b)", "("):
         with pytest.raises(ValueError, match="expected a regular expression"):
@@ -272,17 +272,22 @@ def test_tokens_are_counted_as_prompts_are_encoded(tokenizer: Any) -> None:
             "c.jsonl",
             [{"promt": "a", "answer": "b"}],
             {},
-            "data.prompt_field: row 0 .* has no column 'prompt', it has promt, answer; did you mean 'promt'",
+            "data.prompt_field: line 1 .* has no column 'prompt', it has promt, answer; did you mean 'promt'",
         ),
-        ("a.jsonl", [{"prompt": "a"}], {}, "data.answer_field: row 0 .* has no column 'answer'"),
+        ("a.jsonl", [{"prompt": "a"}], {}, "data.answer_field: line 1 .* has no column 'answer'"),
         (
             "t.jsonl",
             [{"prompt": "a", "answer": ""}],
             {"template": "{question}"},
-            "data.template: '{question}' does not fit row 0",
+            "data.template: '{question}' does not fit line 1 of",
         ),
-        ("n.jsonl", [{"prompt": 3, "answer": ""}], {}, "row 0: the prompt is 3, expected text"),
-        ("l.jsonl", [{"prompt": "a", "answer": ["b"]}], {}, "row 0: the answer is a list, expected text or a number"),
+        ("n.jsonl", [{"prompt": 3, "answer": ""}], {}, "line 1 of .*, column 'prompt': the prompt is 3, expected text"),
+        (
+            "l.jsonl",
+            [{"prompt": "a", "answer": ["b"]}],
+            {},
+            "line 1 of .*, column 'answer': the answer is a list, expected",
+        ),
         ("o.jsonl", [[1]], {}, "line 1 of .* is a list, expected an object"),
         ("x.txt", [{}], {}, "expected one that ends in .jsonl"),
     ],
@@ -332,7 +337,7 @@ def test_prompts_longer_than_the_context_are_named_at_the_start(tmp_path: Path, 
     assert check_prompt_lengths(source, tokenizer, 12) == 12
     with pytest.raises(
         ValueError,
-        match=r"got 8, but prompts of .* are longer: row 1 \(9 tokens\), row 3 \(12 tokens\), row 4 .* and 1 more",
+        match=r"got 8, but .* longer: line 2 .*? \(9 tokens\), line 4 .*? \(12 tokens\), line 5 .* and 1 more",
     ):
         check_prompt_lengths(source, tokenizer, 8)
     assert check_prompt_lengths(TaskSource("reverse", held_out=False), tokenizer, 20) == 10

@@ -100,9 +100,9 @@ def test_prompts_are_checked_before_a_run() -> None:
         return SimpleNamespace(name="mine", size=len(rows), row=lambda index: PromptRow("q", "", rows[index]))
 
     check_columns(source({"level": 1}, {"level": 2, "trust": 0.1}), (LEVEL, TRUST, CREDIT))
-    with pytest.raises(ValueError, match="row 1 of 'mine' has no column 'level'.*the row has trust"):
+    with pytest.raises(ValueError, match="prompt 1 of 'mine' has no column 'level'.*the row has trust"):
         check_columns(source({"level": 1}, {"trust": 2}), (LEVEL,))
-    with pytest.raises(ValueError, match="column 'level' got 'high', expected int64"):
+    with pytest.raises(ValueError, match="column 'level' got 'high', expected int64.* .prompt 0 of 'mine'."):
         check_columns(source({"level": "high"}), (LEVEL,))
 
 

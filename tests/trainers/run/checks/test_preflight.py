@@ -114,10 +114,10 @@ def wide(place: Path) -> None:
 MISTAKES = {
     "no tokenizer": (no_tokenizer, [], "model.path: got './model', expected a model whose tokenizer can be loaded"),
     "damaged tokenizer": (damaged_tokenizer, [], "model.path: got './model', expected a model whose tokenizer can be"),
-    "broken template": (broken_template, [], "'./chat.jsonl' row 0: the chat template does not take the prompt"),
-    "prompt column": (nothing, ["data.prompt_field=question"], "data.prompt_field: row 0 of './chat.jsonl' has no col"),
-    "answer column": (nothing, ["data.answer_field=solution"], "data.answer_field: row 0 of './chat.jsonl' has no col"),
-    "prompts too long": (nothing, ["data.max_prompt_tokens=3"], "data.max_prompt_tokens: got 3, but prompts of"),
+    "broken template": (broken_template, [], "data: line 1 of './chat.jsonl': the chat template does not take"),
+    "prompt column": (nothing, ["data.prompt_field=question"], "data.prompt_field: line 1 of './chat.jsonl' has no"),
+    "answer column": (nothing, ["data.answer_field=solution"], "data.answer_field: line 1 of './chat.jsonl' has no"),
+    "prompts too long": (nothing, ["data.max_prompt_tokens=3"], "data.max_prompt_tokens: got 3, but these prompts are"),
     "reward module": (nothing, ['reward.functions=[{kind: "gone:f"}]'], "reward: module 'gone' of 'gone:f' cannot be"),
     "reward function": (nothing, ["reward.functions.0.kind=my_preflight_rewards:f"],
      "reward: module 'my_preflight_rew"),
@@ -139,7 +139,7 @@ MISTAKES = {
     "run.dir": (nothing, ["run.dir=/proc/x"], "run.dir: /proc/x cannot be created"),
     "ray": (nothing, ["resources.ray_address=nope.invalid:1"], "resources.ray_address: got 'nope.invalid:1', expected"),
     "ray without port": (nothing, ["resources.ray_address=here"], "(it does not have the form HOST:PORT)"),
-    "damaged data": (damaged_data, [], "data: line 2 of 'chat.jsonl' is not JSON"),
+    "damaged data": (damaged_data, [], "data: line 2 of './chat.jsonl' is not JSON"),
     "empty data": (empty_data, [], "data: './chat.jsonl' is empty, expected at least one row"),
     "memory": (large, [], "this machine has"),
 }  # fmt: skip
@@ -241,7 +241,7 @@ def test_of_a_large_source_the_first_prompts_are_read(place: Path, monkeypatch: 
         "data.max_prompt_tokens: only the first 2 of 3 prompts of ./many.jsonl"
     ]
     [problem] = problems(place, {**run, "data": {**data, "max_prompt_tokens": 3}})
-    assert problem.startswith("data.max_prompt_tokens: got 3, but prompts of './many.jsonl' are longer: row 1 (4 tok")
+    assert problem.startswith("data.max_prompt_tokens: got 3, but these prompts are longer: line 2 of './many.jsonl' (")
 
 
 def test_shared_memory_that_is_too_small(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
