@@ -1,5 +1,6 @@
-"""A data plane in this process, and rows for it. Every byte of a row follows from its key, so that reads can be
-checked.
+"""A data plane in this process, and rows for it.
+
+Every byte of a row follows from its key, so that reads can be checked.
 
 with plane() as client:
     keys = ["p0.0", "p0.1"]

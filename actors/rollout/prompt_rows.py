@@ -69,8 +69,10 @@ def check_encodable(text: str, where: str) -> None:
 
 
 def check_rendered(text: str, messages: tuple[Mapping[str, Any], ...], where: str) -> None:
-    """Raise ValueError, which begins with `where`, if a chat template has put a list of content parts into the text as
-    Python writes it."""
+    """Raise ValueError if a chat template has written a list of content parts into the text as a Python list.
+
+    The error begins with `where`.
+    """
     for message in messages:
         content = message.get("content")
         if isinstance(content, list) and repr(content) in text:
@@ -86,8 +88,10 @@ def _column(row: Mapping[str, Any], name: str, key: str, place: str) -> Any:
 
 
 def _check_message(message: Any, what: str) -> None:
-    """Raise ValueError, which begins with `what`, unless `message` is a chat message with a role and with text, parts
-    or calls of tools."""
+    """Raise ValueError unless `message` is a chat message with a role and with text, parts or calls of tools.
+
+    The error begins with `what`.
+    """
     if not isinstance(message, Mapping):
         raise ValueError(f"{what} is {message!r:.{_SHOWN_CHARS}}, expected a message such as {MESSAGE}")
     role, content = message.get("role"), message.get("content")

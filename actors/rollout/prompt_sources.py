@@ -55,8 +55,7 @@ class PromptRows:
         return len(self.rows)
 
     def place(self, index: int) -> str:
-        """Return the place of a row in the source: its line in a file, which an editor shows, or its index in a
-        dataset."""
+        """Return the place of a row in the source, which is its line in a file or its index in a dataset."""
         place = f"line {self.lines[index]}" if self.lines else f"row {index} (counted from 0)"
         return f"{place} of {self.name!r}"
 

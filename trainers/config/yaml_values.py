@@ -100,8 +100,10 @@ def _keep_texts(node: yaml.Node, annotation: Any, above: set[int]) -> None:
 
 
 def annotation_at(location: Sequence[str | int], root: Any) -> Any:
-    """Return the annotation of the key at `location` below the annotation `root`; None if there is no such key, or if
-    keys are free there."""
+    """Return the annotation of the key at `location` below the annotation `root`.
+
+    Return None if there is no such key, or if keys are free there.
+    """
     for part in location:
         root = part_annotation(root, part)
     return root
