@@ -118,6 +118,12 @@ class StagedWeightEngine(library.WeightTransferEngine):
         """Close the load session: the model is ready to generate with the new weights."""
         self.loader.finish()
 
+    @staticmethod
+    def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
+        """Raise NotImplementedError, because the trainer publishes through a WeightPublisher. The method exists only
+        because vLLM 0.26 requires it."""
+        raise NotImplementedError("weights are published by a WeightPublisher")
+
     def shutdown(self) -> None:
         """Close the inbox and the connection to the engine. Idempotent."""
         if self._inbox is not None:

@@ -117,6 +117,12 @@ def test_an_engine_takes_what_is_free_where_others_hold_memory(
     assert taken == pytest.approx(share * 100 * gib) and taken <= free * gib
 
 
+def test_the_worker_has_every_method_that_a_release_of_vllm_requires_of_it() -> None:
+    """Releases differ: 0.26 makes no object of a class without `trainer_send_weights`, which later ones do without."""
+    required = {"init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update", "shutdown"}
+    assert required | {"trainer_send_weights"} <= vars(module("worker").StagedWeightEngine).keys()
+
+
 def test_on_gpus_a_step_processes_as_many_tokens_as_in_offline_work(monkeypatch: pytest.MonkeyPatch) -> None:
     library = module("library")
     asked: list[Any] = []
