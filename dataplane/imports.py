@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -23,22 +25,33 @@ class MissingExtra(ValueError):
 def import_object(path: str, what: str) -> Any:
     """Import and return the object at `path`, which has the form `package.module:name`.
 
-    what: purpose of the object, for error messages (such as `sampler`). Raises ValueError when the path is malformed,
-    when the module cannot be imported (the message gives the original error), and when the module has no such name.
+    what: config key or purpose of the object, for error messages (such as `sampler`). Raises ValueError when the path
+    is malformed, when the module cannot be imported (the message gives the original error), and when the module has no
+    such name. `__main__` is refused, because other processes cannot import what a notebook or a script defines.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise ValueError(f"{what}: got {path!r}, expected an import path like 'package.module:function'")
+    if module_name == "__main__":
+        raise ValueError(
+            f"{what}: got {path!r}, expected a module in a file of its own, because the run's processes cannot import "
+            "what a notebook or a script defines"
+        )
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # A user's module can raise any error at import.
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # A user's module can raise any error at import, also SystemExit.
+        absent = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
+        where = f"; the working folder {os.getcwd()} and Python's path were searched" if absent else ""
         raise ValueError(
-            f"{what}: module {module_name!r} of {path!r} cannot be imported: {type(error).__name__}: {error}"
+            f"{what}: module {module_name!r} of {path!r} cannot be imported: {type(error).__name__}: {error}{where}"
         ) from error
-    try:
-        return getattr(module, name)
-    except AttributeError:
-        raise ValueError(f"{what}: module {module_name!r} has no {name!r}") from None
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, dir(module), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{what}: module {module_name!r} ({getattr(module, '__file__', None)}) has no {name!r}{hint}")
+    return getattr(module, name)
 
 
 def import_each(modules: Sequence[str]) -> None:

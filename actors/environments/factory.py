@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...dataplane.imports import MissingExtra, import_object
+from ..process.user_errors import contained, described
 from .config import EndpointConfig, EnvironmentConfig
 from .episode import Episode, generate_together
 from .host import EpisodeEndpoint
@@ -35,7 +36,12 @@ def build_environment(config: EnvironmentConfig) -> Any:
     _check_options(kind, target, options, plays)
     if plays:
         return functools.partial(target, **options)
-    environment = target(**options)
+    try:
+        environment = target(**options)
+    except BaseException as error:  # User code can raise anything, and `SystemExit` would end the actor silently.
+        if isinstance(error, ValueError):
+            raise
+        raise ValueError(f"environment.kind: {kind!r} raised {described(contained(error))}") from error
     if not any(inspect.iscoroutinefunction(getattr(environment, name, None)) for name in ("play", "play_group")):
         raise ValueError(
             f"environment.kind: {kind!r} made a {type(environment).__name__}, expected an object with a coroutine "
@@ -71,6 +77,22 @@ def check_environment(config: EnvironmentConfig, endpoint: EndpointConfig) -> No
         return
     target = _target(kind)
     _check_options(kind, target, dict(config.options), inspect.iscoroutinefunction(target))
+    if inspect.isclass(target):
+        _check_players(kind, target)
+
+
+def _check_players(kind: str, target: type) -> None:
+    """Raise ValueError unless a class has a coroutine `play` or `play_group` that takes one argument."""
+    players = [getattr(target, name, None) for name in ("play", "play_group")]
+    try:
+        found = [inspect.signature(one).bind(None, None) for one in players if inspect.iscoroutinefunction(one)]
+    except TypeError as error:
+        raise ValueError(f"environment.kind: {kind!r}: {error}; expected `async def play(self, episode)`") from error
+    if not found:
+        raise ValueError(
+            f"environment.kind: {kind!r} makes a {target.__name__}, expected an object with a coroutine "
+            "`async def play(self, episode)`"
+        )
 
 
 def _target(kind: str) -> Any:
@@ -92,4 +114,7 @@ def _check_options(kind: str, target: Any, options: dict[str, Any], plays: bool)
     try:
         inspect.signature(target).bind(*((None,) if plays else ()), **options)
     except TypeError as error:
-        raise ValueError(f"environment.options: {sorted(options)} do not fit {kind!r}: {error}") from error
+        raise ValueError(
+            f"environment.options: {sorted(options)} do not fit {kind!r}{inspect.signature(target)}: {error}; expected "
+            + ("`async def play(episode, **options)`" if plays else "a function or class of the options alone")
+        ) from error

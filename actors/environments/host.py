@@ -19,6 +19,7 @@ from ..columns import ColumnConfig
 from ..engines.chat import ChatFormat
 from ..engines.protocol import Generator, SamplingParams
 from ..engines.router import Router
+from ..process.user_errors import awaited, described
 from ..process.user_function_timeouts import MAX_HUNG, TooManyHang, UserThreads
 from ..protocols import Prompt, Sample
 from .config import EnvironmentConfig
@@ -168,7 +169,7 @@ class EpisodeHost:
         close = getattr(self._environment, "close", None)
         if close is not None:
             async with asyncio.timeout(2 * GRACE_S):
-                await close()
+                await awaited(close)
 
     # ------------------------------------------------------------ inside
 
@@ -213,9 +214,8 @@ class EpisodeHost:
 
     async def _call(self, episodes: Sequence[Episode]) -> Any:
         if hasattr(self._environment, "play_group"):
-            return await self._environment.play_group(episodes)
-        play = getattr(self._environment, "play", self._environment)
-        return await play(episodes[0])
+            return await awaited(self._environment.play_group, episodes)
+        return await awaited(getattr(self._environment, "play", self._environment), episodes[0])
 
     def _take(self, task: asyncio.Task[Any], episodes: Sequence[Episode]) -> None:
         """Record what the environment returned or raised. Raises errors that end the rollout."""
@@ -238,7 +238,7 @@ class EpisodeHost:
             if isinstance(error, OutOfTokens) or (error is not None and episode.out_of_tokens):
                 episode.finish_reason = "length"
             elif error is not None:
-                episode.fail(f"{type(error).__name__}: {error}")
+                episode.fail(described(error))
 
     async def _stop(self, task: asyncio.Task[Any]) -> None:
         """Cancel the environment's task. A task that does not end within GRACE_S is no longer awaited, and counts as

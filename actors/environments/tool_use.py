@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from ...dataplane.imports import import_object
+from ..process.user_errors import awaited
 from ..process.user_function_timeouts import TooManyHang, UserProcesses, UserThreads
 from .episode import Episode
 
@@ -102,6 +103,7 @@ def build_tools(names: Sequence[str]) -> dict[str, Tool]:
             raise ValueError(f"environment.options.tools: {name!r} is given twice")
         if ":" in entry:
             tools[name] = import_object(entry, "environment.options.tools")
+            _check_arguments(entry, tools[name])
         elif entry in TOOLS:
             tools[name] = TOOLS[entry]
         else:
@@ -110,6 +112,23 @@ def build_tools(names: Sequence[str]) -> dict[str, Tool]:
                 f"'package.module:function'"
             )
     return tools
+
+
+def _check_arguments(entry: str, tool: Any) -> None:
+    """Raise ValueError unless a user's tool can be called with one text."""
+    if not callable(tool):
+        raise ValueError(f"environment.options.tools: {entry!r} is a {type(tool).__name__}, expected a function")
+    try:
+        signature = inspect.signature(tool)
+    except ValueError:  # Some built-in callables have no signature.
+        return
+    try:
+        signature.bind("")
+    except TypeError as error:
+        raise ValueError(
+            f"environment.options.tools: {entry!r} takes {signature}, expected a function of one text, the arguments "
+            f"of a call ({error})"
+        ) from error
 
 
 class ToolUse:
@@ -196,7 +215,7 @@ class ToolUse:
                 limit = asyncio.timeout(self._timeout_s)
                 try:
                     async with limit:
-                        result = await result
+                        result = await awaited(lambda: result)
                 except TimeoutError:
                     if limit.expired():
                         return f"error: tool {name!r} did not return within {self._timeout_s:g} s"

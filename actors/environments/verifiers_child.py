@@ -64,7 +64,7 @@ class Player:
             write({"id": number, **await self._episode(message)})
         except asyncio.CancelledError:
             write({"id": number, "error": "cancelled", "rewards": {}, "reward": None})
-        except Exception as error:  # The environment failed, so this episode fails.
+        except BaseException as error:  # The environment failed, so this episode fails.
             write({"id": number, "error": f"{type(error).__name__}: {error}", "rewards": {}, "reward": None})
 
     async def _episode(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from .user_errors import contained
 from .user_process_child import PROMPT
 
 START_S = 60.0
@@ -223,8 +224,7 @@ class _Call(Generic[T]):
         try:
             settle = partial(self._result.set_result, self._function())
         except BaseException as raised:  # The caller raises this error.
-            error = raised if isinstance(raised, Exception) else RuntimeError(f"{type(raised).__name__}: {raised}")
-            settle = partial(self._result.set_exception, error)
+            settle = partial(self._result.set_exception, contained(raised))
         with self._lock:
             self._over = True
             given_up = self._given_up

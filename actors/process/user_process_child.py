@@ -13,8 +13,10 @@ import importlib
 import inspect
 import json
 import os
+import runpy
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,8 @@ PROMPT = "__prompt__"
 
 
 _PR_SET_PDEATHSIG = 1
+# This script runs without the package, so it reads its neighbour as a file.
+described = runpy.run_path(str(Path(__file__).with_name("user_errors.py")))["described"]
 
 
 def end_with(parent: int) -> None:
@@ -77,7 +81,7 @@ def main() -> None:
             request = json.loads(line)
             write({"value": call(getattr(function, request["method"]), request["arguments"])})
         except BaseException as error:  # The function can raise any error, and some libraries raise one to end a call.
-            write({"error": f"{type(error).__name__}: {error}"})
+            write({"error": described(error)})
 
 
 if __name__ == "__main__":

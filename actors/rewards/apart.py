@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..process.user_errors import awaited, described
 from ..process.user_function_timeouts import UserProcesses, UserThreads
 from ..protocols import Sample
 from .config import RewardFunctionConfig
@@ -118,8 +119,7 @@ class ApartRewards:
                 if len(values) != len(chosen):
                     raise ValueError(f"the function returned {len(values)} values for {len(chosen)} samples")
             except Exception as error:  # User code can raise anything. The rows are masked, and the error is reported.
-                words = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
-                values = [words] * len(chosen)
+                values = [f"raised {described(error)}"] * len(chosen)
         for at, value in zip(chosen, values, strict=True):
             known[at].values[reward.name] = value
 
@@ -154,7 +154,7 @@ class ApartRewards:
         thread."""
         if not is_coroutine_function(reward.function):
             return await self._threads.call(f"reward {reward.name!r}", call, reward.timeout_s)
-        task = asyncio.ensure_future(_awaited(call()))
+        task = asyncio.ensure_future(awaited(call))
         try:
             await asyncio.wait({task}, timeout=reward.timeout_s)
             if task.done():
@@ -177,7 +177,3 @@ def is_coroutine_function(function: Any) -> bool:
     """Return whether a call of `function`, which can be a partial or an object, gives a coroutine."""
     inner = getattr(function, "func", function)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
-
-
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value

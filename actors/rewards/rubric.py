@@ -9,14 +9,13 @@ import functools
 import inspect
 import math
 import numbers
-import os
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
 
 from ...dataplane.imports import import_object
+from ..process.user_errors import contained, described
 from ..process.user_function_timeouts import UserProcesses
 from ..protocols import Prompt, Reward, Sample, Score
 from .apart import EPISODE, TOKENS, ApartReward, ApartRewards, ApartValues, is_apart, wanted_by
@@ -31,7 +30,10 @@ from .builtin import (
     per_position,
 )
 from .config import RewardConfig, RewardFunctionConfig
+from .signatures import bind_options, check_signature
 
+MOST = float(np.finfo(np.float32).max)
+"""Largest number that float32 can hold."""
 NUM_PROCESSES = 4
 """Largest number of processes in which one reward function runs in a rollout actor."""
 BUILT_REWARDS: dict[str, Any] = {
@@ -142,15 +144,17 @@ class Rubric:
                     if name == self._voter:
                         answer = getattr(reward, "answer_of", str.strip)(response)
                 value = _finite(name, given)
-            except Exception as error:  # User code can raise anything. The row is masked, and the error is reported.
-                said = " ".join(str(error).split())
-                errors.append(f"reward {name!r} raised {type(error).__name__}: {said}{_place(error)}")
+            except BaseException as error:  # User code can raise anything. The row is masked, and the error reported.
+                errors.append(f"reward {name!r} raised {described(contained(error))}")
                 continue
             components[name] = value
             total += weight * value
         if errors:
             return Score(reward=0.0, components=components, valid=False, error=errors[0])
         reward = min(max(self._scale * total, self._low), self._high)
+        if not _fits(reward):
+            error = f"the weighted sum of the rewards is {reward!r}, expected a finite number that float32 can hold"
+            return Score(reward=0.0, components=components, valid=False, error=error)
         return Score(reward=reward, components=components, valid=True, answer=answer)
 
 
@@ -161,17 +165,16 @@ def _arguments(wanted: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any
     return {name: known[name] for name in wanted}
 
 
-def _place(error: Exception) -> str:
-    """Return the place where the user's code raised `error`, as the end of a message; "" if this module raised it."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return "" if frame.filename == __file__ else f" ({os.path.basename(frame.filename)} line {frame.lineno})"
-
-
 def _finite(name: str, value: object) -> float:
     # numbers.Real includes bool and numpy's numbers. It excludes 0-d tensors and strings that look like numbers.
-    if not isinstance(value, (numbers.Real, np.bool_)) or not math.isfinite(value):
-        raise ValueError(f"{name!r} returned {value!r}, expected a finite number")
+    if not isinstance(value, (numbers.Real, np.bool_)) or not _fits(value):
+        raise ValueError(f"{name!r} returned {value!r}, expected a finite number that float32 can hold")
     return float(value)
+
+
+def _fits(value: Any) -> bool:
+    """Return whether a number is finite in float32, in which rewards are stored."""
+    return abs(value) <= MOST
 
 
 def build_rubric(config: RewardConfig, tagged: Collection[str] = (), voter: str | None = None) -> Rubric:
@@ -207,7 +210,7 @@ def check_rewards(functions: Sequence[RewardFunctionConfig]) -> None:
             build_reward(config)
         else:
             target = _target(config.kind)
-            _check_options(config.kind, target, dict(config.options), inspect.isclass(target))
+            check_signature(config, target)
             called = target.__call__ if inspect.isclass(target) else target
             if not is_apart(config, called):
                 try:
@@ -234,13 +237,20 @@ def build_reward(config: RewardFunctionConfig) -> Reward | MathVerify:
     """
     target = _target(config.kind)
     options = dict(config.options)
-    is_class = inspect.isclass(target)
-    _check_options(config.kind, target, options, is_class)
-    if not is_class:
+    if ":" in config.kind:
+        check_signature(config, target)
+    else:
+        bind_options(config, target)
+    if not inspect.isclass(target):
         return functools.partial(target, **options) if options else target
-    reward = target(**options)
+    try:
+        reward = target(**options)
+    except BaseException as error:  # User code can raise anything, and `SystemExit` would end the actor silently.
+        if isinstance(error, ValueError):
+            raise
+        raise ValueError(f"reward.functions: {config.kind!r} raised {described(contained(error))}") from error
     if not isinstance(reward, MathVerify) and not callable(reward):
-        raise ValueError(f"reward: objects of {config.kind!r} cannot be called as (prompt, response, finish_reason)")
+        raise ValueError(f"reward.functions: objects of {config.kind!r} cannot be called")
     return cast("Reward | MathVerify", reward)
 
 
@@ -252,20 +262,7 @@ def _computed_before(prompt: Prompt, response: str, finish_reason: str) -> float
 def _target(kind: str) -> Any:
     if ":" not in kind:
         return BUILT_REWARDS[kind]
-    target = import_object(kind, "reward")
+    target = import_object(kind, "reward.functions")
     if not callable(target):
-        raise ValueError(f"reward: {kind!r} is a {type(target).__name__}, expected a function or class")
+        raise ValueError(f"reward.functions: {kind!r} is a {type(target).__name__}, expected a function or class")
     return target
-
-
-def _check_options(kind: str, target: Any, options: dict[str, Any], is_class: bool) -> None:
-    try:
-        signature = inspect.signature(target)
-    except ValueError:  # Some built-in callables have no signature. A wrong option then fails only in the call.
-        return
-    arguments = () if is_class else (None, None, None)
-    given = {} if is_class else dict.fromkeys(wanted_by(target))
-    try:
-        signature.bind(*arguments, **given, **options)
-    except TypeError as error:
-        raise ValueError(f"reward {kind!r} with options {sorted(options)}: {error}") from error

@@ -252,7 +252,9 @@ def chosen(sampler: Sampler, candidates: Candidates, request: ClaimRequest) -> n
     """
     try:
         positions = np.asarray(sampler.select(candidates, request))
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         # A user's sampler can raise any error, and the claim must report it.
         raise SamplerError(f"{_name(sampler)} raised {type(error).__name__}: {error}") from error
     if positions.ndim != 1 or (positions.dtype.kind not in "iu" and len(positions)):
@@ -395,6 +397,8 @@ def build_sampler(task: TaskConfig, own: Collection[str]) -> Sampler:
         built = import_object(task.sampler, "factory")(**task.options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
+    except Exception as error:  # A user's factory can raise any error.
+        raise ValueError(f"{where}: its factory raised {type(error).__name__}: {error}") from error
     parts = ("order", "looks_ahead", "arguments", "select")
     if not all(hasattr(built, part) for part in parts) or built.order not in ORDERS or not callable(built.select):
         raise ValueError(f"{where}: its factory returned {built!r}, expected a Sampler ({', '.join(parts)})")

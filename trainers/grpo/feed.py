@@ -245,6 +245,11 @@ class Feed:
         """Number of groups whose prompts were issued and that are neither claimed nor dropped."""
         return len(self._in_flight)
 
+    @property
+    def reports(self) -> Sequence[RolloutReport]:
+        """Reports of the rollout calls that have ended in the current step."""
+        return tuple(self._tally.reports)
+
     def drain(self) -> None:
         """Wait until all rollout calls in flight have ended. The wait has no time limit while their actors make
         progress; an actor that makes none for resources.stage_timeout_s is killed and replaced.

@@ -36,13 +36,14 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
 import numpy as np
 
+from ...actors.rollout.results import RolloutReport
 from ...actors.train.worker import PREV, WorkerReport
 from ...dataplane.meta import KVBatchMeta
 from ..cluster.rollout_specs import EvaluationDefaults, evaluation_plans
@@ -162,8 +163,7 @@ class Steps:
             run.stages.tracer.add(engine, spans)
         feed.clear(meta)
         fed = feed.settle()
-        for report in fed.reports:
-            run.observers.reward_errors.note(state.step, report.failed, report.rows, report.errors)
+        note_failed_rows(run, state.step, fed.reports)
         seconds = time.perf_counter() - tally.started
         metrics = {**step_metrics(run, state, fed, tally.passes, meta, seconds, sync), **validated}
         metrics["queue/groups_in_flight"] = float(feed.in_flight)
@@ -263,9 +263,24 @@ def finish_update(workers: TrainWorkers, state: State) -> list[WorkerReport]:
 
 
 def run_steps(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
-    """Train from `state` to step `algorithm.steps`; updates `state`."""
-    overlap = run.config.overlap
+    """Train from `state` to step `algorithm.steps`; updates `state`. If a step fails, its failed rows are recorded
+    before the error is raised."""
     steps = Steps(run, state, after_step)
+    try:
+        _run_steps(run, state, feed, steps)
+    except Exception:
+        note_failed_rows(run, state.step + 1, feed.reports)
+        raise
+
+
+def note_failed_rows(run: Run, step: int, reports: Sequence[RolloutReport]) -> None:
+    """Record the failed rows of rollout calls that ended in `step`."""
+    for report in reports:
+        run.observers.reward_errors.note(step, report.failed, report.rows, report.errors)
+
+
+def _run_steps(run: Run, state: State, feed: Feed, steps: Steps) -> None:
+    overlap = run.config.overlap
     while steps.go_on:
         tally = steps.begin()
         feed.top_up()

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ...actors.process.user_errors import contained, described
 from ...dataplane.imports import import_object
 from .terms import LossInputs
 
@@ -209,8 +210,8 @@ class OwnObjective:
         a gradient of one loss for each token."""
         try:
             values = self._function(inputs)
-        except Exception as error:  # The user's function can raise any exception.
-            raise ValueError(f"loss.kind: {self.name!r} raised {type(error).__name__}: {error}") from error
+        except BaseException as error:  # The user's function can raise anything.
+            raise ValueError(f"loss.kind: {self.name!r} raised {described(contained(error))}") from error
         shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
         if shape != tuple(inputs.logprobs.shape) or not values.is_floating_point():
             raise ValueError(
@@ -233,5 +234,8 @@ def build_own_objective(kind: str, options: Mapping[str, Any]) -> OwnObjective:
     try:
         inspect.signature(function).bind(None, **options)
     except TypeError as error:
-        raise ValueError(f"loss.options: {sorted(options)} do not fit {kind!r}: {error}") from error
+        raise ValueError(
+            f"loss.options: {sorted(options)} do not fit {kind!r}{inspect.signature(function)}: {error}; expected a "
+            "function of (inputs, **options)"
+        ) from error
     return OwnObjective(kind, lambda inputs: function(inputs, **options))

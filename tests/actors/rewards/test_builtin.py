@@ -301,7 +301,8 @@ def test_rewards_of_the_user(user_module: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (term("my_rewards:missing"), "module 'my_rewards' has no 'missing'"),
+        (term("my_rewards:missing"), "module 'my_rewards' .*my_rewards.py. has no 'missing'"),
+        (term("my_rewards:short"), "has no 'short'; did you mean 'shorter'"),
         (term("my_rewards:number"), "'my_rewards:number' is a int, expected a function or class"),
         (term("no_such_package.rewards:f"), "cannot be imported: ModuleNotFoundError"),
         (
