@@ -8,6 +8,7 @@ ValueError
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class UserError(ValueError):
@@ -17,8 +18,11 @@ class UserError(ValueError):
 class ConfigError(UserError):
     """One or more wrong keys or values in the configuration. `problems` describes each in one sentence."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    def __init__(self, problems: Sequence[str], config: Any = None) -> None:
+        """config: configuration whose values do not fit each other; None if there is none, because a key or a value is
+        wrong by itself. It lets further checks find their mistakes, too."""
         self.problems = tuple(problems)
+        self.config = config
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:

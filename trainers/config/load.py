@@ -20,7 +20,7 @@ from .checks import contradictions
 from .config import Config
 from .effects import idle_key_problems
 from .overrides import apply_override
-from .peers import leaves, meant_keys
+from .peers import NO_COUNTERPART, leaves, meant_keys
 from .yaml_values import NEEDS_QUOTES, parse_yaml, section_at
 
 SHOWN_CHARS = 80
@@ -99,9 +99,9 @@ def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_r
             warnings.warn(sentence, FutureWarning, stacklevel=3)
     else:
         problems += idle
-    problems = problems or _missing_paths(config.model.path, config.sources)
+    problems += missing_paths(config.model.path, config.sources).values()
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, config)
     return config
 
 
@@ -241,7 +241,7 @@ _PLAIN_EXPECTATIONS = {
 
 def _expected(kind: str, value: Any, context: Mapping[str, Any], message: str) -> str:
     if kind == "literal_error":
-        choices = re.findall(r"'([^']*)'", context["expected"])
+        choices = [text or number for text, number in re.findall(r"'([^']*)'|(\d+)", context["expected"])]
         near = difflib.get_close_matches(str(value), choices, 1) if len(choices) > 1 else []
         listed = f"one of {', '.join(choices)}" if len(choices) > 1 else repr(choices[0])
         return listed + (f" (did you mean {near[0]}?)" if near else "")
@@ -260,9 +260,6 @@ SIMILAR, SIMILAR_ELSEWHERE = 0.7, 0.75
 of the same section, then for keys of other sections."""
 
 
-_NO_COUNTERPART = "it has no counterpart here"
-
-
 def _of_another_library(location: Sequence[str | int], value: Any, root: type[BaseModel]) -> list[str]:
     """Return one sentence for each key in an unknown section that has the same name in another library. Returns [] if
     there is no such key; the error is then about the section itself."""
@@ -272,8 +269,7 @@ def _of_another_library(location: Sequence[str | int], value: Any, root: type[Ba
     found = [((*above, *path), meant_keys((*above, *path), own)) for path in leaves(value)]
     if not any(meant.parts > 1 for _, meant in found):
         return []
-    hints = [f"did you mean {' or '.join(meant.keys)}?" if meant.keys else _NO_COUNTERPART for _, meant in found]
-    return [f"{'.'.join(path)}: unknown key; {hint}" for (path, _), hint in zip(found, hints, strict=True)]
+    return [f"{'.'.join(path)}: unknown key; {meant.hint or NO_COUNTERPART}" for path, meant in found]
 
 
 def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
@@ -286,9 +282,9 @@ def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
     siblings = list(model.model_fields) if model else []
     prefix = "".join(f"{part}." for part in parents)
     known = dict(_all_keys(root, ""))
-    meant = meant_keys([str(part) for part in location], set(known.values())).keys
-    if meant:
-        return f"did you mean {' or '.join(meant)}?"
+    meant = meant_keys([str(part) for part in location], set(known.values()))
+    if meant.hint:
+        return meant.hint
     elsewhere = [dotted for dotted, last in known.items() if last == name]
     if elsewhere:
         return f"did you mean {' or '.join(elsewhere[:3])}?"
@@ -309,15 +305,22 @@ def _all_keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
             yield from _all_keys(field.annotation, f"{prefix}{name}.")
 
 
-def _missing_paths(model: str, sources: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Return one sentence for each setting with a value that can only be a local path and does not exist."""
-    problems = []
+def missing_paths(model: str, sources: Sequence[tuple[str, str | None]]) -> dict[str, str]:
+    """Return the settings with a value that can only be a local path and does not exist: value -> sentence about it.
+    model: value of `model.path`. sources: see `Config.sources`."""
+    problems = {}
     if _only_a_path(model) and not Path(model).expanduser().is_dir():
-        problems.append(f"model.path: got {model!r}, expected an existing model folder")
+        problems[model] = f"model.path: got {model!r}, expected an existing model folder{_counted_from(model)}"
     for key, source in sources:
         if source and (_only_a_path(source) or source.endswith(".jsonl")) and not Path(source).expanduser().exists():
-            problems.append(f"{key}: got {source!r}, expected an existing .jsonl file or dataset folder")
+            expected = f"expected an existing .jsonl file or dataset folder{_counted_from(source)}"
+            problems[source] = f"{key}: got {source!r}, {expected}"
     return problems
+
+
+def _counted_from(path: str) -> str:
+    """Return the end of a sentence about a missing path: what a relative path is relative to."""
+    return "" if Path(path).expanduser().is_absolute() else f" (relative paths count from {os.getcwd()})"
 
 
 def _only_a_path(text: str) -> bool:

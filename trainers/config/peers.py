@@ -67,6 +67,18 @@ PEERS: Mapping[str, tuple[Row, ...]] = {
         ("resume_from_checkpoint", "run.dir", "`headrace train CONFIG --resume`"),
         ("log_completions", "logging.samples.every", ""),
         ("num_completions_to_print", "logging.samples.groups", "`headrace samples RUN_DIR`"),
+        ("vllm_importance_sampling_mode", "loss.correction", "token_truncate: tis; token_mask: icepop"),
+        ("vllm_importance_sampling_clip_max", "loss.correction_high", ""),
+        ("vllm_importance_sampling_clip_min", "loss.correction_low", ""),
+        ("vllm_max_model_length", "rollout.max_model_len", ""),
+        ("vllm_model_impl", "rollout.vllm", "{model_impl: ...}"),
+        ("max_tool_calling_iterations", "environment.options", "max_turns, with environment.kind=tool_use"),
+        ("multi_objective_aggregation", "advantage.kind", "normalize_then_sum: gdpo"),
+        ("num_generations_eval", "validation.n", ""),
+        ("router_aux_loss_coef", "trainer.moe.aux_loss_coef", ""),
+        ("entropy_coef", "loss.entropy_coef", ""),
+        ("use_bias_correction_kl", "loss.kl_kind", "true: k3_is"),
+        ("model_init_kwargs", "model.dtype", "only the dtype can be chosen"),
     ),
     "verl": (
         ("actor_rollout_ref.model.path", "model.path", ""),
@@ -228,6 +240,28 @@ PEERS: Mapping[str, tuple[Row, ...]] = {
 }  # fmt: skip
 """Name of a library -> its settings."""
 
+WITHOUT_COUNTERPART = (
+    "cache_implementation", "cast_lm_head_to_fp32", "disable_dropout", "ds3_gather_for_generation",
+    "entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target", "generation_kwargs",
+    "log_completions_hub_repo", "log_multimodal", "log_unique_prompts", "min_p", "off_policy_mask_threshold",
+    "pad_to_multiple_of", "ref_model_mixup_alpha", "ref_model_sync_steps", "remove_unused_columns",
+    "repetition_penalty", "sapo_temperature_neg", "sapo_temperature_pos", "shuffle_dataset", "sync_ref_model",
+    "top_entropy_quantile", "transformers_continuous_batching_config", "trust_remote_code", "use_adaptive_entropy",
+    "use_transformers_continuous_batching", "use_transformers_paged", "vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg",
+    "vespo_lambda_pos", "vllm_group_port", "vllm_server_base_url", "vllm_server_host", "vllm_server_port",
+    "vllm_server_timeout", "vllm_structured_outputs_regex",
+)  # fmt: skip
+"""Settings of TRL's GRPOConfig for which there is no key here."""
+
+_LORA = "there is no LoRA yet, all weights of the model are trained"
+_CRITIC = "there is no critic, advantages come from the rewards of a group (advantage.kind)"
+REMARKS: Mapping[str, str] = {
+    **dict.fromkeys(("lora", "lora_alpha", "lora_r", "lora_rank", "peft", "peft_config", "use_peft"), _LORA),
+    **dict.fromkeys(("critic", "gae", "lam"), _CRITIC),
+    "reward_model": "there is no reward model, a function of reward.functions can call one",
+}
+"""A part of the name of a setting -> why there is no key for it."""
+
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "batch_size": ("algorithm.prompts_per_step",),
     "cliprange": ("loss.clip_low", "loss.clip_high"),
@@ -243,6 +277,8 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 """Last part of a setting's name -> our keys, for names that several libraries share or that no table contains."""
 
+NO_COUNTERPART = "it has no counterpart here"
+"""Hint for a setting of another library without a key here."""
 MOST_MEANT = 3
 """Largest number of keys that are suggested for one name."""
 
@@ -254,6 +290,15 @@ class Meant:
     keys: tuple[str, ...]
     parts: int
     """Number of parts at the end of the dotted name that were recognised; 0 for an unknown name."""
+    remark: str = ""
+    """What the user should know, for example that there is no such key; "" for nothing."""
+
+    @property
+    def hint(self) -> str:
+        """The end of a sentence about an unknown key; "" if nothing is known about the name."""
+        if not self.keys:
+            return self.remark
+        return f"did you mean {' or '.join(self.keys)}?" + (f" ({self.remark})" if self.remark else "")
 
 
 def meant_keys(path: Sequence[str], own_names: Collection[str] = ()) -> Meant:
@@ -261,6 +306,12 @@ def meant_keys(path: Sequence[str], own_names: Collection[str] = ()) -> Meant:
     agree with the most parts at the end of `path` decide. own_names: last parts of our own keys. If only the last of
     several parts agrees and it is in `own_names`, the match is too weak, and no keys are returned.
     """
+    last = path[-1]
+    is_row = any(row[0].split(".") == [*path] for rows in PEERS.values() for row in rows)
+    absent = "" if is_row else next((REMARKS[part] for part in path if part in REMARKS), "")
+    if absent:
+        return Meant((), len(path), absent)
+    remark = "the optimizer is always AdamW" if last in ("optim", "optimizer", "optim_args") else ""
     best, found = 0, list[str]()
     for theirs, ours, _ in (row for rows in PEERS.values() for row in rows):
         names = theirs.split(".")
@@ -271,13 +322,14 @@ def meant_keys(path: Sequence[str], own_names: Collection[str] = ()) -> Meant:
             best, found = count, []
         if count and count == best:
             found += ours.split()
-    last = path[-1]
     if best <= 1 and last in ALIASES:
-        return Meant(ALIASES[last], 1)
+        return Meant(ALIASES[last], 1, remark)
+    if not best and last in WITHOUT_COUNTERPART:
+        return Meant((), 1, NO_COUNTERPART)
     whole = len(path) == 1 and any(row[0] == last for rows in PEERS.values() for row in rows)
     if best == 1 and last in own_names and not whole:
         return Meant((), 0)
-    return Meant(tuple(dict.fromkeys(found))[:MOST_MEANT], best)
+    return Meant(tuple(dict.fromkeys(found))[:MOST_MEANT], best, remark)
 
 
 def leaves(section: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -296,5 +348,8 @@ def peers_markdown() -> str:
         lines = [f"\n## {library}\n\n| {library} | Headrace | |\n| --- | --- | --- |\n"]
         for theirs, ours, note in rows:
             lines.append(f"| `{theirs}` | {', '.join(f'`{key}`' for key in ours.split())} | {note} |\n")
+        if library == "TRL":
+            names = ", ".join(f"`{name}`" for name in WITHOUT_COUNTERPART)
+            lines.append(f"\nThese settings of TRL's `GRPOConfig` have no counterpart: {names}.\n")
         parts.append("".join(lines))
     return "".join(parts)

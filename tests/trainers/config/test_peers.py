@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from headrace.tests.trainers.config.refusals import file_problems, only_problem
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.effects import value_of
-from headrace.trainers.config.peers import ALIASES, PEERS, meant_keys
+from headrace.trainers.config.peers import ALIASES, PEERS, WITHOUT_COUNTERPART, meant_keys
 
 ROWS = [(library, *row) for library, rows in PEERS.items() for row in rows]
 DEFAULTS = Config()
@@ -81,6 +83,39 @@ def test_a_whole_file_of_another_library_is_answered_key_by_key(tmp_path: Path) 
         "actor_rollout_ref.rollout.free_cache_engine: unknown key; it has no counterpart here",
         "actor_rollout_ref.actor.optim.lr: unknown key; did you mean trainer.lr?",
     ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (
+            "trainer.lora.rank=8",
+            "trainer.lora.rank: unknown key; there is no LoRA yet, all weights of the",
+        ),
+        ("peft_config=1", "peft_config: unknown key; there is no LoRA yet"),
+        ("critic.model.path=org/m", "critic.model.path: unknown key; there is no critic, advantages come from the"),
+        ("reward_model.model.path=org/m", "reward_model.model.path: unknown key; there is no reward model, a function"),
+        ("trainer.optim=adamw_8bit", "trainer.betas or trainer.weight_decay? (the optimizer is always AdamW)"),
+        ("trainer.optim_args=fused", "trainer.optim_args: unknown key; the optimizer is always AdamW"),
+        ("rollout.min_p=0.1", "rollout.min_p: unknown key; it has no counterpart here"),
+        ("trust_remote_code=true", "trust_remote_code: unknown key; it has no counterpart here"),
+    ],
+)
+def test_what_does_not_exist_is_said_to_be_missing(tmp_path: Path, typed: str, words: str) -> None:
+    [sentence] = file_problems(tmp_path, "{}", typed)
+    assert words in sentence
+
+
+def test_every_setting_of_the_installed_trl_is_answered() -> None:
+    found = importlib.util.find_spec("trl")
+    if found is None or found.submodule_search_locations is None:
+        pytest.skip("TRL is not installed")
+    source = Path(found.submodule_search_locations[0], "trainer", "grpo_config.py").read_text()
+    [config] = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    settings = [node.target.id for node in config.body if isinstance(node, ast.AnnAssign)]  # type: ignore[union-attr]
+    answered = {row[0] for row in PEERS["TRL"]}
+    assert len(settings) >= 79 and not answered & set(WITHOUT_COUNTERPART)
+    assert sorted(set(settings) - answered) == sorted(set(WITHOUT_COUNTERPART) & set(settings))
 
 
 def test_a_misspelt_section_of_ours_is_still_a_misspelling() -> None:
