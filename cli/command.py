@@ -11,7 +11,7 @@ from ..trainers.errors import ConfigError, UserError
 from ..version import __version__
 from .arguments import Parser
 from .bench import add_bench_commands
-from .outcome import INTERRUPTED, MISTAKE, TERMINATED, Terminated, failure, mistake
+from .outcome import BROKEN_PIPE, INTERRUPTED, MISTAKE, TERMINATED, Terminated, failure, mistake, output_is_closed
 from .pool import add_pool_commands
 from .results import add_result_commands
 from .runs import add_run_commands
@@ -40,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def ended(command: Callable[[], int]) -> int:
     """Run a command, report its exception if it raises one, and return the exit code."""
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError as error:
+        return BROKEN_PIPE if output_is_closed() else failure(error)
     except ConfigError as error:
         return mistake(error.problems)
     except (UserError, MissingExtra) as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import select
 import signal
 import sys
 import threading
@@ -17,7 +19,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-DONE, FAILED, MISTAKE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+DONE, FAILED, MISTAKE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 0, 1, 2, 130, 141, 143
 ONE_STOP_S = 2.0
 """Seconds within which several signals to stop count as one."""
 LOST_S = 1.0
@@ -43,6 +45,21 @@ def failure(error: Exception) -> int:
     for note in notes:
         console.print(Text(note), soft_wrap=True)
     return FAILED
+
+
+def output_is_closed() -> bool:
+    """Return whether the program that reads this process's output has ended, as `head` does. The rest of the output is
+    then dropped without a word."""
+    try:
+        output = sys.stdout.fileno()
+    except (OSError, ValueError):  # A notebook's output is no file.
+        return False
+    watched = select.poll()
+    watched.register(output, 0)  # An error of the pipe is always reported.
+    if not watched.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 class Terminated(KeyboardInterrupt):

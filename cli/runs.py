@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..trainers.errors import UserError
+from ..trainers.errors import ConfigError, UserError
 from .arguments import chosen, config_and_overrides, import_from_here
 from .outcome import DONE, FAILED, stop_on_sigterm
 from .terminal import print_table, show_results, status_line
@@ -40,7 +40,7 @@ def _add_train(commands: Any) -> None:
     train.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the resolved config, placement, memory and plan, and start nothing",
+        help="print placement, memory, plan and the resolved config, and start nothing",
     )
     train.add_argument(
         "--machine",
@@ -133,7 +133,14 @@ def _train(arguments: argparse.Namespace) -> int:
     from ..trainers.simulation.config import simulation_section
 
     import_from_here()
-    config = load_config(arguments.config, arguments.overrides, of_old_run=arguments.resume)
+    try:
+        config = load_config(arguments.config, arguments.overrides, of_old_run=arguments.resume)
+    except ConfigError as error:
+        if error.config is None:
+            raise
+        from ..trainers.run.checks.preflight import with_later_problems
+
+        raise with_later_problems(error, resume=arguments.resume) from None
     simulation_section(config)  # A run does not use this section, but mistakes in it are reported at once.
     if arguments.resume and config.run.dir is None:
         raise UserError("--resume: run.dir is not set, expected the folder of the run to continue")
@@ -146,13 +153,12 @@ def _train(arguments: argparse.Namespace) -> int:
         from ..trainers.run.checks.preflight import check_start
 
         with assume_machine(arguments.machine):
-            left = check_start(config, resume=arguments.resume)
-            print(resolved_yaml(config))
-            print(describe(config))
-        if arguments.machine is not None:
-            left = [*left, "host memory, and Ray's cluster, which --machine stands for"]
-        for line in left:
+            read = check_start(config, resume=arguments.resume)
+            print(describe(config, read.plan, read.notes))
+        of_machine = ["host memory, and Ray's cluster, which --machine stands for"] if arguments.machine else []
+        for line in (*read.left, *of_machine):
             print(f"not checked: {line}")
+        print(f"configuration\n{resolved_yaml(config)}")
         return DONE
     stop_on_sigterm()
     from ..trainers.run.early_ray import train_early

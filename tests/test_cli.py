@@ -18,6 +18,8 @@ from rich.table import Table
 
 import headrace
 from headrace.cli import main
+from headrace.cli.command import ended
+from headrace.cli.outcome import BROKEN_PIPE
 from headrace.cli.terminal import print_table
 from headrace.dataplane.imports import import_object
 from headrace.trainers.config.config import Config
@@ -42,7 +44,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     vars(module)["train_early"] = train_early
     monkeypatch.setitem(sys.modules, "headrace.trainers.run.early_ray", module)
     dry_run = types.ModuleType("headrace.trainers.run.checks.dry_run")
-    vars(dry_run)["describe"] = lambda config: f"placement: dp={config.trainer.dp}"
+    vars(dry_run)["describe"] = lambda config, plan, notes: f"placement: dp={config.trainer.dp}"
     monkeypatch.setitem(sys.modules, "headrace.trainers.run.checks.dry_run", dry_run)
     return module
 
@@ -101,6 +103,24 @@ def test_mistakes_exit_2_with_a_sentence(
     assert main(["train", config, *arguments]) == 2
     error = capsys.readouterr().err
     assert sentence in error and "Traceback" not in error
+
+
+def test_a_reader_that_ends_early_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`headrace train my.yaml --dry-run | head` prints what `head` takes, and nothing else."""
+    for text in ("a line", "x" * 100_000):  # The first one stays in the buffer until the end.
+        reading, writing = os.pipe()
+        os.close(reading)
+        with os.fdopen(writing, "w") as output, monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", output)
+            assert ended(lambda text=text: print(text) or 0) == BROKEN_PIPE
+    assert capsys.readouterr().err == ""
+
+    def fails() -> int:
+        raise BrokenPipeError("an actor has gone")
+
+    assert ended(fails) == 1 and "an actor has gone" in capsys.readouterr().err
 
 
 def test_other_mistakes_exit_2(tmp_path: Path) -> None:

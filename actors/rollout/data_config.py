@@ -22,6 +22,17 @@ def is_generated(source: str) -> bool:
     return source == "environment" or source.startswith(("task:", "reasoning-gym:"))
 
 
+def with_one_group(pattern: str) -> str:
+    """Return a regular expression. Raises ValueError if it is none, or does not have one group."""
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"got {pattern!r}, expected a regular expression ({error})") from None
+    if groups != 1:
+        raise ValueError(f"got {pattern!r}, expected a regular expression with one group, it has {groups}")
+    return pattern
+
+
 class SourceConfig(Section):
     """A source of prompts in addition to that of section `data`. An unset key, other than `split` and `subset`, takes
     its value from section `data`."""
@@ -51,6 +62,11 @@ class SourceConfig(Section):
     """System message in front of chat messages; see `data.system_prompt`. An empty one means none."""
     options: dict[str, Any] | None = None
     """Options of a generated task; see `data.options`."""
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _one_group(cls, pattern: str | None) -> str | None:
+        return with_one_group(pattern) if pattern else pattern
 
 
 def replaced(source: SourceConfig, names: Sequence[str]) -> dict[str, Any]:
@@ -137,13 +153,7 @@ class DataConfig(Section):
     @field_validator("answer_pattern")
     @classmethod
     def _one_group(cls, pattern: str | None) -> str | None:
-        try:
-            groups = 1 if pattern is None else re.compile(pattern).groups
-        except re.error as error:
-            raise ValueError(f"got {pattern!r}, expected a regular expression ({error})") from None
-        if groups != 1:
-            raise ValueError(f"got {pattern!r}, expected a regular expression with one group, it has {groups}")
-        return pattern
+        return pattern if pattern is None else with_one_group(pattern)
 
     def source(self, *, validation: bool) -> str:
         """Return the source of the validation prompts if `validation` is True, else that of the training prompts."""

@@ -102,12 +102,23 @@ def subset_of(config: DataConfig, *, validation: bool) -> str | None:
 def validation_note(config: DataConfig, rows: PromptRows, name: str = "validation") -> str | None:
     """Return a note for the user on the prompts that the evaluation `name` reads, or None. There is a note if the split
     was chosen automatically, or if the prompts are also trained on."""
-    same = config.source(validation=True) == config.train
     if rows.split is not None and config.validation_split is None:
         return f"{name} reads the split {rows.split!r} of {rows.name} (data.validation_split is not set)"
-    if same and rows.split in (None, config.split) and config.subset == subset_of(config, validation=True):
-        return f"{name} reads the prompts that are trained on, those of {rows.name}"
+    subset = subset_of(config, validation=True)
+    trained = [(config.train, config.split, config.subset)]
+    trained += [(part.source, part.split or config.split, part.subset) for part in config.mixture]
+    for source, split, own in trained:
+        if _is_same(source, rows.name) and rows.split in (None, split) and subset == own:
+            return f"{name} reads the prompts that are trained on, those of {rows.name}"
     return None
+
+
+def _is_same(source: str, other: str) -> bool:
+    """Return whether two sources are one, also if their paths are written differently."""
+    if source == other:
+        return True
+    paths = [Path(one).expanduser() for one in (source, other)]
+    return all(path.exists() for path in paths) and paths[0].samefile(paths[1])
 
 
 def read_jsonl(path: Path, name: str) -> PromptRows:

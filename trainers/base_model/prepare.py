@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from safetensors import safe_open
+
 from ...actors.engines.config import BUILTIN_MODELS, ModelConfig, RouterReplayConfig
 from ...codecs.tokens.routes import RouteSpec
 from ..backends.model_split import check_split
@@ -94,10 +96,37 @@ def model_config(model: ModelConfig) -> dict[str, Any]:
     if model.builtin:
         return TINY_QWEN3_MOE if model.path == BUILTIN_MODELS[1] else TINY_QWEN3
     path = Path(model.path) / "config.json"
-    content = json.loads(path.read_text()) if path.exists() else {}
+    content = _json_object(path) if path.exists() else {}
     if "num_local_experts" in content:
         content.setdefault("num_experts", content["num_local_experts"])
     return content
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object. Raises UserError, which names the file, if it does not."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path: {path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"model.path: {path} holds a {type(content).__name__}, expected an object")
+    return content
+
+
+def check_weight_files(folder: Path) -> None:
+    """Raise UserError if a safetensors file of a model folder is damaged or missing. The header of a file says its
+    size, so the weights themselves are not read."""
+    index = folder / "model.safetensors.index.json"
+    named = set(_json_object(index).get("weight_map", {}).values()) if index.exists() else {"model.safetensors"}
+    for path in (folder / str(name) for name in sorted(named)):
+        if path.exists():
+            try:
+                with safe_open(path, "np"):
+                    pass
+            except Exception as error:  # The library has its own error, and files can raise any OSError.
+                raise UserError(f"model.path: {path} is no whole safetensors file, expected one ({error})") from error
+        elif index.exists():
+            raise UserError(f"model.path: {path} does not exist, expected it, because {index.name} names it")
 
 
 def model_modules(model: ModelConfig) -> tuple[str, ...]:
@@ -127,12 +156,13 @@ def model_has_experts(model: ModelConfig) -> bool:
 
 
 def check_model(config: Config) -> None:
-    """Raise UserError when the model does not fit the rows or the run. That is the case if the longest row exceeds the
-    model's context, if the train mesh or an engine's processes cannot split the model, or if router replay is on for a
-    model without experts. If the model's config is not on this machine, the train backend checks the model at its start
-    instead.
+    """Raise UserError when the model does not fit the rows or the run. That is the case if a file of the model is
+    damaged, if the longest row exceeds the model's context, if the train mesh or an engine's processes cannot split the
+    model, or if router replay is on for a model without experts. If the model's config is not on this machine, the
+    train backend checks the model at its start instead.
     """
     model = model_config(config.model)
+    check_weight_files(Path(config.model.path).expanduser())
     try:
         check_split(config.trainer, SimpleNamespace(**model))
     except ValueError as error:

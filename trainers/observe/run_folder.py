@@ -39,6 +39,7 @@ class RunFolder:
     journal/        finished groups that no checkpoint covers yet
     engines/        output of vLLM's processes: engine-N.log for each engine
     report.html     metrics and plots in one page that works offline
+    data.json       rows of the files and datasets of training prompts, which a resumed run compares
     samples.jsonl   episodes of some steps and of validations, for `headrace samples` and the report
     reward_errors.jsonl  errors of failed rows, a line per rollout call with failed rows; only if any row failed
     incidents.txt   deaths and failures that the run survived, one sentence per line; only if there were any
@@ -79,6 +80,7 @@ class RunFolder:
                 # A run without metrics can have left a journal.
                 shutil.rmtree(self.path / "journal", ignore_errors=True)
                 (self.path / "samples.jsonl").unlink(missing_ok=True)
+                (self.path / "data.json").unlink(missing_ok=True)
             self._write_config(resolved_yaml(config))
             self.error_path.unlink(missing_ok=True)
             self.watchdog_path.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import shlex
 from contextlib import closing
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from ..observe.report import LiveReport, write_report
 from ..observe.run_folder import RunFolder
 from ..observe.trace import Tracer
 from .checks.preflight import check_start
+from .checks.prompts import changed_data
 from .checks.trust_probe import distrust
 from .processes import launched, needed_processes
 from .restarts import lost_only_workers, lost_process, root_cause
@@ -100,7 +102,11 @@ def tell_how_to_go_on(folder: RunFolder, progress: Progress) -> None:
         return
     except OSError:  # The failure of the disk was already reported.
         return
-    progress.message(f"to continue from the checkpoint of step {step}: headrace train {folder.config_path} --resume")
+    command = f"headrace train {shlex.quote(str(folder.config_path))} --resume"
+    if folder.metrics.finished:
+        progress.message(f"to train longer, with N above {step}: {command} algorithm.steps=N")
+        return
+    progress.message(f"to continue from the checkpoint of step {step}: {command}")
 
 
 class _Training:
@@ -133,6 +139,8 @@ class _Training:
         """Number of restarts from a checkpoint; counts against run.max_restarts."""
         self._replaced = 0
         """Number of actors that were replaced in all launches so far; counts against run.max_restarts."""
+        self._notes = list[str]()
+        """Sentences for the user about the prompts."""
         self._died = ""
         """Sentence about the loss that caused the last restart; "" before the first restart."""
         self._begun = False
@@ -160,7 +168,8 @@ class _Training:
         if not self._begun:
             # There is no time limit, because the prompts can be on a slow disk.
             self._watch.heartbeat.enter("checking the prompts", math.inf)
-            check_start(self._config, part="prompts")
+            read = check_start(self._config, part="prompts")
+            self._notes = [*read.notes, *changed_data(self._folder.path, read.rows)]
 
     def _prepare(self) -> str:
         """Return the model to start from, a local folder or hub id. Makes the built-in model if necessary."""
@@ -279,8 +288,8 @@ class _Training:
             self._folder.metrics.event("placement", state.step, note=placement.sentence)
         if run.roles_note:
             self._progress.message(run.roles_note)
-        for note in run.actors.data_notes:
-            self._progress.message(note)
+        for note in dict.fromkeys((*self._notes, *run.actors.data_notes)):
+            self._progress.message(f"note: {note}")
             self._folder.metrics.event("data", state.step, note=note)
 
     def _finish(self, run: Run, state: State, checkpoints: Checkpoints) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -221,8 +222,15 @@ def test_a_run_that_stops_says_how_it_goes_on_or_that_it_cannot(
         tell_how_to_go_on(run, progress)
         said = capsys.readouterr().out
     assert said == f"to continue from the checkpoint of step 1: headrace train {run.config_path} --resume\n"
-    with RunFolder(config_for(tmp_path / "ended"), resume=False) as run:
+    with RunFolder(config_for(tmp_path / "it's ended"), resume=False) as run:
         run.metrics.log(1, {})
         run.metrics.finish(1)
         tell_how_to_go_on(run, progress)
-    assert capsys.readouterr().out == "", "it has ended, without checkpoints"
+        assert capsys.readouterr().out == "", "it has ended, without checkpoints"
+        (run.checkpoints_dir / "step_000001").mkdir()
+        (run.checkpoints_dir / "step_000001.json").write_text('{"step": 1}')
+        tell_how_to_go_on(run, progress)
+        said = capsys.readouterr().out
+    assert said.startswith("to train longer, with N above 1: headrace train ")
+    command = shlex.split(said.partition(": ")[2])
+    assert command == ["headrace", "train", str(run.config_path), "--resume", "algorithm.steps=N"]

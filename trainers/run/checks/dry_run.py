@@ -145,9 +145,9 @@ def _role(topology: Topology, rank: int) -> str:
     return ", " + " ".join(coordinates) + (", leader" if rank == topology.leader(place.dp) else "")
 
 
-def describe(config: Config) -> str:
-    """Return the description of the run that `--dry-run` prints after the resolved configuration. Raises UserError like
-    the run itself if the model cannot be used."""
+def describe(config: Config, plan: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
+    """Return the description of the run that `--dry-run` prints before the resolved configuration. plan, notes: lines
+    about the prompts, see `PromptsRead`. Raises UserError like the run itself if the model cannot be used."""
     check_model(config)
     request, kinds = PlacementRequest.of(config), (config.rollout.engine, config.trainer.backend)
     lines = ["placement"]
@@ -157,9 +157,9 @@ def describe(config: Config) -> str:
     ]
     described = _Description(config)
     lines += ["GPUs", *described.gpus(), "memory", *described.model(), *described.store()]
-    lines += ["plan of a step", *described.plan()]
-    notes = cautions(config.algorithm, config.loss, config.trainer, window=config.overlap.window)
-    lines += [f"note: {line}" for line in notes]
+    lines += ["plan of a step", *described.plan(), *plan]
+    risks = cautions(config.algorithm, config.loss, config.trainer, window=config.overlap.window)
+    lines += [f"note: {line}" for line in (*risks, *notes)]
     return "\n".join(lines)
 
 

@@ -6,8 +6,9 @@ import importlib.util
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,25 +16,28 @@ from ....actors.engines.config import ModelConfig
 from ....actors.engines.vllm.options import check_cache, problems_in_child, token_bytes
 from ....actors.environments.factory import check_environment
 from ....actors.process.memory import assumed_machine, total_memory
-from ....actors.rewards.config import RewardConfig
+from ....actors.rewards.config import RewardFunctionConfig
 from ....actors.rewards.rubric import check_rewards
 from ....actors.rollout.config import RolloutConfig
 from ....actors.rollout.data_config import DataConfig
 from ....dataplane.config import DataPlaneConfig
 from ....dataplane.directory.samplers import FOR_RANKS, RankShares, TaskConfig, build_sampler
+from ....dataplane.imports import MissingExtra
 from ....dataplane.owned_folder import try_lock
 from ....dataplane.store_choice import check_store, check_trust
 from ...base_model.prepare import check_model, model_config
 from ...cluster.gpu_memory import engine_bytes, has_gpus, parameters, trained_bytes, value_bytes
 from ...cluster.placement import PlacementRequest
 from ...cluster.rollout_specs import EvaluationDefaults, evaluation_plans
-from ...config.config import AlgorithmConfig, Config, RunConfig
+from ...config.checks import contradictions
+from ...config.config import AlgorithmConfig, Config, RunConfig, with_run_dir
+from ...config.load import missing_paths
 from ...errors import ConfigError
 from ...losses.config import LossConfig
 from ...observe.run_folder import has_figures
 from .dry_run import check_host_memory, plan_here
 from .extras import check_evaluation_extras, check_extras
-from .prompts import read_prompts
+from .prompts import PromptsRead, read_prompts
 
 Check = Callable[[], list[str] | None]
 """Function that raises ValueError or ConfigError if a run cannot work. It returns a line for each check that only the
@@ -42,53 +46,94 @@ CONNECT_TIMEOUT_S = 5.0
 """Seconds within which the cluster at `resources.ray_address` must accept a connection."""
 
 
-def check_start(config: Config, *, resume: bool = False, part: Literal["all", "quick", "prompts"] = "all") -> list[str]:
+def check_start(
+    config: Config, *, resume: bool = False, part: Literal["all", "quick", "prompts", "code"] = "all"
+) -> PromptsRead:
     """Check whether the run that `config` describes can work, without starting anything or leaving files. Raises
     ConfigError with one sentence for each reason why it cannot.
 
-    Returns one line for each check that only the run itself can make, for example because the model is not on this
-    machine yet. config: must have `run.dir` set, see `with_run_dir`. part: `quick` leaves out the tokenizer and the
-    prompts, which take seconds to read, if everything else is right. If another check fails, it reads them too, so that
-    the ConfigError lists all mistakes. `prompts` checks only the tokenizer and the prompts.
+    Returns what is known about the prompts; `left` has a line for each check that only the run itself can make, for
+    example because the model is not on this machine yet. config: must have `run.dir` set, see `with_run_dir`. part:
+    `quick` leaves out the tokenizer and the prompts, which take seconds to read, if everything else is right. If
+    another check fails, it reads them too, so that the ConfigError lists all mistakes. `prompts` checks only the
+    tokenizer and the prompts, `code` these and the user's functions.
     """
-    model, data, rollout, store = config.model, config.data, config.rollout, config.dataplane.store.kind
-    rubrics = config.rubrics.values()
-    check_extras(config.logging, rollout, config.sources, rubrics, renderer=model.renderer, store=store)
-    seed = config.run.seed
+    absent = missing_paths(config.model.path, config.sources)
+    read = PromptsRead()
 
     def prompts() -> list[str]:
-        training = EvaluationDefaults(rollout, data, config.reward, seed)
+        training = EvaluationDefaults(config.rollout, config.data, config.reward, config.run.seed)
         plans = evaluation_plans(training, config.validation, config.evaluation)
-        return read_prompts(model, config.environment.kind, data, seed, plans)
+        read_prompts(read, config, plans, absent)
+        if read.problems:
+            raise ConfigError(read.problems)
+        return read.left
 
-    checks = [] if part == "prompts" else _quick_checks(config, resume)
-    return _check(checks, otherwise=prompts) if part == "quick" else _check([*checks, prompts])
+    checks = _quick_checks(config, resume) if part in ("all", "quick") else _checks_of_code(config) * (part == "code")
+    first = [lambda: _refuse(absent.values()), lambda: _check_packages(config)]
+    read.left = _check([*first, *checks], prompts) if part == "quick" else _check([*first, *checks, prompts])
+    return read
+
+
+def with_later_problems(error: ConfigError, *, resume: bool) -> ConfigError:
+    """Return an error with the mistakes that the checks of a start find in addition to those of `error`, which the
+    loader found. If values do not fit each other, only the user's functions and prompts are checked, because the other
+    checks rely on values that do."""
+    if error.config is None:
+        return error
+    try:
+        check_start(with_run_dir(error.config), resume=resume, part="code" if contradictions(error.config) else "all")
+    except ConfigError as more:
+        return ConfigError(tuple(dict.fromkeys((*error.problems, *more.problems))))
+    return error
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    if problems := list(problems):
+        raise ConfigError(problems)
+
+
+def _check_packages(config: Config) -> None:
+    check_extras(
+        config.logging,
+        config.rollout,
+        config.sources,
+        config.rubrics.values(),
+        renderer=config.model.renderer,
+        store=config.dataplane.store.kind,
+    )
 
 
 def check_evaluation(config: Config) -> None:
     """Check the requirements of evaluating a model without training. They are the model, the rewards and the optional
     packages. Raises ConfigError with one sentence for each mistake."""
-    check_evaluation_extras(config.sources, config.rubrics.values())
-    rubrics = config.rubrics
     _check(
         [
+            lambda: check_evaluation_extras(config.sources, config.rubrics.values()),
             lambda: check_model(config),
-            lambda: _check_rewards(rubrics),
-            lambda: check_environment(config.environment, config.rollout.endpoint),
+            *_checks_of_code(config),
         ]
     )
 
 
+def _checks_of_code(config: Config) -> list[Check]:
+    """Return the checks of functions that users wrote."""
+    functions = [(name, one) for name, rubric in config.rubrics.items() for one in rubric.functions]
+    return [
+        *(partial(_check_reward, name, function) for name, function in functions),
+        lambda: check_environment(config.environment, config.rollout.endpoint),
+        lambda: _check_loss(config.loss, config.data, config.rollout.max_new_tokens),
+    ]
+
+
 def _quick_checks(config: Config, resume: bool) -> list[Check]:
-    resources, rollout, rubrics = config.resources, config.rollout, config.rubrics
+    resources, rollout = config.resources, config.rollout
     return [
         lambda: _check_run_dir(config.run, resume=resume),
         lambda: check_model(config),
         lambda: _check_kv_cache(rollout, config.model, config.engine_length),
         lambda: _check_engine_arguments(rollout),
-        lambda: _check_rewards(rubrics),
-        lambda: check_environment(config.environment, rollout.endpoint),
-        lambda: _check_loss(config.loss, config.data, rollout.max_new_tokens),
+        *_checks_of_code(config),
         lambda: _check_sampler(config.resolved_sampler, config.algorithm, config.dataplane),
         lambda: _check_ray_address(resources.ray_address),
         lambda: _check_store(config.dataplane, joins_ray=resources.ray_address is not None),
@@ -107,6 +152,9 @@ def _check(checks: Sequence[Check], otherwise: Check | None = None) -> list[str]
             left.extend(check() or [])
         except ConfigError as error:
             problems.extend(error.problems)
+        except MissingExtra as error:
+            if not any(f"needs {error.parts[0]}, " in problem for problem in problems):
+                problems.append(str(error))
         except ValueError as error:
             problems.append(str(error))
 
@@ -149,15 +197,14 @@ def _check_run_dir(run: RunConfig, *, resume: bool) -> None:
 # ---------------------------------------------------------------- the user's code
 
 
-def _check_rewards(rubrics: Mapping[str, RewardConfig]) -> None:
-    """Check the functions of every rubric. rubrics: name of the evaluation set, or "" for training -> rubric."""
-    for name, rubric in rubrics.items():
-        try:
-            check_rewards(rubric.functions)
-        except ValueError as error:
-            if not name:
-                raise
-            raise ValueError(f"evaluation.{name}: {error}") from error
+def _check_reward(name: str, function: RewardFunctionConfig) -> None:
+    """Check one function of a rubric. name: name of the evaluation set that has the rubric, or "" for training."""
+    try:
+        check_rewards([function])
+    except ValueError as error:
+        if not name:
+            raise
+        raise ValueError(f"evaluation.{name}: {error}") from error
 
 
 def _check_kv_cache(rollout: RolloutConfig, model: ModelConfig, longest: int) -> None:

@@ -3,69 +3,180 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ....actors.engines.config import ModelConfig
-from ....actors.protocols import PromptRow, PromptSource
-from ....actors.rollout.data_config import DataConfig, is_generated
+from ....actors.rollout.data_config import MIXTURE, DataConfig, is_generated
 from ...cluster.rollout_specs import EvaluationPlan
+from ...config.config import Config
 
 READ_PROMPTS = 10_000
 """Largest number of prompts per source that are read to check their lengths. This takes about 4 seconds for prompts of
 200 tokens."""
 
 
-def read_prompts(
-    model: ModelConfig, environment: str, training: DataConfig, seed: int, plans: Sequence[EvaluationPlan]
-) -> list[str]:
-    """Read the prompts as the rollout actors do later, to check tokenizer, columns, templates and lengths. environment:
-    kind of the environment. training: source of the prompts of training. plans: evaluations, with their own sources.
-    Returns one line for each source that is not on this machine yet or is too large to be read in full now.
-    """
-    if not model.builtin and not _is_local(model.path) and not _model_is_cached(model.path):
-        return [f"model.path: {model.path} is not on this machine, so neither are its tokenizer nor the prompts"]
+@dataclass(frozen=True, slots=True)
+class SourceRows:
+    """Size and content of a file or dataset of training prompts."""
+
+    rows: int
+    """Number of its rows."""
+    digest: str
+    """Digest of the file; "" for a dataset."""
+
+
+@dataclass(slots=True)
+class PromptsRead:
+    """What the checks of a start found out about the prompts of a run."""
+
+    left: list[str] = field(default_factory=list)
+    """One line for each check that only the run itself can make."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences for the user about prompts that can be used but may not be meant."""
+    problems: list[str] = field(default_factory=list)
+    """One sentence for each mistake."""
+    plan: list[str] = field(default_factory=list)
+    """Lines about the steps and epochs of the run, for the plan of a dry run."""
+    rows: dict[str, SourceRows] = field(default_factory=dict)
+    """Files and datasets of training prompts that were read, by name."""
+
+
+def read_prompts(read: PromptsRead, config: Config, plans: Sequence[EvaluationPlan], absent: Collection[str]) -> None:
+    """Read the prompts as the rollout actors do later, to check tokenizer, columns, templates and lengths, and add what
+    was found to `read`. Without a tokenizer, because the model is not on this machine or is wrong, the rows are checked
+    alone. plans: evaluations, with their own sources. absent: paths that do not exist, which are mistakes by
+    themselves."""
+    with _one_tokenizer_thread():
+        tokenizer = _tokenizer(read, config.model, absent)
+        parts: list[tuple[DataConfig, str | None]] = [(part, None) for part in config.data.parts(validation=False)]
+        parts += [(part, plan.name) for plan in plans for part in plan.setup.data.parts(validation=True)]
+        for data, name in parts:
+            source = data.source(validation=name is not None)
+            if source in absent:
+                continue
+            if not _source_is_here(source):
+                read.left.append(f"data: {source} is not on this machine, so its prompts are read when the run starts")
+                continue
+            try:
+                _read_source(read, config, data, name, tokenizer)
+            except ValueError as error:
+                if str(error) not in read.problems:  # Keys of a set are those of section `data`, below its name.
+                    of_set = f"{name}." if name is not None and name.startswith("evaluation.") else ""
+                    read.problems.append(of_set + str(error))
+    _plan_epochs(read, config)
+
+
+def _tokenizer(read: PromptsRead, model: ModelConfig, absent: Collection[str]) -> Any:
+    """Return the model's tokenizer; None if it is not on this machine or cannot be loaded."""
     from ....actors.engines.tokenizer import load_tokenizer
-    from ....actors.rollout.prompts import check_prompt_lengths, open_source, without_overlong
-    from ....actors.rollout.rows import check_columns
     from ...base_model.made_tokenizers import make_tokenizer
 
-    left = []
-    with _one_tokenizer_thread():
-        tokenizer = make_tokenizer() if model.builtin else load_tokenizer(model.path)
-        sets = [(plan.setup.data, True) for plan in plans]
-        read = [(training, False), *sets]
-        for data, validation in [(part, held) for whole, held in read for part in whole.parts(validation=held)]:
-            name = data.source(validation=validation)
-            if not _source_is_here(name):
-                left.append(f"data: {name} is not on this machine, so its prompts are read when the run starts")
-                continue
-            source = open_source(data, tokenizer, seed=seed, validation=validation)
-            if source.size is not None and source.size > READ_PROMPTS:
-                left.append(f"data.max_prompt_tokens: only the first {READ_PROMPTS} of {source.size} prompts of {name}")
-                source = _FirstPrompts(source, READ_PROMPTS)
-            if not validation and environment in ("single_turn", "tool_use"):
-                check_columns(source, data.columns)  # Other environments can set these columns themselves.
-            if data.overlong_prompts == "error" or source.size is None:
-                check_prompt_lengths(source, tokenizer, data.max_prompt_tokens)
-            elif not isinstance(source, _FirstPrompts):
-                without_overlong(source, tokenizer, data.max_prompt_tokens)
-    return left
+    if model.builtin:
+        return make_tokenizer()
+    if model.path in absent:
+        return None
+    try:
+        here = _is_local(model.path) or _model_is_cached(model.path)
+    except ValueError as error:
+        read.problems.append(f"model.path: got {model.path!r}, expected a folder that exists or a hub id ({error})")
+        return None
+    if not here:
+        read.left.append(
+            f"model.path: {model.path} is not on this machine, so its tokenizer, the chat template and the lengths of "
+            "prompts are checked when the run starts"
+        )
+        return None
+    try:
+        return load_tokenizer(model.path)
+    except ValueError as error:
+        read.problems.append(str(error))
+        return None
 
 
-class _FirstPrompts:
-    def __init__(self, source: PromptSource, size: int) -> None:
-        self.name = source.name
-        self.size: int | None = size
-        self._source = source
+def _read_source(read: PromptsRead, config: Config, data: DataConfig, name: str | None, tokenizer: Any) -> None:
+    """Read one source. name: name of the evaluation that reads it; None for training. Raises ValueError for a
+    mistake."""
+    import numpy as np
 
-    def row(self, index: int) -> PromptRow:
-        return self._source.row(index)
+    from ....actors.rollout.prompt_rows import check_rows
+    from ....actors.rollout.prompt_sources import load_rows, validation_note
+    from ....actors.rollout.prompts import (
+        KeptSource,
+        TableSource,
+        check_prompt_lengths,
+        open_source,
+        without_overlong,
+    )
+    from ....actors.rollout.rows import check_columns
 
-    def texts(self, start: int, stop: int) -> list[str]:
-        return [self.row(index).text for index in range(start, stop)]
+    held_out, most = name is not None, data.max_prompt_tokens
+    if is_generated(data.source(validation=held_out)):
+        source = open_source(data, tokenizer, seed=config.run.seed, validation=held_out)
+    else:
+        table = load_rows(data, validation=held_out)
+        if name is None:
+            read.rows[table.name] = SourceRows(len(table), table.digest)
+        elif (note := validation_note(data, table, name)) is not None:
+            read.notes.append(note)
+        if tokenizer is None:
+            return check_rows(data, table, READ_PROMPTS)
+        source = TableSource(data, table, tokenizer)
+    if in_part := source.size is not None and source.size > READ_PROMPTS:
+        read.left.append(
+            f"data.max_prompt_tokens: only the first {READ_PROMPTS} of {source.size} prompts of {source.name}"
+        )
+        source = KeptSource(source, np.arange(READ_PROMPTS))
+    if name is None and config.environment.kind in ("single_turn", "tool_use"):
+        check_columns(source, data.columns)  # Other environments can set these columns themselves.
+    if tokenizer is not None and (data.overlong_prompts == "error" or source.size is None):
+        check_prompt_lengths(source, tokenizer, most)
+    elif tokenizer is not None and not in_part:
+        without_overlong(source, tokenizer, most)
+
+
+def _plan_epochs(read: PromptsRead, config: Config) -> None:
+    """Add to `read` how often the run reads each source of training prompts, and a note if a step reads one more than
+    once."""
+    data, algorithm = config.data, config.algorithm
+    mixed = {part.source: part.weight for part in data.mixture} if data.train == MIXTURE else {data.train: 1.0}
+    for source, weight in mixed.items():
+        prompts = algorithm.prompts_per_step * weight / sum(mixed.values())
+        known = read.rows.get(source)
+        if known is None or not known.rows:
+            continue
+        epochs = algorithm.steps * prompts / known.rows
+        read.plan.append(
+            f"  {algorithm.steps} steps of {prompts:g} of the {known.rows} prompts of {source} = {epochs:.3g} epochs"
+        )
+        if prompts > known.rows:
+            read.notes.append(
+                f"a step has {prompts:g} prompts of {source}, which has {known.rows} rows, so prompts repeat within a "
+                "step (algorithm.prompts_per_step)"
+            )
+
+
+def changed_data(folder: Path, rows: Mapping[str, SourceRows]) -> list[str]:
+    """Write the sources of training prompts to data.json in the run folder. Returns a sentence for each that is not as
+    it was when an earlier process of the run wrote the file."""
+    path = folder / "data.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    now = {name: asdict(one) for name, one in rows.items()}
+    path.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+    notes = []
+    for name, one in now.items() if before else ():
+        if name not in before:
+            notes.append(f"data: the run began with prompts of {', '.join(before)}, and goes on with those of {name}")
+        elif before[name] != one:
+            was, has = before[name]["rows"], one["rows"]
+            what = f"had {was} rows and has {has}" if was != has else f"has other content in its {has} rows"
+            notes.append(f"data: {name} {what} since the run began; prompts go on at their positions in its new order")
+    return notes
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import socket
@@ -12,6 +13,8 @@ from typing import Any
 import psutil
 import pytest
 import ray
+import torch
+from safetensors.torch import save
 
 from headrace.cli import main
 from headrace.dataplane.stores import shm_folder
@@ -25,6 +28,7 @@ from headrace.trainers.errors import ConfigError
 from headrace.trainers.run import early_ray, processes
 from headrace.trainers.run.checks import preflight, prompts
 from headrace.trainers.run.checks.preflight import check_start
+from headrace.trainers.run.checks.prompts import SourceRows, changed_data
 
 REWARDS = """
 def digits(prompt, response, finish_reason, *, base=10): return 1.0
@@ -118,9 +122,9 @@ MISTAKES = {
     "prompt column": (nothing, ["data.prompt_field=question"], "data.prompt_field: line 1 of './chat.jsonl' has no"),
     "answer column": (nothing, ["data.answer_field=solution"], "data.answer_field: line 1 of './chat.jsonl' has no"),
     "prompts too long": (nothing, ["data.max_prompt_tokens=3"], "data.max_prompt_tokens: got 3, but these prompts are"),
-    "reward module": (nothing, ['reward.functions=[{kind: "gone:f"}]'], "reward: module 'gone' of 'gone:f' cannot be"),
+    "reward module": (nothing, ['reward.functions=[{kind: "gone:f"}]'], "reward.functions: module 'gone' of 'gone:"),
     "reward function": (nothing, ["reward.functions.0.kind=my_preflight_rewards:f"],
-     "reward: module 'my_preflight_rew"),
+     "reward.functions: module 'my_preflight_rew"),
     "reward options": (nothing, ["reward.functions.0.options={bas: 8}"], "with options ['bas']: got an unexpected key"),
     "tool": (nothing, ["environment.kind=tool_use", "environment.options.tools=[saw]"],
      "environment.options.tools: got 'saw', expected one"),
@@ -202,11 +206,94 @@ def test_all_mistakes_are_told_at_once(place: Path, capsys: pytest.CaptureFixtur
     ]
 
 
+STAGES = {
+    "model": (["model.path=./nope"], ["model.path: got './nope', expected an existing model folder (relative paths"]),
+    "keys": (["algorithm.prompts_per_step=7", "trainer.dp=2"], ["algorithm.prompts_per_step: got 7, expected a multi"]),
+    "packages": (["dataplane.store.kind=simple", "dataplane.trusted_network=true"], ["store.kind=simple needs transf"]),
+}  # fmt: skip
+"""Mistakes of a stage -> their sentences."""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_mistakes_of_all_stages_are_told_at_once(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transfer_queue" else found(name))
+    overrides, sentences = STAGES[stage]
+    functions = 'reward.functions=[{kind: "gone:f"}, {kind: "my_preflight_rewards:number"}]'
+    mistakes = [*overrides, functions, "data.prompt_field=zzz", "environment.kind=lost:play"]
+    assert main(["train", "run.yaml", "run.dir=run", *mistakes, "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 5 and "Traceback" not in error
+    for sentence in (*sentences, "module 'gone'", "rewards:number' is a int", "module 'lost'", "no column 'zzz', it"):
+        assert sentence in error
+    assert not (place / "run").exists()
+
+
 def test_what_fits_is_described(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "run.yaml", "run.dir=deep/run", "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert "plan of a step" in output and "not checked" not in output
+    assert output.index("placement") < output.index("plan of a step") < output.index("\nconfiguration\n")
+    assert "  2 steps of 4 of the 1 prompts of ./chat.jsonl = 8 epochs" in output
+    assert "note: validation reads the prompts that are trained on, those of ./chat.jsonl" in output
+    assert "note: a step has 4 prompts of ./chat.jsonl, which has 1 rows, so prompts repeat within a step" in output
     assert not (place / "deep").exists()
+
+
+def test_the_same_file_is_known_under_another_name(place: Path) -> None:
+    write(place / "many.jsonl", *({"prompt": f"r{n}=", "answer": "1"} for n in range(8)))
+    (place / "link.jsonl").symlink_to(place / "many.jsonl")
+    mixture = [{"source": "./many.jsonl", "weight": 3}, {"source": "./chat.jsonl"}]
+    for name in ("many.jsonl", str(place / "many.jsonl"), "./link.jsonl"):
+        for train in ({"train": "./many.jsonl"}, {"train": "mixture", "mixture": mixture}):
+            data = {**train, "validation": name, "max_prompt_tokens": 16}
+            run = {"model": {"path": "./model"}, "data": data, "rollout": {"max_new_tokens": 8}}
+            run["evaluation"] = {"hard": {"data": {"source": "./chat.jsonl"}}}
+            read = check_start(with_run_dir(build_config({"run": {"dir": str(place / "run")}, **run})))
+            assert f"validation reads the prompts that are trained on, those of {name}" in read.notes
+            assert any(note.startswith("evaluation.hard reads") for note in read.notes) == ("mixture" in train)
+    assert read.plan == [
+        "  100 steps of 24 of the 8 prompts of ./many.jsonl = 300 epochs",
+        "  100 steps of 8 of the 1 prompts of ./chat.jsonl = 800 epochs",
+    ]
+
+
+def test_a_damaged_model_is_told_with_its_file(place: Path) -> None:
+    run = {"model": {"path": "./model"}, **SMALL}
+    weights = place / "model" / "model.safetensors"
+    weights.write_bytes(save({"w": torch.zeros(100)}))
+    assert checked(place, run) == []
+    weights.write_bytes(weights.read_bytes()[:-7])
+    [problem] = problems(place, run)
+    assert problem.startswith("model.path: model/model.safetensors is no whole safetensors file, expected one (")
+    weights.rename(place / "model" / "model-1.safetensors")
+    index = {"weight_map": {"w": "model-1.safetensors", "v": "model-2.safetensors"}}
+    (place / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    [problem] = problems(place, run)
+    assert problem.startswith("model.path: model/model-1.safetensors is no whole safetensors file")
+    (place / "model" / "model-1.safetensors").write_bytes(save({"w": torch.zeros(1)}))
+    [problem] = problems(place, run)
+    assert problem.startswith("model.path: model/model-2.safetensors does not exist, expected it, because model.saf")
+    for content, words in (('{"a": ', "cannot be read as JSON: "), ("[]", "holds a list, expected an object")):
+        (place / "model" / "config.json").write_text(content)
+        assert any(f"model.path: model/config.json {words}" in problem for problem in problems(place, run))
+
+
+def test_data_that_changed_before_a_resume_is_told(tmp_path: Path) -> None:
+    def rows(count: int, digest: str = "a", name: str = "p.jsonl") -> dict[str, SourceRows]:
+        return {name: SourceRows(count, digest)}
+
+    assert changed_data(tmp_path, rows(20)) == [] == changed_data(tmp_path, rows(20))
+    [note] = changed_data(tmp_path, rows(6))
+    assert note == (
+        "data: p.jsonl had 20 rows and has 6 since the run began; prompts go on at their positions in its new order"
+    )
+    assert changed_data(tmp_path, rows(6)) == [], "it is told once"
+    assert "has other content in its 6 rows" in changed_data(tmp_path, rows(6, "b"))[0]
+    [note] = changed_data(tmp_path, rows(6, "b", "q.jsonl"))
+    assert note == "data: the run began with prompts of p.jsonl, and goes on with those of q.jsonl"
 
 
 SMALL = {"data": {"max_prompt_tokens": 16}, "rollout": {"max_new_tokens": 8}}
@@ -214,7 +301,7 @@ SMALL = {"data": {"max_prompt_tokens": 16}, "rollout": {"max_new_tokens": 8}}
 
 
 def checked(place: Path, data: dict[str, Any]) -> list[str]:
-    return check_start(with_run_dir(build_config({"run": {"dir": str(place / "run")}, **data})))
+    return check_start(with_run_dir(build_config({"run": {"dir": str(place / "run")}, **data}))).left
 
 
 def problems(place: Path, data: dict[str, Any]) -> tuple[str, ...]:
@@ -240,7 +327,8 @@ def test_of_a_large_source_the_first_prompts_are_read(place: Path, monkeypatch: 
     assert checked(place, {**run, "data": data}) == [
         "data.max_prompt_tokens: only the first 2 of 3 prompts of ./many.jsonl"
     ]
-    [problem] = problems(place, {**run, "data": {**data, "max_prompt_tokens": 3}})
+    problem, other = problems(place, {**run, "data": {**data, "max_prompt_tokens": 3}})
+    assert "longer: line 1 of './chat.jsonl' (4 tokens)" in other
     assert problem.startswith("data.max_prompt_tokens: got 3, but these prompts are longer: line 2 of './many.jsonl' (")
 
 
