@@ -14,6 +14,10 @@ REWARD_KINDS = (
 )  # fmt: skip
 
 
+TOTALS = ("mean", "std", "flat_groups_share")
+"""Names that no function can have, because `reward/<name>` is then a metric of the total reward."""
+
+
 class RewardFunctionConfig(Section):
     """One reward function of the rubric."""
 
@@ -50,6 +54,15 @@ class RewardFunctionConfig(Section):
     @property
     def label(self) -> str:
         return self.name or self.kind.rpartition(":")[2]
+
+    @model_validator(mode="after")
+    def _has_its_own_metric(self) -> RewardFunctionConfig:
+        if self.label in TOTALS:
+            raise ValueError(
+                f"got the name {self.label!r}, expected another one (key `name`), because reward/{self.label} is a "
+                "metric of the total reward"
+            )
+        return self
 
     @model_validator(mode="after")
     def _process_needs_a_path(self) -> RewardFunctionConfig:

@@ -86,7 +86,7 @@ def test_advantages_count_episodes_and_all_rows_of_one_share_it(estimate: Any) -
 
 def test_metrics_and_flat_groups_count_episodes() -> None:
     meta = cast(KVBatchMeta, receipt())
-    metrics = row_metrics(meta)
+    metrics = row_metrics(meta, GrpoAdvantage())
     assert metrics["reward/mean"] == pytest.approx(3 / 5) and metrics["rollout/failed_rows"] == 1
     assert metrics["rollout/response_length_max"] == 3, "of all rows of an episode"
     assert flat_groups(meta, [("r", 1.0)]) == []
