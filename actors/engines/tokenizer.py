@@ -20,7 +20,7 @@ def load_tokenizer(path: str) -> Any:
     it cannot be loaded."""
     from transformers import AutoTokenizer  # The import takes seconds, and scripted or dry runs may not need it.
 
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if not folder.is_dir() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
         raise ValueError(f"model.path: got {path!r}, expected a folder that exists or a hub id (organisation/name)")
     expected = "expected a model whose tokenizer can be loaded"

@@ -312,10 +312,10 @@ def _all_keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
 def _missing_paths(model: str, sources: Sequence[tuple[str, str | None]]) -> list[str]:
     """Return one sentence for each setting with a value that can only be a local path and does not exist."""
     problems = []
-    if _only_a_path(model) and not Path(model).expanduser().is_dir():
+    if _only_a_path(model) and not Path(model).is_dir():
         problems.append(f"model.path: got {model!r}, expected an existing model folder")
     for key, source in sources:
-        if source and (_only_a_path(source) or source.endswith(".jsonl")) and not Path(source).expanduser().exists():
+        if source and (_only_a_path(source) or source.endswith(".jsonl")) and not Path(source).exists():
             problems.append(f"{key}: got {source!r}, expected an existing .jsonl file or dataset folder")
     return problems
 

@@ -212,7 +212,7 @@ class TrackioTracker(_LibraryRun):
     def start(self, run: TrackedRun) -> str:
         if self._options.dir is not None:
             # trackio reads this variable.
-            os.environ["TRACKIO_DIR"] = os.path.abspath(os.path.expanduser(self._options.dir))
+            os.environ["TRACKIO_DIR"] = os.path.abspath(self._options.dir)
         try:
             import trackio  # pyright: ignore[reportMissingImports] - the extra `trackers`
         except ModuleNotFoundError:
