@@ -30,8 +30,8 @@ def short_folder(folder: str, variable: str, below: int, choices: Sequence[str] 
         if os.access(choice, os.W_OK | os.X_OK):
             return choice
     raise ValueError(
-        f"{variable}: got {folder!r} of {size} bytes, expected at most {LONGEST - below}, because paths of sockets have "
-        f"at most {LONGEST} bytes, and none of {', '.join(choices)} can be written instead"
+        f"{variable}: got {folder!r} of {size} bytes, expected at most {LONGEST - below}, because a socket's path "
+        f"has at most {LONGEST} bytes, and none of {', '.join(choices)} can be written instead"
     )
 
 
