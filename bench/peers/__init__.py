@@ -1,2 +1,1 @@
-"""Times steps of other training libraries. Each runs in a process of its own, so that its settings cannot affect
-ours."""
+"""Times steps of other training libraries, each in a process of its own with its own settings."""
