@@ -49,16 +49,17 @@ def test_ten_first_steps_without_a_signal_end_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "steps",
+    "run",
     [
-        steps_of_a_run(State(step=7, version=7)),
-        steps_of_a_run(loss={"kl_coef": 0.1}),
-        steps_of_a_run(loss={"entropy_coef": 0.1}),
-        steps_of_a_run(trainer={"backend": "scripted"}),
+        {"state": State(step=7, version=7)},
+        {"loss": {"kl_coef": 0.1}},
+        {"loss": {"entropy_coef": 0.1}},
+        {"trainer": {"backend": "scripted"}, "rollout": {"engine": "scripted"}},
     ],
     ids=["resumed", "with KL", "with an entropy bonus", "without a model"],
 )
-def test_steps_without_a_signal_go_on_where_something_else_was_or_is_learned(steps: Any) -> None:
+def test_steps_without_a_signal_go_on_where_something_else_was_or_is_learned(run: dict[str, Any]) -> None:
+    steps = steps_of_a_run(**run)
     for _ in range(2 * MOST_SKIPPED):
         steps._stop_if_nothing_is_trained(FLAT)
 
