@@ -84,7 +84,7 @@ def test_the_page_stands_alone_and_is_whole(tmp_path: Path) -> None:
     assert all(link.startswith("#") for link in page.links), page.links
     assert "@import" not in text and "https:" not in text.replace("http://www.w3.org", "")
     assert "finished, 30 steps" in text
-    assert text.count("<svg") == 5
+    assert text.count("<svg") == 6
     assert "warmup" in text and "model.path" in text
     assert not list(tmp_path.glob("*.new"))
 
