@@ -33,6 +33,11 @@ def config_and_overrides(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def path(text: str) -> Path:
+    """Return the path that an argument names. Shells leave the `~` of `--out=~/results` to the program."""
+    return Path(text).expanduser()
+
+
 def known(option: str, given: tuple[str, ...], every: Sequence[str]) -> tuple[str, ...]:
     """Return the names in `given`. Raises UserError for a name that is not in `every`."""
     for name in given:
@@ -76,6 +81,6 @@ def bench_command(
     what: description, beginning in lower case.
     """
     parser = kinds.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results; default: runs/bench-...")
+    parser.add_argument("--out", type=path, metavar="DIR", help="folder for the results; default: runs/bench-...")
     parser.set_defaults(command=command)
     return parser

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ..trainers.errors import UserError
-from .arguments import bench_command, chosen, known, results_folder
+from .arguments import bench_command, chosen, known, path, results_folder
 from .outcome import DONE, FAILED, stop_at_once
 from .terminal import command_line, judged, print_table, show_results, status_line
 
@@ -126,7 +126,7 @@ def _add_gpu(gpu: argparse.ArgumentParser) -> None:
         "--prompt-share", type=float, default=0.0, metavar="X",
         help="train-*: share of a row's tokens that have no loss; default: 0",
     )  # fmt: skip
-    add("--model", type=Path, metavar="DIR", help="model folder to use again; it is made if it is not there")
+    add("--model", type=path, metavar="DIR", help="model folder to use again; it is made if it is not there")
     add("--limit-s", type=float, default=900.0, metavar="S", help="seconds that each run may take; default: 900")
     add("overrides", metavar="key.sub=value", nargs="*", default=[], help="override of a key of the runs' config")
 

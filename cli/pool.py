@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ..trainers.errors import UserError
+from .arguments import path
 from .outcome import DONE, FAILED, stop_on_sigterm
 from .terminal import print_table
 
@@ -69,7 +70,7 @@ def add_pool_commands(commands: Any) -> None:
     report.set_defaults(command=_report)
     for parser in (start, status, stop, report):
         parser.add_argument(
-            "--dir", type=Path, default=FOLDER, metavar="DIR", help="folder of the pool's journal and trace"
+            "--dir", type=path, default=FOLDER, metavar="DIR", help="folder of the pool's journal and trace"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from .arguments import known
+from .arguments import known, path
 from .outcome import DONE
 from .terminal import print_table
 
@@ -21,7 +21,7 @@ def add_result_commands(commands: Any) -> None:
 
     summary = "print what the policy wrote, from samples.jsonl of a run folder"
     samples = commands.add_parser("samples", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-    samples.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run folder")
+    samples.add_argument("run_dir", type=path, metavar="RUN_DIR", help="run folder")
     samples.add_argument(
         "--show",
         default="all",
@@ -37,15 +37,15 @@ def add_result_commands(commands: Any) -> None:
 
     summary = "print what a run measured of its routes and of the load of its experts, by step and by layer"
     routes = commands.add_parser("routes", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-    routes.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run folder")
+    routes.add_argument("run_dir", type=path, metavar="RUN_DIR", help="run folder")
     routes.add_argument("--last", type=int, metavar="N", help="only of the last N steps that measured any")
     routes.set_defaults(command=_routes)
 
     summary = "compare runs: curves over each other, figures, time and memory, and settings that differ"
     compare = commands.add_parser("compare", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-    compare.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="run folders")
+    compare.add_argument("run_dirs", nargs="+", type=path, metavar="RUN_DIR", help="run folders")
     compare.add_argument(
-        "--out", type=Path, default=Path("runs/comparison.html"), metavar="FILE",
+        "--out", type=path, default=Path("runs/comparison.html"), metavar="FILE",
         help="page that is written; default: runs/comparison.html",
     )  # fmt: skip
     compare.set_defaults(command=_compare)

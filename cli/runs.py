@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..trainers.errors import ConfigError, UserError
-from .arguments import chosen, config_and_overrides, import_from_here
+from .arguments import chosen, config_and_overrides, import_from_here, path
 from .outcome import DONE, FAILED, stop_on_sigterm
 from .terminal import print_table, show_results, status_line
 
@@ -26,7 +26,10 @@ def add_run_commands(commands: Any) -> None:
     _add_recipe(commands)
     doctor = commands.add_parser("doctor", help="show what this machine can run, and how to fix what it cannot")
     doctor.add_argument(
-        "--model", metavar="PATH", help="compare an engine with a train backend on 64 tokens of this folder or hub id"
+        "--model",
+        type=os.path.expanduser,
+        metavar="PATH",
+        help="compare an engine with a train backend on 64 tokens of this folder or hub id",
     )
     doctor.add_argument(
         "overrides", metavar="key.sub=value", nargs="*", default=[], help="with --model: such as rollout.engine=vllm"
@@ -62,10 +65,10 @@ def _add_simulate(commands: Any) -> None:
     )
     config_and_overrides(simulate)
     simulate.add_argument(
-        "--out", type=Path, default=Path("runs/simulation"), metavar="DIR", help="folder for the results"
+        "--out", type=path, default=Path("runs/simulation"), metavar="DIR", help="folder for the results"
     )
     simulate.add_argument(
-        "--from", dest="from_run", type=Path, metavar="RUN_DIR", help="folder of a sync run whose speeds are used"
+        "--from", dest="from_run", type=path, metavar="RUN_DIR", help="folder of a sync run whose speeds are used"
     )
     simulate.add_argument(
         "--gpus", nargs="+", type=int, default=[], metavar="N", help="also simulate these numbers of GPUs"
@@ -81,10 +84,15 @@ def _add_eval(commands: Any) -> None:
         "exit code is 1 when a sample's reward or episode failed.",
     )
     config_and_overrides(evaluate)
-    evaluate.add_argument("--model", metavar="PATH", help="model folder or hub id; default: model.path of the config")
+    evaluate.add_argument(
+        "--model",
+        type=os.path.expanduser,
+        metavar="PATH",
+        help="model folder or hub id; default: model.path of the config",
+    )
     evaluate.add_argument("--set", nargs="+", metavar="NAME", help="sets, `validation` among them; default: all")
     evaluate.add_argument(
-        "--out", type=Path, default=Path("eval.json"), metavar="FILE", help="file for the results; default: eval.json"
+        "--out", type=path, default=Path("eval.json"), metavar="FILE", help="file for the results; default: eval.json"
     )
     evaluate.set_defaults(command=_eval)
 
@@ -96,14 +104,17 @@ def _add_replay(commands: Any) -> None:
         description="Generate again what a run with run.record=true recorded, without a trainer, and compare. The exit "
         "code is 1 when tokens differ. (To train on the recorded rows instead: headrace train ... run.replay=RUN_DIR.)",
     )
-    replay.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run folder")
+    replay.add_argument("run_dir", type=path, metavar="RUN_DIR", help="run folder")
     replay.add_argument(
-        "--model", metavar="PATH", help="weights: a folder, a hub id, or `best`; default: the run's initial model"
+        "--model",
+        type=os.path.expanduser,
+        metavar="PATH",
+        help="weights: a folder, a hub id, or `best`; default: the run's initial model",
     )
     replay.add_argument(
         "--version", type=int, metavar="N", help="policy version of these weights; its groups are generated again"
     )
-    replay.add_argument("--out", type=Path, metavar="FILE", help="file for the results; default: RUN_DIR/replay.json")
+    replay.add_argument("--out", type=path, metavar="FILE", help="file for the results; default: RUN_DIR/replay.json")
     replay.set_defaults(command=_replay)
 
 
@@ -123,7 +134,7 @@ def _add_recipe(commands: Any) -> None:
     recipe.add_argument(
         "--small", action="store_true", help="as --offline, with a tiny model and a short run that trains on a CPU"
     )
-    recipe.add_argument("--out", type=Path, metavar="DIR", help="folder for the copy; default: recipe-NAME")
+    recipe.add_argument("--out", type=path, metavar="DIR", help="folder for the copy; default: recipe-NAME")
     recipe.set_defaults(command=_recipe)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import types
 import typing
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -15,6 +16,8 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
+PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
+"""Text that is or can be a path. A leading `~` or `~user` becomes the home folder here, and nowhere else."""
 
 
 def _takes_number(annotation: Any) -> bool:

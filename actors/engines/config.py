@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from ...dataplane.config import Count, CountOrZero, NonNegative, Section, Share, Text
+from ...dataplane.config import Count, CountOrZero, NonNegative, PathText, Section, Share
 
 BUILTIN_MODELS = ("builtin:tiny-qwen3", "builtin:tiny-qwen3-moe")
 GPU_SHARE, SHARED_GPU_SHARE = 0.9, 0.45
@@ -26,7 +26,7 @@ LogprobWay = Literal["auto", "arrays", "vllm"]
 class ModelConfig(Section):
     """The model that is trained."""
 
-    path: Text = BUILTIN_MODELS[0]
+    path: PathText = BUILTIN_MODELS[0]
     """Path of a Hugging Face model folder, id of a model on the Hugging Face hub, or a character-level model with 2
     layers that the run creates itself: `builtin:tiny-qwen3`, or `builtin:tiny-qwen3-moe` with 8 experts in each
     layer."""

@@ -15,19 +15,26 @@ _SUFFIXES = (".model", ".tiktoken")
 """Extensions by which tokenizer files are recognised, in addition to the file-name prefixes in `_FILES`."""
 
 
+def has_tokenizer(path: str) -> bool:
+    """Return whether a model folder has a tokenizer. Every hub id and a folder that does not exist count as ones that
+    have."""
+    folder = Path(path)
+    return not folder.is_dir() or any(
+        file.name.startswith(_FILES) or file.suffix in _SUFFIXES for file in folder.iterdir()
+    )
+
+
 def load_tokenizer(path: str) -> Any:
     """Load the Hugging Face tokenizer of a local folder or hub id. Raises ValueError with a one-sentence message when
     it cannot be loaded."""
     from transformers import AutoTokenizer  # The import takes seconds, and scripted or dry runs may not need it.
 
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if not folder.is_dir() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
         raise ValueError(f"model.path: got {path!r}, expected a folder that exists or a hub id (organisation/name)")
     expected = "expected a model whose tokenizer can be loaded"
     # If a folder has a config.json but no tokenizer, transformers makes an empty tokenizer.
-    if folder.is_dir() and not any(
-        path.name.startswith(_FILES) or path.suffix in _SUFFIXES for path in folder.iterdir()
-    ):
+    if not has_tokenizer(path):
         raise ValueError(f"model.path: got {path!r}, {expected}: the folder has no tokenizer.json or similar file")
     try:
         return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path)

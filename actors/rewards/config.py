@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -12,6 +13,10 @@ from ...dataplane.config import CountOrZero, Positive, Section, Share
 REWARD_KINDS = (
     "exact_match", "boxed", "math_verify", "per_position", "format", "overlong", "reasoning_gym", "environment",
 )  # fmt: skip
+
+
+TOTALS = ("mean", "std", "flat_groups_share")
+"""Names that no function can have, because `reward/<name>` is a metric of the total reward for these."""
 
 
 class RewardFunctionConfig(Section):
@@ -45,11 +50,22 @@ class RewardFunctionConfig(Section):
     retries: CountOrZero = 0
     """Number of times that a failed or late call of such a function (see `timeout_s`) is repeated."""
     name: str | None = Field(default=None, min_length=1, pattern=r"^[^/\s]+$")
-    """Name of the function in the metric `reward/<name>`. Unset: the kind, or the name of your own function."""
+    """Name of the function in the metric `reward/<name>`. Unset: the kind, the name of your own function, or for
+    `environment` the name in `options.name`."""
 
     @property
     def label(self) -> str:
-        return self.name or self.kind.rpartition(":")[2]
+        of_environment = self.options.get("name") if self.kind == "environment" else None
+        return self.name or (str(of_environment) if of_environment else self.kind.rpartition(":")[2])
+
+    @model_validator(mode="after")
+    def _has_its_own_metric(self) -> RewardFunctionConfig:
+        if self.label in TOTALS or re.search(r"[/\s]", self.label):
+            raise ValueError(
+                f"got the name {self.label!r}, expected another one (key `name`), because metrics are named after it "
+                f"and {', '.join(TOTALS)} are of the total reward"
+            )
+        return self
 
     @model_validator(mode="after")
     def _process_needs_a_path(self) -> RewardFunctionConfig:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from ...dataplane.config import Count, Positive, Section, Text
+from ...dataplane.config import Count, PathText, Positive, Section, Text
 from ..columns import ColumnConfig
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -37,7 +37,7 @@ class SourceConfig(Section):
     """A source of prompts in addition to that of section `data`. An unset key, other than `split` and `subset`, takes
     its value from section `data`."""
 
-    source: Text
+    source: PathText
     """Source of the prompts: a .jsonl file, the folder of a Hugging Face dataset, the id of a dataset on the hub, or a
     generated task such as `task:reverse` or `reasoning-gym:NAME`."""
     subset: Text | None = None
@@ -96,12 +96,12 @@ class MixedSourceConfig(SourceConfig):
 class DataConfig(Section):
     """Source of the prompts and answers of training and validation."""
 
-    train: Text = "task:reverse"
+    train: PathText = "task:reverse"
     """Source of training prompts. `task:reverse` and `task:arithmetic` generate prompts, and so does
     `reasoning-gym:NAME` for each data set of reasoning-gym. `environment` numbers the tasks that the environment itself
     has, and `mixture` reads the sources of `data.mixture`. Other sources are a .jsonl file, the folder of a Hugging
     Face dataset, or the id of a dataset on the hub."""
-    validation: Text | None = None
+    validation: PathText | None = None
     """Source of validation prompts, with the same choices as `data.train`. Unset: the held-out part of a generated
     task, or the same dataset as `data.train` if `data.validation_split` is set."""
     subset: Text | None = None

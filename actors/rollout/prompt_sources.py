@@ -74,7 +74,7 @@ def load_rows(config: DataConfig, *, validation: bool = False) -> PromptRows:
     Raises ValueError with a one-sentence message when the source cannot be read or does not fit the configuration.
     """
     source = config.source(validation=validation)
-    path = Path(source).expanduser()
+    path = Path(source)
     if path.suffix in JSONL_SUFFIXES:
         for key in ("validation_subset", "validation_split") if validation else ("subset",):
             if getattr(config, key) is not None:

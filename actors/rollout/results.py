@@ -12,6 +12,7 @@ import numpy as np
 from ...dataplane.traffic import Traffic
 from ..engines.router import LeftOut
 from ..protocols import Sample, Score, Span, SpanTable
+from .prompts import SOURCE
 from .rows import RouteCounts
 
 MAX_ERRORS = 256
@@ -51,6 +52,14 @@ class GroupFigures:
     """Errors of the failed rows: at most MAX_ERRORS of them, each with at most MAX_ERROR_LENGTH characters."""
     routes: RouteCounts = RouteCounts()
     """Counts of the rows' expert routes; all are 0 without router replay."""
+    ended: int = 0
+    """Number of rows whose response ended by itself (finish reason `stop`)."""
+    ended_tokens: int = 0
+    """Number of response tokens of the rows whose response ended by itself."""
+    source_rows: dict[str, int] = field(default_factory=dict)
+    """For each data source (the prompts' field `data_source`), by name, the number of rows that did not fail."""
+    source_rewards: dict[str, float] = field(default_factory=dict)
+    """For each data source, by name, the sum of the total rewards of the rows that did not fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +97,19 @@ class RolloutReport(GroupFigures):
 
 def added_figures(parts: Sequence[GroupFigures]) -> dict[str, Any]:
     """Return the values of the GroupFigures of all rows of `parts`, by field."""
-    names = dict.fromkeys(name for part in parts for name in part.component_sums)
-    totals = ("rows", "failed", "truncated", "prompt_tokens", "response_tokens", "reward_sum")
+    totals = ("rows", "failed", "truncated", "ended", "ended_tokens", "prompt_tokens", "response_tokens", "reward_sum")
+    by_name = ("component_sums", "source_rows", "source_rewards")
     return {name: sum(getattr(part, name) for part in parts) for name in totals} | {
         "response_length_max": max((part.response_length_max for part in parts), default=0),
-        "component_sums": {name: sum(part.component_sums.get(name, 0.0) for part in parts) for name in names},
+        **{name: _added([getattr(part, name) for part in parts]) for name in by_name},
         "errors": bounded(error for part in parts for error in part.errors),
         "routes": sum((part.routes for part in parts), RouteCounts()),
     }
+
+
+def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0) for part in parts) for name in names}
 
 
 def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
@@ -139,10 +153,19 @@ def group_figures(
     replay."""
     lengths = [int(np.count_nonzero(sample.response_mask)) for sample in samples]
     failed = [score for score in scores if not score.valid]
+    ended = [length for length, sample in zip(lengths, samples, strict=True) if sample.finish_reason == "stop"]
     component_sums: dict[str, float] = {}
-    for score in scores:
-        for name, value in score.components.items() if score.valid else ():
+    source_rows: dict[str, int] = {}
+    source_rewards: dict[str, float] = {}
+    for sample, score in zip(samples, scores, strict=True):
+        if not score.valid:
+            continue
+        for name, value in score.components.items():
             component_sums[name] = component_sums.get(name, 0.0) + value
+        source = sample.prompt.fields.get(SOURCE)
+        if isinstance(source, str):
+            source_rows[source] = source_rows.get(source, 0) + 1
+            source_rewards[source] = source_rewards.get(source, 0.0) + score.reward
     return GroupFigures(
         rows=len(samples),
         failed=len(failed),
@@ -154,6 +177,10 @@ def group_figures(
         reward_sum=sum(score.reward for score in scores if score.valid),
         component_sums=component_sums,
         routes=sum(routes, RouteCounts()),
+        ended=len(ended),
+        ended_tokens=sum(ended),
+        source_rows=source_rows,
+        source_rewards=source_rewards,
     )
 
 

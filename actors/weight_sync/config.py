@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ...dataplane.config import Count, Positive, Section, Text
+from ...dataplane.config import Count, PathText, Positive, Section
 
 Staging = Literal["auto", "full", "none"]
 Verify = Literal["off", "sample", "full"]
@@ -40,7 +40,7 @@ class SyncConfig(Section):
     cache: bool = False
     """If true, the trainer keeps the last two versions in host memory, to send them to engines that join late. `store`,
     `disk` and, between CPUs, `ipc` always keep two versions."""
-    dir: Text | None = None
+    dir: PathText | None = None
     """Folder that `disk` writes to. All hosts must see it. Unset: `weights` in the run folder."""
     timeout_s: Positive = 60.0
     """Seconds after which any single wait of a weight sync fails: the wait for the next bucket, for a receiver to take

@@ -290,7 +290,7 @@ def _rows(task: TrainTask, seed: int) -> Rows:
 def _check(rank: int, world: int, task: TrainTask) -> dict[str, float]:
     """Compare two steps of the small model, in float32 and in the trainer's precision, with float32 on the CPU."""
     vocabulary = AutoConfig.from_pretrained(task.small).vocab_size
-    rows = random_rows(1, _CHECK_LENGTHS, vocabulary)
+    rows = random_rows(1, check_lengths(task.config.dp), vocabulary)
     columns, loss, wanted = by_hand(task.small, rows)
     found: dict[str, float] = {"loss": loss}
     for name, half in (("exact", False), ("own", task.config.mixed_precision)):
@@ -301,6 +301,17 @@ def _check(rank: int, world: int, task: TrainTask) -> dict[str, float]:
     return found
 
 
+def check_lengths(replicas: int) -> list[int]:
+    """Return the number of tokens of each row of the check. Each replica has at least one row in both microbatches."""
+    return [_CHECK_LENGTHS[row % len(_CHECK_LENGTHS)] for row in range(max(len(_CHECK_LENGTHS), 2 * replicas))]
+
+
+def halves(rows: Rows, replica: int, replicas: int) -> tuple[range, range]:
+    """Return the rows of the two microbatches of a replica. All replicas together have each row once."""
+    mine = range(replica, len(rows.ids), replicas)
+    return mine[: len(mine) // 2], mine[len(mine) // 2 :]
+
+
 def _step_off(
     rank: int, world: int, task: TrainTask, trainer: TrainerConfig, rows: Rows, columns: Sequence[torch.Tensor],
     loss: float, wanted: dict[str, torch.Tensor],
@@ -309,10 +320,10 @@ def _step_off(
     topology = trainer.topology
     backend = _fresh_backend(task.small, trainer, rank, world)
     every = backend.logprobs([micro_batch(rows, range(len(rows.ids)))], 1)
-    mine = range(topology.place(rank).dp, len(rows.ids), topology.dp)
-    half = max(1, len(mine) // 2)
     backend.begin_step()
-    backend.accumulate(iter([micro_batch(rows, mine[:half]), micro_batch(rows, mine[half:])]), 2)
+    backend.accumulate(
+        iter([micro_batch(rows, part) for part in halves(rows, topology.place(rank).dp, topology.dp)]), 2
+    )
     metrics = backend.finish_step()
     path = f"{task.folder}/check-{int(trainer.mixed_precision)}"
     backend.save(path)

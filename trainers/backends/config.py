@@ -118,6 +118,10 @@ class TrainerConfig(Section):
     """If true, forward and backward passes compute in bfloat16. Weights, sums of gradients and optimizer state stay in
     float32."""
 
+    export_dtype: Literal["source", "float32", "bfloat16", "float16"] = "source"
+    """Number format of the weights in exported models, such as `model/` and `best/` in the run folder. `source` gives
+    each weight the format that it has in the initial model. Checkpoints always keep float32."""
+
     moe: MoeConfig = MoeConfig()
     head: Head = "selected"
     """Tokens to which the output layer is applied. `selected` applies it only to the positions whose log-probs are

@@ -9,15 +9,18 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
+from ...actors.engines.tokenizer import has_tokenizer, load_tokenizer
 from ...codecs.tokens.routes import num_experts
 from .checkpoint_files import draft_of, publish, start_draft
 
@@ -44,26 +47,63 @@ def load_causal_lm(model: str) -> Any:
 def write_folder(path: str, model: Any, weights: Mapping[str, torch.Tensor], source: str) -> None:
     """Write `weights`, the model's config and the tokenizer of the folder or hub id `source` as the HF folder `path`.
 
-    If the folder `source` has no tokenizer, none is written. Only one rank may call this. The folder `path` appears
-    whole or not at all. Raises ValueError when it exists already.
+    If the folder `source` has no tokenizer, none is written. The number format in the config is that of most weights.
+    Only one rank may call this. The folder `path` appears whole or not at all. Raises ValueError when it exists
+    already.
     """
     start_draft(path)
     # Persistent buffers belong to the folder too; a model on the meta device has no values for them.
     kept = model.state_dict(keep_vars=True)
     buffers = {name: value for name, value in model.named_buffers() if name in kept and not value.is_meta}
     model.save_pretrained(draft_of(path), state_dict={**weights, **buffers}, max_shard_size=SHARD_BYTES)
-    if not os.path.isdir(source) or os.path.exists(os.path.join(source, "tokenizer_config.json")):
-        AutoTokenizer.from_pretrained(source).save_pretrained(draft_of(path))
+    sizes = Counter[torch.dtype]()
+    for tensor in weights.values():
+        sizes[tensor.dtype] += tensor.numel()
+    if sizes:  # transformers writes the format in which the trainer keeps the weights.
+        config = Path(draft_of(path)) / "config.json"
+        content = json.loads(config.read_text(encoding="utf-8"))
+        content["dtype"] = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
+        config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if has_tokenizer(source):
+        load_tokenizer(source).save_pretrained(draft_of(path))
     publish(path)
 
 
-def collect(stream: Iterable[tuple[str, torch.Tensor]], *, keep: bool) -> dict[str, torch.Tensor]:
+def collect(
+    stream: Iterable[tuple[str, torch.Tensor]], *, keep: bool, dtype_of: Callable[[str], torch.dtype | None]
+) -> dict[str, torch.Tensor]:
     """Read the pairs (name, tensor) of `stream` to the end and return copies of the tensors in host memory, by name.
-    Without `keep` the tensors are dropped and the result is {}."""
-    return {name: tensor.to("cpu", copy=True) for name, tensor in stream if keep}
+    Without `keep` the tensors are dropped and the result is {}. dtype_of: returns the dtype of a copy; None for the
+    tensor's own."""
+    return {name: tensor.to("cpu", dtype_of(name), copy=True) for name, tensor in stream if keep}
+
+
+def export_dtypes(chosen: str, source: str) -> Callable[[str], torch.dtype | None]:
+    """Return a function from a weight's name to the dtype in which it is exported.
+
+    chosen: `trainer.export_dtype`. source: folder or hub id of the initial model. With `source` a weight gets the dtype
+    that it has in the safetensors files of `source`. A weight that is not there gets that of the model's config, or
+    float32.
+    """
+    if chosen != "source":
+        return lambda name: getattr(torch, chosen)
+    try:
+        files = HfSource(source)
+    except ValueError:  # The folder has no safetensors files.
+        default = _config_dtype(AutoConfig.from_pretrained(source))
+        return lambda name: default
+    default = _config_dtype(files.config)
+    return lambda name: files.dtype(name) or default
+
+
+def _config_dtype(config: Any) -> torch.dtype | None:
+    dtype = getattr(config, "dtype", None)
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Name of a float format in safetensors files -> dtype."""
 _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -92,6 +132,17 @@ class HfSource:
         `pieces` can then read it."""
         match = _EXPERTS.fullmatch(name)
         return name in self._files or (match is not None and self._expert(match, 0)[0] in self._files)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of the tensor `name` in the files; None if it is not there, or not a float of 16 bits or
+        more."""
+        match = _EXPERTS.fullmatch(name)
+        if name not in self._files and match is not None:
+            name = self._expert(match, 0)[0]
+        if name not in self._files:
+            return None
+        with self._opened(name) as file:
+            return _DTYPES.get(file.get_slice(name).get_dtype())
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from ..losses.step_loss import build_loss
 from .checkpoint_files import Checkpointer
 from .config import BackendConfig
 from .expert_balance import ExpertBalance
-from .hf_model import collect, write_folder
+from .hf_model import collect, export_dtypes, write_folder
 from .residence import Residence, own_device
 from .router_replay import RouterReplay, require_replay
 from .row_layout import loss_inputs
@@ -216,7 +216,8 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         the backend is offloaded.
         """
         self._residence.require_onloaded("export_model")
-        weights = collect(self.weights(), keep=self._rank == 0)
+        dtype_of = export_dtypes(self._config.trainer.export_dtype, self._config.model)
+        weights = collect(self.weights(), keep=self._rank == 0, dtype_of=dtype_of)
         self._checkpointer.on_first_rank(lambda: write_folder(path, self._hf_model(), weights, self._config.model))
 
     def offload(self) -> OffloadReport:

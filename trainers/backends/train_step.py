@@ -48,8 +48,10 @@ class StepTotals:
     metrics: dict[str, float]
     """Metrics of the step: `train/loss` (the summed loss divided by the denominator), `train/tokens`,
     `train/sequences`, the mean over tokens of each loss metric, and `logprob/mismatch_mean`, `logprob/mismatch_kl` and
-    `logprob/mismatch_max` (see `losses.mismatch`). `train/token_gradient_share` is the largest share of one token in
-    the sum over all tokens of the loss's absolute gradient with respect to the log-prob."""
+    `logprob/mismatch_max` (see `losses.mismatch`). `train/sampled_entropy` is the mean of -log p over the sampled
+    tokens, which estimates the entropy without bias where this policy sampled them. `train/token_gradient_share` is the
+    largest share of one token in the sum over all tokens of the loss's absolute gradient with respect to the
+    log-prob."""
 
     @property
     def applies(self) -> bool:
@@ -103,7 +105,7 @@ class TrainStep:
         self._counts_rows = counts_rows
         self._device = device
         self._group = group
-        self._names = ("loss", *loss.metrics, *(("entropy",) if with_entropy else ()))
+        self._names = ("loss", "sampled_entropy", *loss.metrics, *(("entropy",) if with_entropy else ()))
         self._state = StepState.CLOSED
         self._reset()
 
@@ -157,7 +159,8 @@ class TrainStep:
         """
         sums = self._loss(inputs)
         extra = () if entropy is None else (entropy.detach().sum(),)
-        self._sums += torch.stack([sums.loss.detach(), *sums.metrics.values(), *extra]).double()
+        surprise = -inputs.logprobs.detach().sum()
+        self._sums += torch.stack([sums.loss.detach(), surprise, *sums.metrics.values(), *extra]).double()
         distance, largest = mismatch(inputs, recomputed=self._recomputed)
         self._mismatch += distance
         self._largest[0] = torch.maximum(self._largest[0], largest)

@@ -6,18 +6,20 @@ import logging
 import os
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import psutil
 import ray
-from ray._private import parameter, worker
+from ray._private import parameter, services, worker
 from ray._private.node import Node
 
+from ...actors.process.socket_folder import ray_folder
 from ...dataplane.config import StoreConfig
 from ..config.config import ResourcesConfig
 from ..errors import UserError
@@ -26,6 +28,8 @@ from .placement import PlacementRequest
 _log = logging.getLogger(__name__)
 MIN_OBJECT_STORE_MIB = 128
 """Size in MiB of the object store that Ray needs for its own objects."""
+QUICK_FAILURE_S = 10.0
+"""Seconds within which a start of Ray that fails is not repeated, because it did not fail for lack of time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ def open_cluster(resources: ResourcesConfig, request: PlacementRequest, store: S
         pooled=request.pooled,
         namespace=f"headrace-{uuid.uuid4().hex[:8]}",
         object_store_mib=object_store_mib(store),
+        start_timeout_s=resources.start_timeout_s,
     )
 
 
@@ -84,10 +89,12 @@ class Cluster:
         namespace: str,
         object_store_mib: int,
         pooled: bool = False,
+        start_timeout_s: float = 300.0,
     ) -> None:
         """address: cluster to join; None starts one with `num_cpus` logical CPUs. demand: CPUs that must be free in a
         joined cluster. pooled: whether engines and train workers use the GPUs of a pool; on a cluster with GPUs they
-        then need no CPU."""
+        then need no CPU. start_timeout_s: seconds within which a new cluster must have started. Raises UserError if
+        the cluster lacks CPUs or has not started by then."""
         if num_cpus is not None and num_cpus < demand.cpus:
             raise UserError(
                 f"resources.num_cpus: got {num_cpus}, expected at least {demand.cpus}: {demand} need a logical CPU each"
@@ -102,17 +109,22 @@ class Cluster:
             # accelerators.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            with lean_start(), _own_signal_handlers():
-                ray.init(
-                    address="local",
-                    num_cpus=num_cpus or max(os.cpu_count() or 1, demand.cpus),
-                    object_store_memory=object_store_mib << 20,
-                    include_dashboard=False,
-                    **quiet,
-                )
+            settings = {
+                "num_cpus": num_cpus or max(os.cpu_count() or 1, demand.cpus),
+                "object_store_memory": object_store_mib << 20,
+                **quiet,
+            }
+            with _own_signal_handlers():
+                _start_ray(settings, start_timeout_s, before)
         else:
             with _own_signal_handlers():
-                ray.init(address=address, **quiet)
+                try:
+                    ray.init(address=address, **quiet)
+                except (ConnectionError, RuntimeError) as error:
+                    raise UserError(
+                        f"resources.ray_address: got {address!r}, expected a Ray cluster that can be joined: "
+                        f"{' '.join(str(error).split())}"
+                    ) from error
             on_gpus = pooled and ray.cluster_resources().get("GPU", 0.0) > 0
             self._check(CpuDemand(demand.rollout_actors, 0, 0) if on_gpus else demand)
         self._started = set(psutil.Process().children()) - before if self.owned else set()
@@ -153,23 +165,70 @@ def _log_what_ray_says(data: dict[str, Any], ignore_prefix: bool) -> None:
     _log.info("Ray: %s", " ".join(data["lines"]))
 
 
+def _start_ray(settings: dict[str, Any], timeout_s: float, before: set[psutil.Process]) -> None:
+    """Start Ray. A start that Ray gives up for lack of time is repeated within `timeout_s` seconds.
+
+    before: child processes of this process that are not Ray's. Raises UserError with one sentence if Ray does not
+    start.
+    """
+    began, folder = time.monotonic(), ray_folder()
+    while True:
+        tried = time.monotonic()
+        left_s = timeout_s - (tried - began)
+        os.environ["RAY_gcs_server_port_wait_time_s"] = str(max(1, round(left_s)))
+        try:
+            # Half of the time is for the first try, because a process that died in it only a second try replaces.
+            with lean_start(left_s / 2):
+                ray.init(address="local", include_dashboard=False, _temp_dir=folder, **settings)
+            return
+        except Exception as error:  # Ray raises bare exceptions when its processes are late.
+            ray.shutdown()
+            for process in set(psutil.Process().children()) - before:
+                for member in _family(process):
+                    with suppress(psutil.NoSuchProcess):
+                        member.kill()
+            now = time.monotonic()
+            if now - tried >= QUICK_FAILURE_S and now - began < timeout_s:
+                _log.warning("Ray did not start within %.0f s, and is started again", now - tried)
+                continue
+            raise UserError(
+                f"resources.start_timeout_s: Ray did not start within {now - began:.0f} s of {timeout_s:g} s: this "
+                f"machine has load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores, and Ray says "
+                f"{type(error).__name__}: {' '.join(str(error).split())}"
+            ) from error
+
+
 @contextmanager
-def lean_start() -> Iterator[None]:
+def lean_start(wait_s: float = 30.0) -> Iterator[None]:
     """Context manager in which a Ray cluster starts without unneeded processes. `ray.init` has no argument for this.
 
     Ray's dashboard would start for its usage statistics even with `include_dashboard=False`, and `ray.init` would wait
     2 s for it. The autoscaler's monitor has nothing to do in a cluster that does not grow. The agent of a node, which
     Ray needs, takes any free port: with the default port, 52365, a second cluster on the host would wait 3 s for the
     port of the first.
+
+    wait_s: seconds that Ray waits for its new node; its own limit is 30 s.
     """
     node: Any = Node
-    parameters, start = parameter.RayParams, node.start_api_server
+    parameters, start, get_node = parameter.RayParams, node.start_api_server, services.get_node
+
+    def get_node_patiently(address: str, node_id: str) -> Any:
+        until = time.monotonic() + wait_s
+        while True:
+            try:
+                return get_node(address, node_id)
+            except RuntimeError:  # The node is not registered yet.
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(0.05)
+
     parameter.RayParams = partial(parameters, dashboard_agent_listen_port=0, no_monitor=True)
     node.start_api_server = _start_no_api_server
+    services.get_node = get_node_patiently
     try:
         yield
     finally:
-        parameter.RayParams, node.start_api_server = parameters, start
+        parameter.RayParams, node.start_api_server, services.get_node = parameters, start, get_node
 
 
 def _start_no_api_server(node: Any, **_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Records when each part of a run's start ends, for the run's metrics and for one line of output."""
+"""Records when each part of a run's start ends, for the run's metrics and one line of output."""
 
 from __future__ import annotations
 
@@ -31,4 +31,4 @@ class StartTimes:
         return {f"start/{part.lower().replace(' ', '_')}_s": moment for part, moment in self._marks.items()}
 
     def __str__(self) -> str:
-        return "started: " + ", ".join(f"{part} at {moment:.1f} s" for part, moment in self._marks.items())
+        return f"started in {max(self._marks.values(), default=0.0):.1f} s"

@@ -17,7 +17,7 @@ from ...actors.rollout.data_config import MIXTURE, DataConfig
 from ...actors.rollout.evaluation_metrics import figure_names, find_figure
 from ...actors.sample_file import SamplesConfig
 from ...actors.weight_sync.config import SyncConfig
-from ...dataplane.config import Count, CountOrZero, DataPlaneConfig, NonNegative, Positive, Section, Text
+from ...dataplane.config import Count, CountOrZero, DataPlaneConfig, NonNegative, PathText, Positive, Section, Text
 from ..advantages.config import AdvantageConfig
 from ..backends.config import TrainerConfig
 from ..losses.config import LossConfig
@@ -133,7 +133,7 @@ class AlgorithmConfig(Section):
 class RunConfig(Section):
     """Folder, seed, checkpoints and restarts of a run."""
 
-    dir: Text | None = None
+    dir: PathText | None = None
     """Path of the run folder. Unset: `runs/{name}-{YYYYmmdd-HHMMSS}` in the current folder."""
     name: str = Field(default="headrace", min_length=1, pattern=r"^[^/]+$")
     """Short name that the report shows and that is part of the default run folder."""
@@ -153,7 +153,7 @@ class RunConfig(Section):
     record: bool = False
     """Whether all finished groups are kept on disk, even after a checkpoint covers them, so that `run.replay` can train
     on them again."""
-    replay: Text | None = None
+    replay: PathText | None = None
     """Folder of a recorded run (`run.record`). This run trains on the recorded groups instead of generating any. Model,
     data, sampling, rewards and seed must be those of the recorded run; loss, trainer and mesh can differ."""
     keep_best: bool = False
@@ -407,8 +407,8 @@ def with_run_dir(config: Config, now: datetime.datetime | None = None) -> Config
     if folder is None:
         stamp = (now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S")
         folder = os.path.join("runs", f"{config.run.name}-{stamp}")
-    folder = os.path.abspath(os.path.expanduser(folder))
-    replay = config.run.replay and os.path.abspath(os.path.expanduser(config.run.replay))
+    folder = os.path.abspath(folder)
+    replay = config.run.replay and os.path.abspath(config.run.replay)
     address = config.resources.ray_address or config.pool.address
     return config.model_copy(
         update={

@@ -206,7 +206,8 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
         f"trainer.{name}": (MODEL_BACKENDS,)
         for name in (
             "recompute", "compile", "lr", "betas", "weight_decay", "grad_clip", "warmup_steps", "schedule",
-            "mixed_precision", "entropy_metric", "moe.aux_loss_coef", "moe.bias_update_rate", "moe.load_metrics",
+            "mixed_precision", "entropy_metric", "export_dtype", "moe.aux_loss_coef", "moe.bias_update_rate",
+            "moe.load_metrics",
         )
     },
     "trainer.recompute_layers": (MODEL_BACKENDS, _is("trainer.recompute", "full")),

@@ -309,10 +309,10 @@ def missing_paths(model: str, sources: Sequence[tuple[str, str | None]]) -> dict
     """Return the settings with a value that can only be a local path and does not exist: value -> sentence about it.
     model: value of `model.path`. sources: see `Config.sources`."""
     problems = {}
-    if _only_a_path(model) and not Path(model).expanduser().is_dir():
+    if _only_a_path(model) and not Path(model).is_dir():
         problems[model] = f"model.path: got {model!r}, expected an existing model folder{_counted_from(model)}"
     for key, source in sources:
-        if source and (_only_a_path(source) or source.endswith(".jsonl")) and not Path(source).expanduser().exists():
+        if source and (_only_a_path(source) or source.endswith(".jsonl")) and not Path(source).exists():
             expected = f"expected an existing .jsonl file or dataset folder{_counted_from(source)}"
             problems[source] = f"{key}: got {source!r}, {expected}"
     return problems

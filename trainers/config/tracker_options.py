@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from ...dataplane.config import Positive, Section
+from ...dataplane.config import PathText, Positive, Section
 
 PROJECT = "headrace"
 TrackerKind = Literal["wandb", "trackio", "mlflow", "tensorboard"]
@@ -32,7 +32,7 @@ class TrackioOptions(Section):
     project: str = Field(default=PROJECT, min_length=1)
     space_id: str | None = None
     """Hugging Face Space to which metrics are also sent."""
-    dir: str | None = None
+    dir: PathText | None = None
     """Folder of trackio's databases. Unset: the variable TRACKIO_DIR, else trackio's own folder in the home folder."""
 
 
@@ -40,7 +40,7 @@ class MlflowOptions(Section):
     """Options of the tracker `mlflow`."""
 
     experiment: str = Field(default=PROJECT, min_length=1)
-    uri: str | None = None
+    uri: PathText | None = None
     """Address of a server, or `file:` and a folder. Unset: the variable MLFLOW_TRACKING_URI, else the folder `mlruns`
     in the run folder."""
 

@@ -12,15 +12,18 @@ from ...actors.rollout.results import merge_reports
 from ...actors.rollout.rows import KV_STALENESS, RouteCounts
 from ...actors.train.worker import WorkerReport
 from ...dataplane.meta import KVBatchMeta
+from ..advantages.estimators import AdvantageEstimator
 from ..observe.data_plane_watch import covered_s, mean_covered_s
 from .checkpoints import State
 from .feed import FeedTally
-from .row_tags import episodes_of
+from .row_tags import episodes_of, with_advantages
 from .run_parts import Run
 from .weight_sync import SyncReport
 
 MANY = 5
 """Smallest staleness, in policy versions, of the rows that `staleness/share_5_or_more` counts."""
+MAX_SOURCES = 32
+"""Largest number of data sources whose mean reward a step reports. They are those with the most rows."""
 
 
 def step_metrics(
@@ -50,7 +53,7 @@ def step_metrics(
     generating_s = mean_covered_s(fed.generated, len(run.actors.rollouts), end_s - step_s, end_s)
     idle = idle_shares(generating_s, seconds, wait_s, step_s)
     return {
-        **row_metrics(meta),
+        **row_metrics(meta, run.workers.estimate),
         **(rollout_metrics(fed) if rollouts else {}),
         "rollout/groups_dropped": float(fed.dropped),
         "rollout/groups_stale": float(fed.stale),
@@ -103,14 +106,24 @@ def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {**merged, "train/updates": float(len(updates))}
 
 
-def row_metrics(meta: KVBatchMeta) -> dict[str, float]:
-    """Return the metrics of rewards and lengths, by episode, from the tags in the receipt `meta`. Tags are numbers for
-    each row. The mean reward is NaN if no row is valid."""
+def row_metrics(meta: KVBatchMeta, estimate: AdvantageEstimator) -> dict[str, float]:
+    """Return the metrics of rewards, advantages and lengths, by episode, from the tags in the receipt `meta`. Tags are
+    numbers for each row. Metrics of rewards and advantages are NaN if no row is valid. estimate: the run's
+    estimator of advantages."""
     episodes = episodes_of(meta)
     valid, lengths = episodes.valid, episodes.sums(meta.tags["response_length"])
-    rewards = meta.tags["reward"][episodes.first][valid]
+    rewards = meta.tags["reward"][episodes.first][valid].astype(np.float64)
+    advantages = with_advantages(estimate, meta).tags["advantage"]
+    _, group = np.unique(meta.groups, return_inverse=True)
+    useful = np.bincount(group, weights=advantages != 0) > 0
+    advantages = advantages[episodes.first][valid] if valid.any() else np.array([math.nan])
+    rewards = rewards if valid.any() else np.array([math.nan])
     return {
-        "reward/mean": float(np.mean(rewards, dtype=np.float64)) if len(rewards) else float("nan"),
+        "reward/mean": float(np.mean(rewards)),
+        "reward/std": float(np.std(rewards)),
+        "advantage/min": float(np.min(advantages)),
+        "advantage/max": float(np.max(advantages)),
+        "reward/flat_groups_share": 1.0 - float(np.mean(useful)),
         "rollout/response_length_mean": float(np.mean(lengths, dtype=np.float64)),
         "rollout/response_length_max": float(np.max(lengths)),
         "rollout/failed_rows": float(np.sum(~valid)),
@@ -129,11 +142,20 @@ def rollout_metrics(fed: FeedTally) -> dict[str, float]:
     tokens = rollout.response_tokens - rollout.restored_tokens
     return {
         **{f"reward/{name}": value for name, value in rollout.component_means().items()},
+        **source_metrics(rollout.source_rows, rollout.source_rewards),
         "rollout/truncated_rows": float(rollout.truncated),
+        "rollout/truncated_share": rollout.truncated / rollout.rows if rollout.rows else math.nan,
+        "rollout/ended_length_mean": rollout.ended_tokens / rollout.ended if rollout.ended else math.nan,
         "rollout/restored_rows": float(rollout.restored),
         **route_metrics(rollout.routes),
         "rollout/tokens_per_s": tokens / generating_s if generating_s > 0 else math.nan,
     }
+
+
+def source_metrics(rows: Mapping[str, int], rewards: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean reward by data source. rows, rewards: number of rows and sum of their rewards, by source."""
+    largest = sorted(rows, key=lambda source: -rows[source])[:MAX_SOURCES]
+    return {f"reward_by_source/{source}": rewards[source] / rows[source] for source in sorted(largest)}
 
 
 def route_metrics(routes: RouteCounts) -> dict[str, float]:

@@ -33,6 +33,7 @@ be replaced.
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -49,6 +50,7 @@ from ...dataplane.meta import KVBatchMeta
 from ..cluster.rollout_specs import EvaluationDefaults, evaluation_plans
 from ..config.config import AlgorithmConfig
 from ..errors import UserError
+from ..losses.config import LOSS_KINDS
 from .checkpoints import State
 from .evaluation import Evaluations, Goal
 from .feed import PARTITION, Feed
@@ -62,7 +64,7 @@ AfterStep = Callable[[State, dict[str, float]], None]
 
 
 MOST_SKIPPED = 10
-"""Number of consecutive steps without an optimizer step after which a run ends with an error."""
+"""Number of consecutive steps that train nothing after which a run ends with an error."""
 
 
 @dataclass(slots=True)
@@ -123,8 +125,16 @@ class Steps:
         self._state = state
         self._after_step = after_step
         self._skipped = 0
-        """Number of consecutive steps without an optimizer step, counted back from the last finished step."""
+        """Number of consecutive steps that trained nothing, counted back from the last finished step."""
         config = run.config
+        self._had_signal = state.step > 0
+        """Whether a step has had a signal. An earlier part of a resumed run counts as one that had."""
+        self._by_rewards = (
+            config.trainer.backend != "scripted"
+            and config.loss.kind in LOSS_KINDS
+            and config.loss.kl_coef == config.loss.entropy_coef == 0.0
+        )
+        """Whether the advantages alone can give the policy a gradient."""
         goal = Goal.of(config.validation, config.run, config.figures, config.judged_figure)
         training = EvaluationDefaults(config.rollout, config.data, config.reward, config.run.seed)
         plans = evaluation_plans(training, config.validation, config.evaluation)
@@ -172,10 +182,21 @@ class Steps:
         self._stop_if_nothing_is_trained(metrics)
 
     def _stop_if_nothing_is_trained(self, metrics: dict[str, float]) -> None:
-        """Raise UserError if the last MOST_SKIPPED steps, including this one, had no optimizer step."""
-        self._skipped = self._skipped + 1 if metrics.get("train/skipped") else 0
+        """Raise UserError if the last MOST_SKIPPED steps, including this one, trained nothing: they had no optimizer
+        step, or no step of the run so far had a group with a signal. After a step with a signal, equal rewards can
+        mean that the task is solved, so `step_warnings` only warns of them."""
+        skipped = bool(metrics.get("train/skipped"))
+        flat = self._by_rewards and metrics.get("reward/flat_groups_share") == 1.0
+        self._had_signal |= not (skipped or flat)
+        self._skipped = self._skipped + 1 if skipped or (flat and not self._had_signal) else 0
         if self._skipped < MOST_SKIPPED:
             return
+        if not skipped:
+            raise UserError(
+                f"reward/flat_groups_share: no group of {MOST_SKIPPED} steps in a row had a signal, up to step "
+                f"{self._state.step}, expected rewards that differ within a group: all advantages were 0 (reward/mean "
+                f"is {metrics.get('reward/mean', math.nan):.4g}), so the policy learned nothing"
+            )
         rows = metrics.get("train/sequences", 0.0)
         why = (
             f"the gradients of its {rows:.0f} rows are not finite "

@@ -14,9 +14,19 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
+from ...actors.rewards.config import TOTALS
 from ...actors.rollout.evaluation_metrics import REWARD
 from ..errors import UserError
-from .metrics import FINISHED, Record, judged_label, read_run, time_split
+from .metrics import (
+    FINISHED,
+    HEALTH,
+    Record,
+    evaluation_figures,
+    evaluation_title,
+    judged_label,
+    read_run,
+    time_split,
+)
 from .page import page, plot_html, short, table, write_page
 from .report import judged_key, seconds_text
 
@@ -95,6 +105,12 @@ def figures(runs: Sequence[Compared]) -> list[tuple[str, list[str]]]:
     for key in dict.fromkeys(run.judged for run in runs):
         lines.append((f"{judged_label(key)}, last", lambda run, key=key: _of(run, key, lambda v: v[-1], short)))
         lines.append((f"{judged_label(key)}, best", lambda run, key=key: _of(run, key, max, short)))
+    for title, key in _evaluations(runs):
+        lines.append((f"{title}, last", lambda run, key=key: _of(run, key, lambda v: v[-1], short)))
+    lines += [
+        (f"{label}, last tenth", lambda run, key=key, form=form: _of(run, key, _last_tenth, f"{{:{form}}}".format))
+        for label, key, form in HEALTH
+    ]
     lines += [
         (label, lambda run, key=key, merge=merge, show=show: _of(run, key, merge, show))
         for label, key, merge, show in (
@@ -174,19 +190,30 @@ def _line(label: str, texts: Sequence[str]) -> str:
     return f"<tr><th>{html.escape(label)}</th>{cells}</tr>"
 
 
+def _evaluations(runs: Sequence[Compared]) -> list[tuple[str, str]]:
+    """Return (title, key) of each figure of each evaluation set that a run has."""
+    keys = dict.fromkeys(key for run in runs for record in run.records for key in record)
+    return [
+        (f"{evaluation_title(prefix)} {key.removeprefix(f'{prefix}/')}", key)
+        for prefix, figures in evaluation_figures(keys).items()
+        for key in figures
+    ]
+
+
 def _panels(runs: Sequence[Compared]) -> list[tuple[str, str]]:
     judged = dict.fromkeys(run.judged for run in runs if run.judged != REWARD)
     names = dict.fromkeys(key for run in runs for record in run.records for key in record if key.startswith("reward/"))
-    rewards = [key for key in names if key != "reward/mean"]
+    rewards = [key for key in names if key.removeprefix("reward/") not in TOTALS]
     return [
         ("training reward", "reward/mean"),
         *((judged_label(key), key) for key in (*judged, REWARD)),
+        *((title, key) for title, key in _evaluations(runs) if key not in (*judged, REWARD)),
         *((f"reward {key.removeprefix('reward/')}", key) for key in (rewards if len(rewards) > 1 else ())),
+        *((label, key) for label, key, _ in HEALTH),
         ("response tokens", "rollout/response_length_mean"),
         ("seconds per step", "time/step_s"),
         ("tokens per second", "rollout/tokens_per_s"),
         ("gradient norm", "train/grad_norm"),
-        ("entropy", "train/entropy"),
         ("KL to the engine's policy", "logprob/mismatch_kl"),
         ("staleness, mean", "staleness/mean"),
         ("peak memory of a rank, GiB", "memory/peak_gib"),

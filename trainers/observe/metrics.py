@@ -1,10 +1,10 @@
 """Writes a run's metrics as JSON lines to metrics.jsonl, hands them to the trackers, and reads metrics.jsonl back.
 
-Keys are flat: `reward/`, `val/`, `eval/`, `rollout/`, `queue/`, `staleness/`, `train/`, `logprob/`, `policy/`,
-`dataplane/`, `driver/`, `idle/`, `sync/`, `switch/`, `pool/`, `run/`, `memory/` and, in seconds, `time/`.
-`time/step_s` is the time of a step without the validation after it. `time/elapsed_s` counts from the writer's start.
-`time/rollout_s` is the driver's wait for groups. `time/data_wait_s`, the time that train workers waited for rows, is
-part of `time/logprob_s` and `time/train_s`. docs/reference/metrics.md explains every key.
+Keys are flat: `reward/`, `reward_by_source/`, `advantage/`, `val/`, `eval/`, `rollout/`, `queue/`, `staleness/`,
+`train/`, `logprob/`, `policy/`, `dataplane/`, `driver/`, `idle/`, `sync/`, `switch/`, `pool/`, `run/`, `memory/` and,
+in seconds, `time/`. `time/step_s` is the time of a step without the validation after it. `time/elapsed_s` counts from
+the writer's start. `time/rollout_s` is the driver's wait for groups. `time/data_wait_s`, the time that train workers
+waited for rows, is part of `time/logprob_s` and `time/train_s`. docs/reference/metrics.md explains every key.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...actors.rollout.evaluation_metrics import needs_answers
+from ...actors.rollout.evaluation_metrics import RESPONSE_LENGTH, needs_answers
 from ..errors import UserError
 from .tracking import Tracking
 
@@ -67,6 +67,57 @@ def judged_format(judged: str) -> str:
     """Return the format string for values of `judged`, the key of the metric that `validation.metric` names. Shares of
     exact matches are shown in percent, rewards with three decimals."""
     return ".1%" if needs_answers(judged) else ".3f"
+
+
+HEALTH = (
+    ("reward std", "reward/std", ".3f"),
+    ("groups without signal", "reward/flat_groups_share", ".0%"),
+    ("largest advantage", "advantage/max", ".3g"),
+    ("smallest advantage", "advantage/min", ".3g"),
+    ("truncated answers", "rollout/truncated_share", ".0%"),
+    ("tokens of ended answers", "rollout/ended_length_mean", ".1f"),
+    ("sampled entropy", "train/sampled_entropy", ".3f"),
+    ("entropy", "train/entropy", ".3f"),
+    ("learning rate", "train/lr", ".2g"),
+    ("engine mismatch", "logprob/ratio_error", ".4f"),
+    ("largest token's gradient", "train/token_gradient_share", ".1%"),
+    ("KL to the reference", "train/reference_kl", ".3g"),
+    ("clipped tokens", "train/clip_fraction", ".1%"),
+)
+"""Metrics that show whether a run learns, as (label, key, format). Terminal, report and comparison show them all."""
+CONDITIONS = ("step", "version", "version_first", "version_last", "seconds")
+"""Names of an evaluation's metrics that say what was evaluated and not how good it is."""
+
+
+def evaluation_figures(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Return those of the metric keys `keys` that are results of evaluations, by set: the first part of their keys,
+    `val` or `eval/NAME`."""
+    found: dict[str, list[str]] = {}
+    for key in keys:
+        root, _, name = key.partition("/")
+        if root == "eval":
+            root, name = f"eval/{name.partition('/')[0]}", name.partition("/")[2]
+        elif root != "val":
+            continue
+        if name not in CONDITIONS:
+            found.setdefault(root, []).append(key)
+    return found
+
+
+def evaluation_title(prefix: str) -> str:
+    """Return the title of an evaluation set whose metric keys begin with `prefix`."""
+    return "validation" if prefix == "val" else f"evaluation {prefix.removeprefix('eval/')}"
+
+
+def evaluation_text(prefix: str, metrics: Mapping[str, float | None]) -> str:
+    """Return the results of one set, whose keys begin with `prefix`, as text; "" if `metrics` has none."""
+    parts = []
+    for key in evaluation_figures(metrics).get(prefix, ()):
+        value, name = metrics[key], key.removeprefix(f"{prefix}/")
+        if value is not None and math.isfinite(value) and not (name == "failed_rows" and value == 0):
+            form = ".0f" if name == "failed_rows" else ".1f" if name == RESPONSE_LENGTH else ".3f"
+            parts.append(f"{name} {value:{form}}")
+    return "  ".join(parts)
 
 
 ATTEMPT = "run/attempt"

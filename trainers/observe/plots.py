@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ...actors.rollout.evaluation_metrics import REWARD
+from ...actors.rewards.config import TOTALS
+from ...actors.rollout.evaluation_metrics import RESPONSE_LENGTH, REWARD
 from ...dataplane.imports import MissingExtra
 
 try:
@@ -21,7 +22,7 @@ try:
 except ModuleNotFoundError:
     raise MissingExtra("matplotlib", "report.html", "report") from None
 
-from .metrics import Record, judged_label, time_split
+from .metrics import Record, evaluation_figures, evaluation_title, judged_label, time_split
 
 # matplotlib draws with these placeholder colours. In the SVG they become CSS variables, so that a plot follows the
 # page's theme.
@@ -74,7 +75,15 @@ def all_plots(records: Sequence[Record], judged: str = REWARD) -> list[Plot]:
     records: one per step, ascending, as `read_metrics` returns them. judged: key of the metric that `validation.metric`
     names.
     """
-    makers = (partial(_learning, judged), _rewards, _responses, _times, _data_plane, _overlap, _optimisation)
+    by_function = partial(_rewards, "Rewards by function, unweighted", "reward/", 2)
+    by_source = partial(_rewards, "Rewards by data source", "reward_by_source/", 1)
+    sets = evaluation_figures(dict.fromkeys(key for record in records for key in record))
+    evaluations = [partial(_evaluation, prefix, keys) for prefix, keys in sets.items()]
+    curves = [partial(_curves, title, panels) for title, panels in CURVES.items()]
+    makers = (
+        partial(_learning, judged), *evaluations, by_function, by_source, _responses, _times, _data_plane, _overlap,
+        *curves,
+    )  # fmt: skip
     return [plot for plot in (make(records) for make in makers) if plot is not None]
 
 
@@ -100,19 +109,45 @@ def _learning(judged: str, records: Sequence[Record]) -> Plot | None:
     return _plot("Learning", "Thin: each step; thick: averaged over neighbouring steps.", legend, figure)
 
 
-def _rewards(records: Sequence[Record]) -> Plot | None:
-    """Plot each reward function separately. Returns None if there is only one, because the total already shows it."""
+def _rewards(title: str, prefix: str, least: int, records: Sequence[Record]) -> Plot | None:
+    """Plot each metric whose key begins with `prefix`. Returns None if there are fewer than `least`; a single reward
+    function shows what the total shows."""
     keys = dict.fromkeys(key for record in records for key in record)
-    names = [key for key in keys if key.startswith("reward/") and key != "reward/mean"]
-    if len(names) < 2:
+    names = [key for key in keys if key.startswith(prefix) and key.removeprefix("reward/") not in TOTALS]
+    if len(names) < least:
         return None
     figure, axes = _figure()
     legend = []
     for (key, colour), dashes in zip(zip(names, itertools.cycle(RUN_COLOURS)), _dashes(len(names)), strict=False):
         steps, values = _series(records, key)
         axes.plot(steps, _smooth(values), color=_STAND_INS[colour], linewidth=1.8, linestyle=dashes)
-        legend.append((key.removeprefix("reward/"), colour))
-    return _plot("Rewards, function by function", "Unweighted; averaged over neighbouring steps.", legend, figure)
+        legend.append((key.removeprefix(prefix), colour))
+    return _plot(title, "Averaged over neighbouring steps.", legend, figure)
+
+
+def _evaluation(prefix: str, keys: Sequence[str], records: Sequence[Record]) -> Plot | None:
+    """Plot all figures of one evaluation set: rewards at the left, shares of right answers at the right."""
+    names = {key: key.removeprefix(f"{prefix}/") for key in keys}
+    names = {key: name for key, name in names.items() if name not in ("failed_rows", RESPONSE_LENGTH)}
+    sides = [
+        (title, [key for key in names if names[key].startswith(("reward", "best@")) == rewards])
+        for title, rewards in (("reward", True), ("share of right answers", False))
+    ]
+    sides = [(title, having) for title, having in sides if having]
+    if not sides:
+        return None
+    figure, places = _figures(len(sides))
+    legend = []
+    colours = itertools.cycle(RUN_COLOURS)
+    for axes, (title, having) in zip(places, sides, strict=True):
+        for key in having:
+            colour = next(colours)
+            dashes = "-" if len(legend) < len(RUN_COLOURS) else "--"
+            series = _series(records, key)
+            axes.plot(*series, color=_STAND_INS[colour], linewidth=1.8, linestyle=dashes, marker="o", markersize=3)
+            legend.append((names[key] + (" (dashed)" if dashes == "--" else ""), colour))
+        _finish(axes, title)
+    return _plot(evaluation_title(prefix).capitalize(), "", legend, figure)
 
 
 def _responses(records: Sequence[Record]) -> Plot | None:
@@ -204,17 +239,35 @@ def _overlap(records: Sequence[Record]) -> Plot | None:
     return _plot("Rollouts beside the training", note, legend, figure, wide=True)
 
 
-def _optimisation(records: Sequence[Record]) -> Plot | None:
-    panels = [
-        (title, colour, series)
-        for title, key, colour in (
-            ("loss", "train/loss", "blue"),
-            ("gradient norm", "train/grad_norm", "orange"),
-            ("KL to the reference", "train/reference_kl", "red"),
-            ("clipped share of tokens", "train/clip_fraction", "green"),
-        )
-        if any((series := _series(records, key))[1])
-    ]
+CURVES = {
+    "Signal": (
+        ("standard deviation of rewards", "reward/std", "blue"),
+        ("groups without signal", "reward/flat_groups_share", "red"),
+        ("largest advantage", "advantage/max", "green"),
+        ("smallest advantage", "advantage/min", "purple"),
+        ("truncated answers", "rollout/truncated_share", "orange"),
+        ("tokens of ended answers", "rollout/ended_length_mean", "grey"),
+    ),
+    "Optimisation": (
+        ("loss", "train/loss", "blue"),
+        ("gradient norm", "train/grad_norm", "orange"),
+        ("learning rate", "train/lr", "grey"),
+        ("KL to the reference", "train/reference_kl", "red"),
+        ("clipped share of tokens", "train/clip_fraction", "green"),
+    ),
+    "Policy and engine": (
+        ("sampled entropy", "train/sampled_entropy", "blue"),
+        ("entropy", "train/entropy", "purple"),
+        ("ratio of engine and trainer", "logprob/ratio_error", "red"),
+        ("KL to the engine's policy", "logprob/mismatch_kl", "orange"),
+        ("largest token's gradient", "train/token_gradient_share", "green"),
+    ),
+}
+"""Title of a plot -> its curves, as (title, key, colour). A curve that is 0 in all steps is left out."""
+
+
+def _curves(name: str, curves: Sequence[tuple[str, str, str]], records: Sequence[Record]) -> Plot | None:
+    panels = [(title, colour, series) for title, key, colour in curves if any((series := _series(records, key))[1])]
     if not panels:
         return None
     figure, places = _figures(len(panels), wide=True)
@@ -222,7 +275,7 @@ def _optimisation(records: Sequence[Record]) -> Plot | None:
         axes.plot(steps, values, color=_STAND_INS[colour], alpha=0.3, linewidth=1)
         axes.plot(steps, _smooth(values), color=_STAND_INS[colour], linewidth=1.8)
         _finish(axes, title)
-    return _plot("Optimisation", "Thin: each step; thick: averaged over neighbouring steps.", [], figure, wide=True)
+    return _plot(name, "Thin: each step; thick: averaged over neighbouring steps.", [], figure, wide=True)
 
 
 # ---------------------------------------------------------------- several runs

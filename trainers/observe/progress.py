@@ -16,7 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from ...actors.rollout.evaluation_metrics import REWARD
-from .metrics import judged_format, judged_label, time_split
+from .metrics import (
+    HEALTH,
+    evaluation_figures,
+    evaluation_text,
+    evaluation_title,
+    judged_format,
+    judged_label,
+    time_split,
+)
 
 COLOURS = {
     "rollout": "bright_blue",
@@ -52,6 +60,8 @@ LONGEST_SILENCE_S."""
 POLL_S = 1.0
 """Seconds between two checks whether a line is due."""
 
+_ONLY_IF_NOT_0 = {"rollout/failed_rows", *(key for _, key, _ in HEALTH)}
+"""Metrics that the panel leaves out while they are 0."""
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 40
 
@@ -153,6 +163,9 @@ class Progress:
         due = step % self._line_every == 0 or step == 1 or self._silent_too_long()
         if self._enabled and self._live is None and (validated or due):
             self._print(self._line(metrics))
+        for prefix in evaluation_figures(metrics) if self._enabled else ():
+            at = metrics.get(f"{prefix}/step", metrics.get(f"{prefix}/version", step))
+            self._print(f"{evaluation_title(prefix)} of step {at:.0f}: {evaluation_text(prefix, metrics)}")
 
     def message(self, text: str) -> None:
         """Print a line, which on a terminal appears above the panel."""
@@ -189,6 +202,7 @@ class Progress:
         parts = [f"step {self._step}/{self._num_steps}"]
         for label, key, form in (
             ("reward", "reward/mean", ".3f"),
+            ("std", "reward/std", ".3f"),
             (judged_label(self._judged), self._judged, ".3f"),
             ("loss", "train/loss", ".4f"),
             ("s/step", "time/step_s", ".2f"),
@@ -250,6 +264,8 @@ class Progress:
                 rows += [Text("   ").join(cells)] if cells else []
         if len(self._rewards) > 1:
             rows.append(Text.assemble(("reward ", "dim"), (_sparkline(self._rewards), "bright_blue")))
+        for prefix in evaluation_figures(self._metrics):
+            rows.append(Text.assemble((f"{evaluation_title(prefix)}  ", "dim"), evaluation_text(prefix, self._metrics)))
         rows += self._time_bar()
         return Panel(Group(*rows), title=Text(self._title, style="bold"), title_align="left", border_style="dim")
 
@@ -263,9 +279,10 @@ class Progress:
             ("tokens/s", "rollout/tokens_per_s", ",.0f"),
             ("s/step", "time/step_s", ".2f"),
             ("failed rows", "rollout/failed_rows", ".0f"),
+            *HEALTH,
         ):
             value = self._metrics.get(key)
-            if value is not None and not (key == "rollout/failed_rows" and value == 0):
+            if value is not None and (value or key not in _ONLY_IF_NOT_0):
                 cells.append(Text.assemble((f"{label} ", "dim"), (f"{value:{form}}", "bold")))
         for at in range(0, len(cells), 3):
             table.add_row(*cells[at : at + 3])

@@ -20,7 +20,17 @@ import psutil
 import yaml
 
 from ...actors.rollout.evaluation_metrics import EXACT_MATCH, REWARD, find_figure
-from .metrics import ELAPSED, FINISHED, Record, judged_format, judged_label, read_run
+from .metrics import (
+    ELAPSED,
+    FINISHED,
+    HEALTH,
+    Record,
+    evaluation_figures,
+    evaluation_title,
+    judged_format,
+    judged_label,
+    read_run,
+)
 from .page import card, data_script, page, plot_html, script, short, table, write_page
 from .samples import FILE, Row, read_samples
 
@@ -126,7 +136,7 @@ def render(
     state = f"finished, {steps} steps" if finished else f"not finished, {steps}{of} steps"
     cards = "".join(card(*entry) for entry in summary_cards(records, judged))
     plots = "".join(plot_html(plot) for plot in all_plots(records, judged))
-    tables = _validations_html(records, judged) + _settings_html(config) + _phases_html(events)
+    tables = _evaluations_html(records) + _settings_html(config) + _phases_html(events)
     body = (
         f'<div class="cards">{cards}</div>\n<div class="plots">{plots}</div>\n'
         f'<section class="samples" id="samples"></section>\n<div class="tables">{tables}</div>\n'
@@ -152,6 +162,10 @@ def summary_cards(records: Sequence[Record], judged: str = REWARD) -> list[tuple
         values = _values(records, key)
         if values:
             cards.append((label, f"{values[-1]:{form}}", f"first {values[0]:{form}}, best {max(values):{form}}"))
+    for label, key, form in HEALTH:
+        values = _values(records, key)
+        if any(values) and not key.startswith(("advantage/", "rollout/ended_")):  # The plots have them.
+            cards.append((label[0].upper() + label[1:], f"{values[-1]:{form}}", f"last step; first {values[0]:{form}}"))
     for label, key, show in (
         ("Time per step", "time/step_s", seconds_text),
         ("Tokens per second", "rollout/tokens_per_s", _count),
@@ -241,15 +255,20 @@ def _phases_html(events: Sequence[Record]) -> str:
     return table("Events", ("event", ""), lines)
 
 
-def _validations_html(records: Sequence[Record], judged: str) -> str:
-    keys = list(dict.fromkeys((judged, EXACT_MATCH, REWARD)))
-    keys = [key for key in keys if any(key in record for record in records)]
-    lines = [
-        f"<tr><td>{record['step']}</td>" + "".join(f"<td>{short(record.get(key))}</td>" for key in keys) + "</tr>"
-        for record in records
-        if any(key in record for key in keys)
-    ]
-    return table("Validation", ("step", *(key.removeprefix("val/").replace("_", " ") for key in keys)), lines)
+def _evaluations_html(records: Sequence[Record]) -> str:
+    """Return a table of all results for each evaluation set."""
+    tables = ""
+    for prefix, keys in evaluation_figures(dict.fromkeys(key for record in records for key in record)).items():
+        lines = [
+            f"<tr><td>{record.get(f'{prefix}/step', record['step'])}</td>"
+            + "".join(f"<td>{short(record.get(key))}</td>" for key in keys)
+            + "</tr>"
+            for record in records
+            if any(key in record for key in keys)
+        ]
+        heads = ("step", *(key.removeprefix(f"{prefix}/").replace("_", " ") for key in keys))
+        tables += table(html.escape(evaluation_title(prefix).capitalize()), heads, lines)
+    return tables
 
 
 def judged_key(config: dict[str, Any], records: Sequence[Record]) -> str:

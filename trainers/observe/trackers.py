@@ -6,6 +6,7 @@ A tracker imports its package when it is started, so a run needs only the packag
 from __future__ import annotations
 
 import os
+import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -82,6 +83,22 @@ _VALUE_CHARS = 6000
 """Largest number of characters of a parameter's value in MLflow."""
 
 
+_KEY_CHARS = 250
+"""Largest number of characters of a key in MLflow."""
+
+
+def mlflow_key(name: str) -> str:
+    """Return the key under which MLflow gets the metric or parameter `name`.
+
+    MLflow accepts few characters, and stores a name with `/` in folders: `val/reward` could not be a file beside a
+    folder of that name for `val/reward/exact_match`. So only the first `/` stays, which groups the charts, and others
+    become dots. `@` becomes `_at_`, and any other character that MLflow refuses its code.
+    """
+    root, slash, rest = name.partition("/")
+    readable = (root + slash + rest.replace("/", ".")).replace("@", "_at_")
+    return re.sub(r"[^\w.: /-]", lambda found: f"_x{ord(found[0]):x}_", readable)[:_KEY_CHARS]
+
+
 class MlflowTracker:
     """Tracker that records to a run of MLflow."""
 
@@ -112,15 +129,14 @@ class MlflowTracker:
         found = self._client.get_experiment_by_name(self._options.experiment)
         experiment = found.experiment_id if found else self._client.create_experiment(self._options.experiment)
         self._run_id = self._client.create_run(experiment, run_name=run.name).info.run_id
-        params = [Param(key, str(value)[:_VALUE_CHARS]) for key, value in _flat(run.config)]
+        params = [Param(mlflow_key(key), str(value)[:_VALUE_CHARS]) for key, value in _flat(run.config)]
         for first in range(0, len(params), 100):
             self._client.log_batch(self._run_id, params=params[first : first + 100])
         return self._run_id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        # MLflow does not allow @ in the key of a metric, as in val/pass@4.
-        entries = [self._metric(key.replace("@", "_at_"), value, now, step) for key, value in metrics.items()]
+        entries = [self._metric(mlflow_key(key), value, now, step) for key, value in metrics.items()]
         for first in range(0, len(entries), _BATCH):
             self._client.log_batch(self._run_id, metrics=entries[first : first + _BATCH])
 
@@ -132,7 +148,7 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id)
 
 
-def _flat(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def _flat(section: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for key, value in section.items():
         found += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [(f"{prefix}{key}", value)]
@@ -196,7 +212,7 @@ class TrackioTracker(_LibraryRun):
     def start(self, run: TrackedRun) -> str:
         if self._options.dir is not None:
             # trackio reads this variable.
-            os.environ["TRACKIO_DIR"] = os.path.abspath(os.path.expanduser(self._options.dir))
+            os.environ["TRACKIO_DIR"] = os.path.abspath(self._options.dir)
         try:
             import trackio  # pyright: ignore[reportMissingImports] - the extra `trackers`
         except ModuleNotFoundError:

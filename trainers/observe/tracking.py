@@ -2,6 +2,7 @@
 
 log -> a queue for each tracker -> its thread: start, log, log_samples, finish
        full: the step is left out     an exception: reported; after MOST_FAILURES in a row the tracker is abandoned
+                                      an exception in log: the metrics are halved until the one that fails is alone
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,7 @@ class Tracking:
         """Pass the metrics of a step, and the new episodes in samples.jsonl, to all trackers."""
         self._step = step
         for line in self._lines:
-            line.put(lambda tracker: tracker.log(step, metrics))
+            line.put(partial(line.log, step=step, metrics=metrics))
         self._log_samples()
 
     def _log_samples(self) -> None:
@@ -84,6 +86,8 @@ class _Line:
         self._started = started
         self._calls: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(_MOST_WAITING)
         self._left_out = 0
+        self._refused: set[str] = set()
+        """Metrics that the tracker does not take; they are not sent again."""
         self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"headrace-tracker-{kind}", daemon=True)
         self._thread.start()
@@ -96,6 +100,32 @@ class _Line:
             self._calls.put_nowait(call)
         except queue.Full:
             self._left_out += 1
+
+    def log(self, tracker: Tracker, step: int, metrics: Mapping[str, float]) -> None:
+        """Log all metrics that the tracker takes. Raises the tracker's exception if it takes none of them.
+
+        A tracker can refuse a whole step because of one name. The metrics are then sent in halves, which are halved
+        again where they fail, until each metric that fails is alone. A metric can be sent twice thereby, with the same
+        value. The search ends with the first two metrics if these fail, because then the tracker is down.
+        """
+        whole = {key: value for key, value in metrics.items() if key not in self._refused}
+        parts, taken, alone = [whole], False, dict[str, Exception]()
+        while parts:
+            part = parts.pop()
+            try:
+                tracker.log(step, part)
+                taken = True
+            except Exception as error:  # A service can fail in many ways.
+                if len(part) > 1:
+                    items, half = list(part.items()), len(part) // 2
+                    parts += [dict(items[half:]), dict(items[:half])]
+                    continue
+                alone.update(dict.fromkeys(part, error))
+                if not taken and (len(alone) > 1 or not parts):
+                    raise
+        for key, error in alone.items():
+            self._refused.add(key)
+            _log.warning("tracker %s: %s is not sent: %s", self._kind, key, _said(error))
 
     def end(self) -> None:
         """Ask the thread to finish its queued calls and exit."""
@@ -133,13 +163,17 @@ class _Line:
         try:
             call()
         except Exception as error:  # A service can fail in many ways, none of which must end the run.
-            _log.warning("tracker %s: %s: %s", self._kind, type(error).__name__, " ".join(str(error).split())[:300])
+            _log.warning("tracker %s: %s", self._kind, _said(error))
             return False
         return True
 
     def _give_up(self) -> None:
         self._given_up.set()
         _log.warning("tracker %s: given up, the run goes on without it (metrics.jsonl has everything)", self._kind)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 class _Ids:

@@ -26,6 +26,7 @@ from ..observe.progress import Progress
 from ..observe.prometheus import RunEndpoint
 from ..observe.report import LiveReport, write_report
 from ..observe.run_folder import RunFolder
+from ..observe.step_warnings import StepWarnings
 from ..observe.trace import Tracer
 from .checks.preflight import check_start
 from .checks.prompts import changed_data
@@ -266,6 +267,7 @@ class _Training:
 
     def _after_step(self, run: Run, checkpoints: Checkpoints, first: int) -> AfterStep:
         """Return the callback that logs, shows and saves each completed step. first: number of the first step."""
+        warnings = StepWarnings()
 
         def after_step(state: State, metrics: dict[str, float]) -> None:
             metrics["run/restarts"] = float(self._restarts)
@@ -275,6 +277,9 @@ class _Training:
             self._folder.metrics.log(state.step, metrics)
             self._endpoint.run.publish(state.step, metrics)
             self._progress.update(state.step, metrics)
+            for kind, text in warnings.of(state.step, metrics).items():
+                self._progress.message(f"warning: step {state.step}: {text}")
+                self._folder.metrics.event("warning", state.step, kind=kind, note=text)
             self._live_report.tick()
             if checkpoints.is_due(state.step):
                 checkpoints.save(run.workers, run.rollouts, state)

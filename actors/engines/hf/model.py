@@ -47,7 +47,7 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
     Raises ValueError with a one-sentence message when there is no such model, or when its `forward` lacks an argument
     that decoding with a cache needs.
     """
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if not folder.is_dir() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
         raise ValueError(f"model: got {path!r}, expected a folder that exists or a hub id (organisation/name)")
     if folder.is_dir() and not (folder / "config.json").is_file():

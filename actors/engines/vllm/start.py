@@ -28,6 +28,7 @@ from typing import Any
 import psutil
 
 from ....dataplane.imports import import_each
+from ...process.socket_folder import vllm_folder
 
 MAX_BYTES = 1 << 20
 """Size in bytes above which the file is cut down to its newer half."""
@@ -188,6 +189,8 @@ def engine_environment(*, cpu: bool, tp: int) -> Iterator[None]:
     torch_state = torch and torch.random.get_rng_state()
     os.environ.update(_FORCED)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if (short := vllm_folder()) is not None:
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", short)  # vLLM's sockets are there.
     if cpu:
         os.environ.update(_ON_CPU)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

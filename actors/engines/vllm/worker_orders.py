@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from ....codecs import messages
 from ....codecs.weights.parameter_digests import ParameterDigests
+from ...process.socket_folder import vllm_folder
 from ...weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from ..protocol import EngineDied, Prepared
 from .process import CALL_PATIENCE_S, LoadReport, PrepareState, VerifyReport, VllmProcess, all_of
@@ -100,7 +101,7 @@ class WorkerLinks:
 
     async def listen(self) -> str:
         """Open a Unix socket that workers can connect to, and return its path."""
-        self._folder = tempfile.mkdtemp(prefix="headrace-vllm-")
+        self._folder = tempfile.mkdtemp(prefix="headrace-vllm-", dir=vllm_folder())
         path = str(Path(self._folder) / "workers")
         self._server = await asyncio.start_unix_server(self._serve, path)
         return path

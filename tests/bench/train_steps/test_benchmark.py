@@ -14,7 +14,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 from headrace.bench.gpu.work_report import WorkReport
 from headrace.bench.models import SHAPES
 from headrace.bench.train_steps.benchmark import TrainOptions, run_train_steps, summarise, wrong
-from headrace.bench.train_steps.rank import TrainFigures, step_flops
+from headrace.bench.train_steps.by_hand import micro_batch, random_rows
+from headrace.bench.train_steps.rank import TrainFigures, check_lengths, halves, step_flops
 from headrace.trainers.errors import UserError
 
 CHECK = {f"{name}.{what}_off": 0.0 for name in ("exact", "own") for what in ("loss", "gradient", "logprob")}
@@ -59,6 +60,14 @@ def test_what_is_computed_wrongly_is_told() -> None:
     assert "plain torch's is 2" in wrong(replace(FIGURES, first_norm=3.0), half=True)[0]
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
+def test_the_check_gives_each_replica_two_microbatches_with_rows(replicas: int) -> None:
+    rows = random_rows(1, check_lengths(replicas), 100)
+    parts = [part for replica in range(replicas) for part in halves(rows, replica, replicas)]
+    assert sorted(row for part in parts for row in part) == list(range(len(rows.ids)))
+    assert all(micro_batch(rows, part).lengths.sum() > 0 for part in parts)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("work", "overrides"),
@@ -79,6 +88,17 @@ def test_the_benchmark_runs_on_a_cpu(work: str, overrides: tuple[str, ...], tmp_
     assert found[f"{prefix}tokens_per_s"] > 0 and found[f"{prefix}plain.step_s"] > 0
     [record] = map(json.loads, (tmp_path / "out" / "results.jsonl").read_text().splitlines())
     assert record["tokens"] == 128 and len(record["steps_s"]) == 3 and record["longest"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_four_ranks_check_and_time_their_shares(tmp_path: Path) -> None:
+    report = WorkReport("train-tiny", tmp_path / "out")
+    run_train_steps(TrainOptions(report.out, "train-tiny", tokens=64, overrides=("trainer.dp=4",)), report)
+    assert report.complaints == []
+    found = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert found["gpu.train-tiny.check.exact.gradient_off"] < 1e-5 and found["gpu.train-tiny.tokens_per_s"] > 0
+    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize(

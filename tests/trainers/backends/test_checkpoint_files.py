@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -14,6 +16,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from headrace.actors.engines.tokenizer import load_tokenizer
 from headrace.tests.process_pool import FORKSERVER
 from headrace.tests.trainers.backends.backend_ranks import (
     backend_config,
@@ -24,7 +27,9 @@ from headrace.tests.trainers.backends.backend_ranks import (
 )
 from headrace.trainers.backends import checkpoint_files, hf_model
 from headrace.trainers.backends.checkpoint_files import Checkpointer
+from headrace.trainers.backends.config import BackendConfig, TrainerConfig
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
+from headrace.trainers.base_model import made_tokenizers
 
 
 def new_backend(model: str) -> FsdpBackend:
@@ -242,3 +247,37 @@ def test_a_process_killed_while_it_saves_always_resumes(model: str, tmp_path: Pa
     last.load(path)
     assert int(last._steps) >= reached >= KILLS
     assert run_step(last, [random_rows(0, 4)])["train/skipped"] == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "exported"),
+    [
+        (torch.bfloat16, "source", torch.bfloat16),
+        (torch.float32, "source", torch.float32),
+        (torch.bfloat16, "float32", torch.float32),
+        (torch.float32, "float16", torch.float16),
+    ],
+)
+def test_an_export_has_the_number_format_of_its_source_or_of_the_key(
+    source: torch.dtype, key: str, exported: torch.dtype, model: str, tmp_path: Path
+) -> None:
+    folder, out = tmp_path / "source", tmp_path / "out"
+    before = AutoModelForCausalLM.from_pretrained(model, dtype=source)
+    before.save_pretrained(folder)
+    config = BackendConfig(str(folder), TrainerConfig.model_validate({"export_dtype": key}))
+    FsdpBackend(config, 0, 1).export_model(str(out))
+    assert json.loads((out / "config.json").read_text())["dtype"] == str(exported).removeprefix("torch.")
+    after = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert {value.dtype for value in after.values()} == {exported}
+    assert all(torch.equal(after[name], value.to(exported)) for name, value in before.state_dict().items())
+
+
+def test_an_export_has_the_tokenizer_of_a_folder_with_tokenizer_json_alone(model: str, tmp_path: Path) -> None:
+    folder, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(model, folder)
+    made_tokenizers.make_tokenizer().save_pretrained(folder)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (folder / name).unlink(missing_ok=True)
+    ids = load_tokenizer(str(folder))("r12=")["input_ids"]
+    new_backend(str(folder)).export_model(str(out))
+    assert load_tokenizer(str(out))("r12=")["input_ids"] == ids

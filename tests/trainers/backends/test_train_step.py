@@ -57,7 +57,7 @@ def test_one_division_by_what_the_loss_declares(denominator: Denominator, count:
     assert own == pytest.approx(
         {
             "train/loss": 2 * 8 / count, "train/square": 1.0, "train/tokens": 8.0, "train/sequences": 4.0,
-            "train/token_gradient_share": 1 / 8,
+            "train/token_gradient_share": 1 / 8, "train/sampled_entropy": -1.0,
         }
     )  # fmt: skip
     assert totals.applies

@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import ray
 from ray._private import ray_constants, services
 
 from headrace.tests.process_pool import start_ray
-from headrace.trainers.cluster.ray_cluster import Cluster, CpuDemand
+from headrace.trainers.cluster import ray_cluster
+from headrace.trainers.cluster.ray_cluster import Cluster, CpuDemand, lean_start
+from headrace.trainers.errors import UserError
 
 
 @pytest.mark.processes
@@ -49,6 +52,74 @@ def test_signals_are_handled_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert told == [signal.SIGTERM] * 4 and len(started) == 4
+
+
+class Clock:
+    """Time that passes only while Ray starts."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def start(tries: list[float], monkeypatch: pytest.MonkeyPatch, timeout_s: float = 100.0) -> list[dict[str, Any]]:
+    """Start a cluster whose tries take these seconds and fail; one of 0 s succeeds. Returns the arguments of each."""
+    clock, calls = Clock(), list[dict[str, Any]]()
+
+    def init(**arguments: Any) -> None:
+        calls.append(arguments)
+        if seconds := tries[len(calls) - 1]:
+            clock.now += seconds
+            raise Exception("The current node timed out during startup.\nMore.")  # noqa: TRY002 - as Ray does
+
+    for name in ("shutdown", "nodes"):
+        monkeypatch.setattr(ray, name, list)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray_cluster, "time", clock)
+    demand = CpuDemand(0, 1, 0)
+    Cluster(address=None, num_cpus=1, demand=demand, namespace="n", object_store_mib=128, start_timeout_s=timeout_s)
+    return calls
+
+
+def test_a_late_start_is_repeated_within_the_limit_and_in_a_short_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/" + "d" * 99)
+    assert [call["_temp_dir"] for call in start([60.0, 30.0, 0.0], monkeypatch)] == ["/tmp/ray"] * 3
+
+
+@pytest.mark.parametrize(("tries", "said"), [([60.0, 60.0], "within 120 s of 100 s"), ([2.0], "within 2 s of 100 s")])
+def test_a_start_that_fails_is_one_sentence(tries: list[float], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        UserError, match=f"^resources.start_timeout_s: Ray did not start {said}: .* load [0-9]+ on"
+    ) as info:
+        start(tries, monkeypatch)
+    assert "\n" not in str(info.value) and "The current node timed out during startup. More." in str(info.value)
+
+
+def test_a_node_that_registers_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([RuntimeError("not yet"), RuntimeError("not yet"), {"node": 1}])
+
+    def get_node(address: str, node_id: str) -> Any:
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    with lean_start(5.0):
+        assert services.get_node("", "") == {"node": 1}
+    assert services.get_node is get_node
+    answers = iter([RuntimeError("never")])
+    with lean_start(0.0), pytest.raises(RuntimeError, match="never"):
+        services.get_node("", "")
+
+
+def test_a_cluster_that_cannot_be_joined_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: Any) -> None:
+        raise RuntimeError("Version mismatch:\n  Ray 2.9")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(UserError, match=r"^resources.ray_address: got 'h:1', expected .* joined: Version mismatch: R"):
+        Cluster(address="h:1", num_cpus=None, demand=CpuDemand(0, 1, 0), namespace="n", object_store_mib=128)
 
 
 @pytest.mark.slow

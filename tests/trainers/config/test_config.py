@@ -11,10 +11,12 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from headrace.cli.command import parse
 from headrace.tests.trainers.config.refusals import file_problems, only_problem
 from headrace.trainers.config.checks import StoreDemand
 from headrace.trainers.config.config import Config, resolved_yaml, with_run_dir
 from headrace.trainers.config.load import build_config, load_config
+from headrace.trainers.config.tracker_options import options_section
 from headrace.trainers.errors import ConfigError, UserError
 
 
@@ -320,3 +322,31 @@ def test_episodes_of_several_rows_are_refused_with_router_replay() -> None:
         "environment.max_rows: got 2 with router_replay.enabled=true, expected 1, because routes are recorded for the "
         "first row of an episode only"
     )
+
+
+def test_a_home_folder_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "d.jsonl").write_text("")
+    source = {"source": "~/d.jsonl"}
+    data = {"train": "mixture", "validation": "~/d.jsonl", "mixture": [source]}
+    sections: dict[str, Any] = {
+        "model": {"path": "~/m"}, "data": data, "evaluation": {"s": {"data": source}},
+        "run": {"dir": "~/r", "replay": "~/m"}, "sync": {"dir": "~/w", "transport": "disk"},
+    }  # fmt: skip
+    assert "~" not in resolved_yaml(Config.model_validate(sections)), "the one home folder is that of the configuration"
+    assert build_config({"data": {"train": "~/d.jsonl"}}).data.train == f"{tmp_path}/d.jsonl"
+    options = [options_section("trackio", {"dir": "~/t"}), options_section("mlflow", {"uri": "~/t"})]
+    assert [list(section.model_dump(exclude_defaults=True).values()) for section in options] == [[f"{tmp_path}/t"]] * 2
+    parsed = parse(["eval", "run.yaml", "--model=~/m", "--out=~/e.json"])
+    assert parsed.model == f"{tmp_path}/m" and parsed.out == tmp_path / "e.json"
+    assert parse(["doctor", "--model", "~/m"]).model == f"{tmp_path}/m"
+
+
+def test_a_reward_has_a_name_of_its_own() -> None:
+    environment = {"kind": "environment", "options": {"name": "judge"}}
+    config = build_config({"reward": {"functions": [{"kind": "environment"}, environment]}})
+    assert config.reward.weights == {"environment": 1.0, "judge": 1.0}
+    for name in ("std", "a/b"):
+        with pytest.raises(ConfigError, match="metrics are named after it and mean, std, flat_groups_share are of the"):
+            build_config({"reward": {"functions": [environment | {"options": {"name": name}}]}})

@@ -86,10 +86,23 @@ def test_advantages_count_episodes_and_all_rows_of_one_share_it(estimate: Any) -
 
 def test_metrics_and_flat_groups_count_episodes() -> None:
     meta = cast(KVBatchMeta, receipt())
-    metrics = row_metrics(meta)
+    metrics = row_metrics(meta, GrpoAdvantage())
     assert metrics["reward/mean"] == pytest.approx(3 / 5) and metrics["rollout/failed_rows"] == 1
     assert metrics["rollout/response_length_max"] == 3, "of all rows of an episode"
+    assert metrics["reward/std"] == pytest.approx(np.std([1.0, 0.0, 1.0, 1.0, 0.0]))
+    assert metrics["reward/flat_groups_share"] == 0 and metrics["advantage/min"] < 0 < metrics["advantage/max"]
     assert flat_groups(meta, [("r", 1.0)]) == []
     one_left = receipt()
     one_left.tags["valid"][3:9] = 0
     assert flat_groups(cast(KVBatchMeta, one_left), [("r", 1.0)]) == [7], "two rows of one episode have no signal"
+
+
+def test_equal_rewards_are_groups_without_a_signal() -> None:
+    tags = {"valid": np.ones(6), "reward": np.array([1.0, 1.0, 1.0, 0.0, 0.5, 0.5]), "response_length": np.ones(6)}
+    meta = cast(KVBatchMeta, Receipt(tags, [1, 1, 2, 2, 3, 3]))
+    metrics = row_metrics(meta, GrpoAdvantage())
+    assert metrics["reward/flat_groups_share"] == pytest.approx(2 / 3)
+    assert metrics["advantage/max"] == -metrics["advantage/min"] == pytest.approx(2**-0.5, rel=1e-4)
+    tags["valid"][:] = 0
+    failed = row_metrics(meta, GrpoAdvantage())
+    assert failed["reward/flat_groups_share"] == 1 and np.isnan([failed["reward/std"], failed["advantage/max"]]).all()

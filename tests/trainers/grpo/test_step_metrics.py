@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from headrace.actors.rollout.results import GroupFigures, RolloutReport, RolloutTally
+from headrace.actors.protocols import Prompt, Sample, Score
+from headrace.actors.rollout.results import GroupFigures, RolloutReport, RolloutTally, group_figures
 from headrace.dataplane.traffic import Traffic
 from headrace.trainers.grpo.feed import FeedTally
 from headrace.trainers.grpo.step_metrics import idle_shares, rollout_metrics, staleness_metrics
@@ -72,3 +73,22 @@ def test_old_rows_are_counted_together_and_shares_add_up() -> None:
     assert figures["staleness/share_5_or_more"] == pytest.approx(3 / 6)
     assert sum(value for key, value in figures.items() if "share" in key) == pytest.approx(1)
     assert len(figures) == 2 + 6 and figures["staleness/max"] == 30
+
+
+def test_ends_of_answers_and_data_sources_are_those_of_all_calls() -> None:
+    def sample(reason: str, tokens: int, source: str) -> Sample:
+        ones = np.ones(tokens)
+        prompt = Prompt("p", "q", "", {"data_source": source})
+        return Sample(prompt, 0, ones, ones, ones, "", reason, ones)
+
+    cut = group_figures([sample("length", 9, "gsm8k")] * 2, [Score(0.5, {"r": 0.5}, True), Score(0.0, {}, False)])
+    ended = group_figures(
+        [sample("stop", 2, "gsm8k"), sample("stop", 4, "org/math")], [Score(1.0, {}, True), Score(0.25, {}, True)]
+    )
+    reports = [RolloutTally([figures]).report(Traffic()) for figures in (cut, ended)]
+    metrics = rollout_metrics(FeedTally(reports))
+    assert metrics["rollout/truncated_share"] == 0.5 and metrics["rollout/ended_length_mean"] == 3
+    by_source = {key: value for key, value in metrics.items() if key.startswith("reward_by_source/")}
+    assert by_source == {"reward_by_source/gsm8k": 0.75, "reward_by_source/org/math": 0.25}
+    none = rollout_metrics(FeedTally([RolloutTally([cut]).report(Traffic())]))
+    assert none["rollout/truncated_share"] == 1 and math.isnan(none["rollout/ended_length_mean"])

@@ -112,3 +112,17 @@ def test_mistakes_are_sentences(pair: list[Path], tmp_path: Path) -> None:
         read_runs([pair[0], tmp_path])
     with pytest.raises(UserError, match="cannot be written"):
         write_comparison(read_runs(pair), pair[0] / "config.yaml" / "page.html")
+
+
+def test_every_figure_of_every_evaluation_and_of_learning_is_compared(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / name) for name in ("a", "b")]
+    for folder, share in zip(folders, (0.25, 0.75), strict=True):
+        writer = MetricsWriter(folder / "metrics.jsonl")
+        writer.log(20, {"eval/minus/pass@4": share, "eval/minus/seconds": 9.0, "reward/std": share, "train/lr": 1e-6})
+        writer.close()
+    runs = read_runs(folders)
+    found = dict(figures(runs))
+    assert found["evaluation minus pass@4, last"] == ["0.25", "0.75"] and found["reward std, last tenth"][1] == "0.750"
+    assert found["learning rate, last tenth"] == ["1e-06", "1e-06"] and not [key for key in found if "seconds" in key]
+    page = write_comparison(runs, tmp_path / "page.html").read_text()
+    assert "Evaluation minus pass@4 over steps" in page and "Reward std over steps" in page

@@ -58,7 +58,7 @@ def run(num_steps: int, *, terminal: bool, enabled: bool = True) -> str:
 
 def test_without_a_terminal_there_are_about_twenty_short_lines() -> None:
     lines = run(200, terminal=False).splitlines()
-    steps = [line for line in lines if " step " in line]
+    steps = [line for line in lines if "] step " in line]
     assert 20 <= len(steps) <= 24
     assert all(line.startswith("[0:") and len(line) < 130 for line in lines)
     [validation] = [line for line in steps if "step 33/200" in line]
@@ -187,3 +187,32 @@ def test_the_panel_says_what_the_step_is_doing() -> None:
         view.doing = lambda: "logprob"
         view.update(3, figures(3))
     assert "step 3/10  logprob" in text_on(console)
+
+
+EVALUATED = {
+    "val/version": 2.0, "val/reward": 0.5, "val/pass@4": 0.75, "val/failed_rows": 0.0, "eval/minus/avg@4": 0.25,
+    "eval/minus/pass@4": 0.625, "eval/minus/response_length_mean": 7.5, "eval/minus/failed_rows": 3.0,
+    "eval/minus/step": 1.0, "eval/minus/version_first": 1.0, "eval/minus/seconds": 9.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_an_evaluation_that_ends_has_a_line_with_all_its_figures(terminal: bool) -> None:
+    text = shown({}, EVALUATED, terminal=terminal)
+    assert "validation of step 2: reward 0.500  pass@4 0.750\n" in text
+    [line] = [line for line in text.splitlines() if "evaluation minus of step 1: " in line]
+    assert line.strip().endswith("avg@4 0.250  pass@4 0.625  response_length_mean 7.5  failed_rows 3")
+    assert ("evaluation minus  avg@4 0.250  pass@4 0.625" in text) == terminal, "the panel keeps it"
+
+
+def test_the_panel_shows_whether_the_run_learns() -> None:
+    health = {
+        "reward/std": 0.4321, "reward/flat_groups_share": 0.75, "rollout/truncated_share": 0.125, "train/lr": 1e-6,
+        "train/sampled_entropy": 1.25, "logprob/ratio_error": 1.0123, "train/reference_kl": 0.0, "advantage/max": 2.5,
+    }  # fmt: skip
+    text = shown({}, health, terminal=True)
+    for expected in ("reward std 0.432", "groups without signal 75%", "truncated answers 12%", "learning rate 1e-06",
+                     "sampled entropy 1.250", "engine mismatch 1.0123", "largest advantage 2.5"):  # fmt: skip
+        assert expected in text, expected
+    assert "KL to the reference" not in text
+    assert "std 0.432" in shown(health, terminal=False)

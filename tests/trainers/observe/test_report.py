@@ -84,7 +84,7 @@ def test_the_page_stands_alone_and_is_whole(tmp_path: Path) -> None:
     assert all(link.startswith("#") for link in page.links), page.links
     assert "@import" not in text and "https:" not in text.replace("http://www.w3.org", "")
     assert "finished, 30 steps" in text
-    assert text.count("<svg") == 5
+    assert text.count("<svg") == 6
     assert "warmup" in text and "model.path" in text
     assert not list(tmp_path.glob("*.new"))
 
@@ -246,3 +246,22 @@ def test_a_build_that_is_running_ends_with_the_run(tmp_path: Path) -> None:
     report.close()
     report.close()
     assert not process.is_running()
+
+
+def test_each_evaluation_set_has_a_curve_and_a_table_and_learning_has_plots(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, 20)
+    writer = MetricsWriter(folder / "metrics.jsonl")
+    sets = {"eval/minus/avg@4": 0.25, "eval/minus/pass@4": 0.625, "eval/minus/reward": -1.0, "eval/minus/step": 9.0}
+    health = {"train/sampled_entropy": 1.25, "logprob/ratio_error": 1.01, "train/lr": 1e-6, "reward/std": 0.4}
+    sources = {"reward_by_source/a": 0.5, "reward_by_source/<b>": 0.25}
+    for step in (10, 20):
+        writer.log(step, {**sets, **health, **sources, "val/pass@4": 0.9, "rollout/truncated_share": 0.1})
+    writer.finish(20)
+    writer.close()
+    text = write_report(folder).read_text()
+    Page(text)
+    for title in ("Evaluation minus", "Validation", "Signal", "Policy and engine", "Rewards by data source"):
+        assert f"<h2>{title}</h2>" in text, title
+    assert text.count("<h2>Evaluation minus</h2>") == text.count("<h2>Validation</h2>") == 2, "a plot and a table"
+    assert "<td>9.0</td><td>0.25</td><td>0.625</td><td>-1</td>" in text and "&lt;b&gt;" in text
+    assert "Truncated answers" in text and "Engine mismatch" in text

@@ -36,7 +36,7 @@ def logged(folder: Path, kind: str, resumed: bool = False, **options: Any) -> No
     tracker = build_tracker(TrackerConfig(kind=kind, options=options))  # pyright: ignore[reportArgumentType]
     writer = MetricsWriter(folder / "metrics.jsonl", Tracking({kind: tracker}, folder, CONFIG))
     first = 3 if resumed else 1
-    writer.log(first, {"reward/mean": 0.25 * first, "val/pass@4": 1.0})
+    writer.log(first, {"val/reward": 0.5, "val/reward/exact": 0.5, "reward/mean": 0.25 * first, "val/pass@4": 1.0})
     line = {"kind": "episode", "key": f"{first}.0", "prompt": "p", "turns": [{"text": "wrote"}], "reward": 0.5}
     with (folder / "samples.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
@@ -133,6 +133,7 @@ def test_mlflow_in_a_folder(tmp_path: Path) -> None:
     [run] = client.search_runs([experiment.experiment_id])
     history = client.get_metric_history(run.info.run_id, "reward/mean")
     assert [(metric.step, metric.value) for metric in history] == [(step, 0.25 * step) for step in (1, 2, 3, 4)]
+    assert run.data.metrics["val/reward"] == run.data.metrics["val/reward.exact"] == 0.5
     assert run.data.metrics["val/pass_at_4"] == 1.0 and run.data.params["trainer.lr"] == "0.5"
     assert run.info.status == "FINISHED"
     [table] = (tmp_path / "mlruns").rglob("samples/step-000002.json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from headrace.trainers.observe.trackers import (
     TrackedRun,
     Tracker,
     build_tracker,
+    mlflow_key,
     wanted_trackers,
 )
 from headrace.trainers.observe.tracking import SampleTail, Tracking
@@ -183,3 +185,51 @@ def test_a_tracker_that_cannot_be_is_refused(trackers: Any, sentence: str) -> No
     with pytest.raises(ConfigError) as refusal:
         build_config({"logging": {"trackers": trackers}})
     assert sentence in str(refusal.value)
+
+
+class Picky(Noting):
+    """A tracker that takes no step with one of the names that it does not like."""
+
+    def __init__(self, *bad: str) -> None:
+        super().__init__()
+        self.bad = set(bad)
+        self.taken: dict[str, float] = {}
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().log(step, metrics)
+        if self.bad & metrics.keys():
+            raise NotADirectoryError("that name is a folder")
+        self.taken |= metrics
+
+
+def test_one_bad_name_drops_no_other_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = {f"group/{number}": float(number) for number in range(130)}
+    bad = ("group/0", "group/77", "group/129")
+    tracker = Picky(*bad)
+    with caplog.at_level(logging.WARNING):
+        tracking = Tracking({"picky": tracker}, tmp_path, {})
+        tracking.log(1, metrics)
+        tracking.log(2, metrics)
+        tracking.close()
+    assert tracker.taken == {name: value for name, value in metrics.items() if name not in bad}
+    assert all(caplog.text.count(f"tracker picky: {name} is not sent: NotADirectoryError: that") == 1 for name in bad)
+    assert "given up" not in caplog.text
+    assert [step for name, (step, _) in tracker.calls[1:-1]].count(2) == 1, "later steps leave them out at once"
+
+
+def test_a_dead_tracker_is_not_asked_for_each_metric(tmp_path: Path) -> None:
+    tracker = Noting(fails=("log",))
+    tracking = Tracking({"dead": tracker}, tmp_path, {})
+    for step in range(3):
+        tracking.log(step, {f"group/{number}": 0.0 for number in range(130)})
+    tracking.close()
+    assert len([name for name, _ in tracker.calls if name == "log"]) <= 3 * 10
+
+
+def test_no_name_of_mlflow_is_a_folder_of_another() -> None:
+    rewards = [f"{prefix}/reward{name}" for prefix in ("val", "eval/s") for name in ("", "/exact", "/exact/best@4")]
+    names = [*rewards, "val/pass@4", "eval/s/avg@4", "reward_by_source/org/set+1", "reward_by_source/org/set-1"]
+    keys = [mlflow_key(name) for name in names]
+    assert len(set(keys)) == len(names) and all(re.fullmatch(r"[\w./: -]+", key) for key in keys)
+    assert not any(other.startswith(f"{key}/") for key in keys for other in keys)
+    assert keys[1] == "val/reward.exact" and "val/pass_at_4" in keys

