@@ -90,6 +90,7 @@ def _build_hf(config: EngineConfig) -> GenerationEngine:
         dtype=DTYPES[engine_dtype(config.model, gpu=config.on_gpu)],
         device=config.device,
         max_batch=engine_batch(config.rollout, gpu=config.on_gpu),
+        max_model_len=config.max_model_len,
         **_shared(config),
     )
 
