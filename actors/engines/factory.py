@@ -32,8 +32,8 @@ class EngineConfig:
     kept_free_bytes: int = 0
     """Number of bytes of each GPU's memory that the engine leaves free for sleeping processes on the same GPU."""
     max_model_len: int | None = None
-    """Largest number of tokens of a prompt and its answer together that a `vllm` engine takes; None: the model's own
-    limit."""
+    """Largest number of tokens of a prompt and its answer together that a `vllm` engine takes, and for which an `hf`
+    engine chooses positions; None: the model's own limit."""
     log: str = ""
     """Path of the file that receives the output of vLLM's processes; "" for none."""
     seed: int = 0
