@@ -155,7 +155,7 @@ class BackendConfig:
     columns: tuple[ColumnConfig, ...] = ()
     """User-defined columns of numbers that the loss reads."""
     context: int | None = None
-    """Number of tokens that no row exceeds, which the engines were told too; None: unknown. It decides the positions of
+    """Number of tokens that no row exceeds, the same as that of the engines; None: unknown. It decides the positions of
     models that have others for long contexts, and how long the rows of the checks at the start are."""
     with_reference: bool = False
     """If true, the backend keeps a frozen copy of the initial weights for `logprobs(reference=True)`."""
