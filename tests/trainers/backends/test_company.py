@@ -61,7 +61,7 @@ def plain_logprobs(folder: str, row: Row) -> torch.Tensor:
     return torch.cat([torch.zeros(1), torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]])
 
 
-@pytest.mark.parametrize("name", ["phi3 longrope", "llama dynamic"])
+@pytest.mark.parametrize("name", ["phi3 longrope", pytest.param("llama dynamic", marks=pytest.mark.slow)])
 def test_scaled_positions_in_the_trainer(tmp_path: Path, name: str) -> None:
     folder, rows = save_family(tmp_path, name), short_and_long()
     for packing in ("none", "packed"):
@@ -85,27 +85,32 @@ def test_longrope_chooses_its_factors_by_the_context_of_the_run(tmp_path: Path) 
         logprobs_of(narrow, micro_batch([long]))
 
 
-async def sampled(folder: str, prompts: dict[str, list[int]]) -> dict[str, Row]:
-    """Rows of one sample of each prompt, generated together: request -> row with its engine's log-probs."""
+async def sampled(folder: str, *calls: dict[str, list[int]]) -> list[Row]:
+    """Rows of one sample of each prompt, with their engine's log-probs; the prompts of a call are generated together.
+
+    calls: request -> token ids of its prompt.
+    """
     engine = HfEngine(folder, seed=3, max_model_len=CONTEXT)
     params = SamplingParams(n=1, max_new_tokens=8, temperature=1.0)
-    answers = await asyncio.gather(*(engine.generate(name, ids, params) for name, ids in prompts.items()))
+    rows = []
+    for call in calls:
+        answers = await asyncio.gather(*(engine.generate(name, ids, params) for name, ids in call.items()))
+        for ids, [answer] in zip(call.values(), answers, strict=True):
+            rows.append(row_of([*ids, *answer.token_ids], len(ids)))
+            rows[-1].columns["rollout_logprobs"][len(ids) :] = answer.logprobs
     await engine.close()
-    rows = {}
-    for (name, ids), [answer] in zip(prompts.items(), answers, strict=True):
-        rows[name] = row_of([*ids, *answer.token_ids], len(ids))
-        rows[name].columns["rollout_logprobs"][len(ids) :] = answer.logprobs
     return rows
 
 
-@pytest.mark.parametrize("name", ["phi3 longrope", "llama4_text", "ministral3 yarn"])
+@pytest.mark.parametrize(
+    "name", ["phi3 longrope", "llama4_text", pytest.param("ministral3 yarn", marks=pytest.mark.slow)]
+)
 def test_the_engine_samples_as_alone_and_as_the_trainer(tmp_path: Path, name: str) -> None:
     folder, rng = save_family(tmp_path, name), np.random.default_rng(1)
     prompts = {f"r{length}": rng.integers(3, 40, length).tolist() for length in (2, 7, 11)}
-    together = asyncio.run(sampled(folder, prompts))
+    rows = asyncio.run(sampled(folder, prompts, *({request: ids} for request, ids in prompts.items())))
     backend = trainer(folder)
-    for request, row in together.items():
-        [alone] = asyncio.run(sampled(folder, {request: prompts[request]})).values()
+    for row, alone in zip(rows[:3], rows[3:], strict=True):
         assert row.ids.tolist() == alone.ids.tolist()
         engine = row.columns["rollout_logprobs"][row.mask > 0]
         np.testing.assert_allclose(engine, alone.columns["rollout_logprobs"][row.mask > 0], atol=1e-4)
@@ -117,7 +122,7 @@ def test_an_engine_of_a_longrope_model_takes_no_row_beyond_its_context(tmp_path:
         asyncio.run(sampled(save_family(tmp_path, "phi3 longrope"), {"r": [5] * 25}))
 
 
-@pytest.mark.parametrize("name", ["lfm2", "jamba"])
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("jamba", marks=pytest.mark.slow)])
 def test_packing_is_refused_however_small_the_weights_are(tmp_path: Path, name: str) -> None:
     folder = save_family(tmp_path, name, std=None)  # log-probs change by 1e-4
     with pytest.raises(ValueError, match="trainer.packing: got 'packed', expected 'none' or 'dynamic' for .*whose row"):
