@@ -32,8 +32,8 @@ class EngineConfig:
     kept_free_bytes: int = 0
     """Number of bytes of each GPU's memory that the engine leaves free for sleeping processes on the same GPU."""
     max_model_len: int | None = None
-    """Largest number of tokens of a prompt and its answer together that a `vllm` engine takes; None: the model's own
-    limit."""
+    """Largest number of tokens of a prompt and its answer together that a `vllm` engine takes, and for which an `hf`
+    engine chooses positions; None: the model's own limit."""
     log: str = ""
     """Path of the file that receives the output of vLLM's processes; "" for none."""
     seed: int = 0
@@ -90,6 +90,7 @@ def _build_hf(config: EngineConfig) -> GenerationEngine:
         dtype=DTYPES[engine_dtype(config.model, gpu=config.on_gpu)],
         device=config.device,
         max_batch=engine_batch(config.rollout, gpu=config.on_gpu),
+        max_model_len=config.max_model_len,
         **_shared(config),
     )
 

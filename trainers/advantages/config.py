@@ -19,3 +19,8 @@ class AdvantageConfig(Section):
     baseline: Literal["step", "group"] = "step"
     """Rows whose mean reward `reinforce_pp` subtracts from each reward: `step` means all rows of the step, `group` the
     rows of the same group."""
+
+    @property
+    def compares_group(self) -> bool:
+        """True if a row's advantage comes from a comparison with other rows of its group."""
+        return self.kind != "reinforce_pp" or self.baseline == "group"

@@ -87,7 +87,8 @@ class TrainerConfig(Section):
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
     weight_decay: NonNegative = 0.0
-    """Weight decay of matrices. Norms and biases have none."""
+    """Weight decay of matrices. Norms, biases and the rates `A_log` of state-space layers have none, whatever their
+    shape."""
     grad_clip: Positive | None = 1.0
     """Largest global norm of the mean gradient. A gradient with a larger norm is scaled down to this norm. `null` never
     scales gradients down."""
@@ -157,6 +158,9 @@ class BackendConfig:
     log-probs of the forward pass otherwise. The driver leaves the column out only in the step's first update."""
     columns: tuple[ColumnConfig, ...] = ()
     """User-defined columns of numbers that the loss reads."""
+    context: int | None = None
+    """Number of tokens that no row exceeds, the same as that of the engines; None: unknown. It decides the positions of
+    models that have others for long contexts, and how long the rows of the checks at the start are."""
     with_reference: bool = False
     """If true, the backend keeps a frozen copy of the initial weights for `logprobs(reference=True)`."""
     trains: bool = True

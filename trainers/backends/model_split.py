@@ -73,6 +73,14 @@ def check_split(trainer: TrainerConfig, model: Any) -> None:
             f"trainer.tp: got {trainer.tp}, expected fewer ranks, because one of them would hold no token of the "
             f"model's vocab_size = {vocabulary}"
         )
+    if trainer.packing == "packed":
+        from ...actors.engines.hf.positions import counts_columns  # imports torch, which checks do without
+
+        if counts_columns(model, trainer.tokens_per_microbatch):
+            raise ValueError(
+                "trainer.packing: got 'packed', expected 'none' or 'dynamic' for a model with attn_temperature_tuning, "
+                "whose attention counts the tokens of earlier rows too"
+            )
     _check_balance(trainer, model)
     if trainer.backend == "megatron":
         _check_experts(trainer, model)

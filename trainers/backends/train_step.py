@@ -248,17 +248,16 @@ def build_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     """Build a fused AdamW optimizer and allocate its state at once. Even a checkpoint before the first step then
     contains the full state.
 
-    Weight decay applies to matrices only, not to norms and biases. The optimizer of a model that is not trained is
-    empty.
+    Weight decay applies to matrices only (see `_undecayed`). The optimizer of a model that is not trained is empty.
     """
-    params = [param for param in model.parameters() if param.requires_grad]
+    params, undecayed = [param for param in model.parameters() if param.requires_grad], _undecayed(model)
     sorts: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for param in params:  # A fused kernel takes DTensors of a single mesh only.
         mesh = param.device_mesh if isinstance(param, DTensor) else None
-        sorts.setdefault((param.ndim < 2, mesh), []).append(param)
+        sorts.setdefault((id(param) in undecayed, mesh), []).append(param)
     groups = [
-        {"params": members, "weight_decay": 0.0 if vector else config.weight_decay}
-        for (vector, _), members in sorts.items()
+        {"params": members, "weight_decay": 0.0 if free else config.weight_decay}
+        for (free, _), members in sorts.items()
     ]
     optimizer = torch.optim.AdamW(
         groups or [{"params": []}], lr=config.lr, betas=config.betas, eps=ADAM_EPS, fused=True
@@ -270,6 +269,19 @@ def build_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
             "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
         }
     return optimizer
+
+
+def _undecayed(model: nn.Module) -> set[int]:
+    """Return the `id` of each parameter without weight decay: vectors, and norms, biases and decay rates of any shape.
+
+    GPT-OSS has a matrix of biases for its experts, Cohere norms for each head, and Mamba a matrix `A_log` of rates.
+    """
+    return {
+        id(param)
+        for module in model.modules()
+        for name, param in module.named_parameters(recurse=False)
+        if param.ndim < 2 or name.endswith("bias") or name == "A_log" or "norm" in type(module).__name__.lower()
+    }
 
 
 def learning_rate(config: TrainerConfig, update: int, total_steps: int, updates_per_step: int = 1) -> float:

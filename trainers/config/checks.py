@@ -221,6 +221,7 @@ def meaning_problems(config: Config) -> Iterator[str]:
     yield from admission_problems(config.algorithm, config.run)
     if config.run.replay is not None:
         yield from replay_problems(config.run, config.validation, config.algorithm, window=config.overlap.window)
+    yield from group_problems(config.algorithm, config.advantage)
     yield from objective_problems(config.loss, config.advantage, config.reward, config.algorithm.prev_logprobs)
     if config.router_replay.enabled:
         yield from route_problems(config.environment, config.rollout)
@@ -402,6 +403,23 @@ def route_problems(environment: EnvironmentConfig, rollout: RolloutConfig) -> li
         for name, fine in NO_ROUTES_WITH.items()
         if name in rollout.vllm and rollout.vllm[name] not in fine
     ]
+
+
+def group_problems(algorithm: AlgorithmConfig, advantage: AdvantageConfig) -> Iterator[str]:
+    """Yield one sentence for each setting that compares the rows of a group with each other, if a group is one row."""
+    if algorithm.group_size > 1:
+        return
+    if advantage.compares_group:
+        yield (
+            f"algorithm.group_size: got 1 with advantage.kind={advantage.kind!r}, expected at least 2 (or "
+            "advantage.kind='reinforce_pp' with advantage.baseline='step'), because a group of one sample has no "
+            "baseline of its own"
+        )
+    if algorithm.dynamic_sampling.enabled:
+        yield (
+            "algorithm.dynamic_sampling.enabled: got true with algorithm.group_size=1, expected false, because the "
+            "rewards of a group of one sample are always equal"
+        )
 
 
 def objective_problems(

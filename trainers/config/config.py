@@ -106,11 +106,13 @@ class AlgorithmConfig(Section):
     epochs: Count = 1
     """Number of times that a step trains on its rows. Each epoch divides the groups into mini-batches in a new way.
     More than one epoch needs a mode that trains on a step as a whole."""
-    group_size: int = 8
-    """Number of samples of each prompt, which form a group. At least 2."""
+    group_size: Count = 8
+    """Number of samples of each prompt, which form a group. At least 2, unless the advantage compares rows with the
+    whole step: `advantage.kind: reinforce_pp` with `advantage.baseline: step`."""
     mask_truncated: bool = False
     """If true, samples that were cut off at `rollout.max_new_tokens` are not trained on (overlong filtering, DAPO,
-    arXiv:2503.14476). Their rewards still count in the baselines of their groups."""
+    arXiv:2503.14476). Their rewards still count in the baselines of their groups. The means over rows of
+    `loss.aggregation` count only rows that are trained on; those of TRL count all rows."""
     prev_logprobs: Literal["rollout", "recompute"] = "rollout"
     """Source of the old policy's log-probs in the probability ratio. `rollout` uses the engine's log-probs, so the
     ratio also reflects how the policy has changed since the rollout. `recompute` uses the trainer's own log-probs from
@@ -121,13 +123,6 @@ class AlgorithmConfig(Section):
     def updates_per_step(self) -> int:
         """Number of updates of the optimizer in each step."""
         return self.minibatches * self.epochs
-
-    @field_validator("group_size")
-    @classmethod
-    def _has_baseline(cls, size: int) -> int:
-        if size < 2:
-            raise ValueError(f"got {size}, expected a whole number >= 2, because a group of one sample has no baseline")
-        return size
 
 
 class RunConfig(Section):

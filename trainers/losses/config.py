@@ -44,7 +44,7 @@ class LossConfig(Section):
     """Mean that turns the losses of a step's tokens into one number. `token` is the mean over all tokens. `sequence` is
     the mean over rows of each row's mean over its tokens. `sequence_sum` is the mean over rows of each row's sum
     divided by `loss.length_norm` (Dr. GRPO). `prompt` is the mean over prompts of each prompt's mean over its
-    tokens."""
+    tokens. Rows without a trained token, such as failed rows, are in none of these means."""
     length_norm: Count | None = None
     """Number of tokens by which `sequence_sum` divides the sum of each row's losses. Unset:
     `rollout.max_new_tokens`."""

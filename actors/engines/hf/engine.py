@@ -24,6 +24,7 @@ from ..token_sampling import StopTexts, checked_prompt, row_keys
 from ..tokenizer import load_tokenizer
 from .decoding import Batch, DecodeRequest, Decoding, Pending
 from .model import ParameterSet, RouteRecorder, load_model, model_stop_ids
+from .positions import counts_columns, fix_rotary_length
 
 
 class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
@@ -46,6 +47,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         max_batch: int = 256,
+        max_model_len: int | None = None,
         seed: int = 0,
         receiver: ReceiverConfig | None = None,
         version: int = 0,
@@ -54,9 +56,11 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         """Load the model from `path`, a local folder or a hub id.
 
         max_batch: largest number of rows decoded together. A request is never split, so one whose `n` is larger runs
-        alone. receiver: settings of the receiver of new weights; None when weights never change. version: policy
-        version of the loaded weights. routes: shape of the routes to record; None records no routes. Raises ValueError
-        if there is no such model, if it is not a decoder-only causal LM, or if its routers are of an unknown class.
+        alone. max_model_len: largest number of tokens of a prompt and its answer together; None: the model's own limit.
+        Only models whose positions depend on it (see `fix_rotary_length`) refuse longer ones. receiver: settings of the
+        receiver of new weights; None when weights never change. version: policy version of the loaded weights. routes:
+        shape of the routes to record; None records no routes. Raises ValueError if there is no such model, if it is not
+        a decoder-only causal LM, or if its routers are of an unknown class.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch: got {max_batch}, expected at least 1")
@@ -69,7 +73,10 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         self._max_batch = max_batch
         self._seed = seed
         text_config = self._model.config.get_text_config()
-        self._context: int | None = getattr(text_config, "max_position_embeddings", None)
+        model_context: int | None = getattr(text_config, "max_position_embeddings", None)
+        limits = (fix_rotary_length(self._model, max_model_len), model_context)
+        self._context: int | None = min((limit for limit in limits if limit is not None), default=None)
+        self._needs_equal_prompts = counts_columns(text_config, max_model_len or model_context or 0)
         self._vocab_size: int = self._model.get_input_embeddings().num_embeddings
         self._stop_ids = model_stop_ids(self._model)
         self._tokenizer: Any = None  # The tokenizer is loaded at the first stop text.
@@ -317,16 +324,20 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
     def _take(self) -> list[Pending]:
         """Take the oldest request from the queue, with others that share its sampling parameters, up to max_batch rows.
         Returns the requests in queue order."""
-        first = self._queue[0].batch_key
+        first = self._batch_key(self._queue[0])
         taken: list[Pending] = []
         left: deque[Pending] = deque()
         num_rows = 0
         for pending in self._queue:
-            fits = pending.batch_key == first and (not taken or num_rows + pending.params.n <= self._max_batch)
+            fits = self._batch_key(pending) == first and (not taken or num_rows + pending.params.n <= self._max_batch)
             (taken if fits else left).append(pending)
             num_rows += pending.params.n if fits else 0
         self._queue = left
         return taken
+
+    def _batch_key(self, pending: Pending) -> tuple:
+        """Return what requests must have in common to be decoded in one batch, which pads prompts on the left."""
+        return (pending.batch_key, len(pending.request.prompt_ids) if self._needs_equal_prompts else None)
 
     async def _in_thread(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)

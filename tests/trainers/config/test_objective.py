@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from headrace.actors.rewards.config import REWARD_KINDS
 from headrace.actors.rewards.rubric import BUILT_REWARDS
 from headrace.tests.trainers.config.refusals import only_problem
 from headrace.trainers.advantages.config import AdvantageConfig
+from headrace.trainers.advantages.estimators import RewardRows, build_advantages
 from headrace.trainers.cluster import rollout_specs
 from headrace.trainers.cluster.worker_specs import backend_config
 from headrace.trainers.config.config import Config
@@ -86,11 +88,28 @@ def test_gdpo_gets_the_weights_and_asks_for_tags() -> None:
         ({"loss": {"kind": "gspo_"}}, "expected one of ppo_clip, gspo, cispo, reinforce (did you mean gspo?)"),
         ({"advantage": {"kind": "gdpo"}}, "advantage.kind: got 'gdpo' with 1 reward functions whose weight is not 0"),
         ({"advantage": {"kind": "rloo", "normalize_std": False}}, "advantage.normalize_std: unknown key"),
+        ({"algorithm": {"group_size": 1}},
+         "algorithm.group_size: got 1 with advantage.kind='grpo', expected at least 2 (or advantage.kind="),
+        ({"algorithm": {"group_size": 1}, "advantage": {"kind": "reinforce_pp", "baseline": "group"}},
+         "algorithm.group_size: got 1 with advantage.kind='reinforce_pp', expected at least 2"),
+        ({"algorithm": {"group_size": 1, "dynamic_sampling": {"enabled": True}}, "advantage": {"kind": "reinforce_pp"}},
+         "algorithm.dynamic_sampling.enabled: got true with algorithm.group_size=1, expected false"),
         ({"advantage": {"baseline": "group"}}, "advantage.baseline: got 'group' with advantage.kind='grpo', expected"),
     ],
 )  # fmt: skip
 def test_one_sentence_for_each_mistake(data: dict[str, Any], sentence: str) -> None:
     assert sentence in only_problem(data)
+
+
+@pytest.mark.parametrize("kind", get_args(AdvantageConfig.model_fields["kind"].annotation))
+@pytest.mark.parametrize("baseline", ["step", "group"])
+def test_a_group_of_one_sample_is_for_estimators_that_compare_the_step(kind: str, baseline: str) -> None:
+    advantage = AdvantageConfig.model_validate({"kind": kind, "baseline": baseline})
+    values = np.array([0.0, 1.0, 3.0])
+    rows = RewardRows(values, np.ones(3), np.arange(3), {"one": values})
+    assert advantage.compares_group == (not build_advantages(advantage, {"one": 1.0})(rows).any())
+    if not advantage.compares_group:
+        build_config({"algorithm": {"group_size": 1}, "advantage": {"kind": kind}})
 
 
 def test_the_defaults_of_a_run_are_the_quickstarts() -> None:

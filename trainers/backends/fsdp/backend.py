@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from ....actors.engines.hf.positions import fix_rotary_length
 from ....actors.protocols import MicroBatch
 from ....codecs.batch import Batch
 from ..checkpoint_files import training_state
@@ -26,7 +27,8 @@ from ..train_step import build_adamw, local_gradients, scale_, square_norm
 from ..weight_stream import OwnPiece
 from .causal_lm import CausalLM, half_parameters, halve_parameters, use_closed_form_norms
 from .hf_routers import balance_experts, replay_routers, router_biases
-from .output_checks import check_head, check_packing
+from .output_checks import check_head
+from .row_checks import check_rows
 from .sharding import (
     WeightSource,
     build_mesh,
@@ -74,8 +76,15 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         group = None if self._mesh is None else self._mesh["dp"].get_group()
         if config.trainer.moe.active:
             self._balance = balance_experts(self._policy.model, config, self._device, group)
-        if self._packed:
-            check_packing(self._policy, self._device, self._precision(self._policy), half=self._half)
+        check_rows(
+            self._policy,
+            self._device,
+            self._precision(self._policy),
+            packed=self._packed,
+            half=self._half,
+            longest=min(config.context or 0, config.trainer.tokens_per_microbatch),
+            budget=config.trainer.tokens_per_microbatch,
+        )
         if config.trainer.compile:
             compile_layers(layers)
         recompute_layers(layers, config.trainer.recompute, config.trainer.recompute_layers)
@@ -172,6 +181,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         check_split(self._config.trainer, model.config)
         packing = resolved_packing(self._config.trainer, model.config, gpu=self._device.type == "cuda")
         self._packed = packing == "packed"
+        self._reach = fix_rotary_length(model, self._config.context)
         if self._packed and self._half and self._device.type == "cuda":
             from .causal_lm import use_varlen_attention  # The kernels need a GPU and half precision.
 
@@ -237,9 +247,15 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
     def _lay_out(self, batch: Batch, replay: RouterReplay | None) -> RowLayout:
         routes, mark = (None, 0) if replay is None else (replay.read(batch), replay.spec.mark)
         with_owners = self._balance is not None
-        return lay_out(
+        layout = lay_out(
             batch, self._device, packed=self._packed, routes=routes, missing_route=mark, with_owners=with_owners
         )
+        if self._reach is not None and layout.longest >= self._reach:  # `longest` leaves out each row's last token.
+            raise ValueError(
+                f"microbatch: got a row of {layout.longest + 1} tokens, expected at most {self._reach}, the context "
+                "for which the model's positions were chosen"
+            )
+        return layout
 
     def _logprobs(self, model: CausalLM, replay: RouterReplay | None, batch: Batch, temperature: float) -> torch.Tensor:
         layout = self._lay_out(batch, replay)

@@ -254,19 +254,46 @@ def _compute_buffers(model: Any, source: WeightSource, device: torch.device) -> 
     """Fill the model's buffers and move them to `device`.
 
     Persistent buffers, which model folders contain, are read from `source`; the others are computed by the model's own
-    code.
+    code. Some models compute those of a module in one of its parents (Falcon-H1). Raises ValueError, naming the buffer,
+    when that code leaves a buffer without values.
     """
     kept = model.state_dict()
     for module in model.modules():
-        module._is_hf_initialized = not module._non_persistent_buffers_set
+        # HF computes the buffers of modules without this mark, and of parameters with it computes nothing.
+        module._is_hf_initialized = not any(part._non_persistent_buffers_set for part in module.modules())
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+            module._buffers[name] = empty = torch.empty_like(buffer, device="cpu")
+            _bytes_of_bools(empty).fill_(_unwritten(empty.dtype))
     for param in model.parameters():
-        param._is_hf_initialized = True  # With this mark HF computes buffers only.
+        param._is_hf_initialized = True
     model.initialize_weights()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             full = f"{prefix}.{name}" if prefix else name
             if full in kept:
                 _read_into(buffer, source, full, tuple(slice(0, size) for size in buffer.shape))
+            elif _has_unwritten(buffer):
+                raise ValueError(
+                    f"model.path: got a {type(model).__name__}, which leaves its buffer {full!r} without values, "
+                    "expected a model that computes all buffers that its folder lacks in `_init_weights`"
+                )
             module._buffers[name] = buffer.to(device)
+
+
+def _unwritten(dtype: torch.dtype) -> float:
+    """Return the value of elements that nobody has written yet. It is NaN where there is one, so that what is computed
+    from it shows too."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    limits = torch.iinfo(torch.uint8 if dtype == torch.bool else dtype)
+    return limits.min or limits.max
+
+
+def _has_unwritten(buffer: torch.Tensor) -> bool:
+    mark, values = _unwritten(buffer.dtype), _bytes_of_bools(buffer)
+    return bool((values.isnan() if mark != mark else values == mark).any())
+
+
+def _bytes_of_bools(buffer: torch.Tensor) -> torch.Tensor:
+    """Return `buffer`, or the bytes of a bool buffer, which can hold a third value."""
+    return buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer

@@ -9,7 +9,7 @@ A run applies the same measure to its first step, and warns if engine and traine
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -172,7 +172,7 @@ async def _sample(rollout: RolloutConfig, model: ModelConfig, seed: int, spec: R
         rollout,
         model,
         device="cuda:0" if torch.cuda.is_available() else "cpu",
-        max_model_len=max(map(len, prompts)) + params.max_new_tokens,
+        max_model_len=_context(prompts),
         seed=seed,
         routes=spec,
     )
@@ -186,6 +186,11 @@ async def _sample(rollout: RolloutConfig, model: ModelConfig, seed: int, spec: R
     return [(ids, answer[0]) for ids, answer in zip(prompts, answers, strict=True)]
 
 
+def _context(prompts: Sequence[np.ndarray]) -> int:
+    """Return the largest number of tokens of a prompt and its answer, by which both sides choose positions."""
+    return max(map(len, prompts)) + TOKENS // len(PROMPTS)
+
+
 def compare_rows(
     model: ModelConfig, rollout: RolloutConfig, trainer: TrainerConfig, spec: RouteSpec | None, rows: Rows
 ) -> TrustReport:
@@ -195,7 +200,9 @@ def compare_rows(
     """
     trainer = trainer.model_copy(update={"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "sequence_parallel": False})
     replay = RouterReplayConfig(enabled=spec is not None, verify="values")
-    backend: Any = build_backend(BackendConfig(model.path, trainer, router_replay=replay, trains=False), 0, 1)
+    context = _context([prompt for prompt, _ in rows])
+    settings = BackendConfig(model.path, trainer, router_replay=replay, context=context, trains=False)
+    backend: Any = build_backend(settings, 0, 1)
     micro, sampled = _micro_batch(rows, spec)
     temperature = rollout.temperature
     try:
