@@ -37,6 +37,7 @@ from ...cluster.transport_choice import WeightRoute
 from ...config.checks import ROLLOUT_TOKEN_BYTES, StoreDemand, cautions
 from ...config.config import Config, PoolConfig, ResourcesConfig
 from ...errors import UserError
+from .prompts import stop_notes
 
 
 def plan_here(request: PlacementRequest, resources: ResourcesConfig, sync: SyncConfig) -> Placement | None:
@@ -159,6 +160,7 @@ def describe(config: Config) -> str:
     lines += ["GPUs", *described.gpus(), "memory", *described.model(), *described.store()]
     lines += ["plan of a step", *described.plan()]
     notes = cautions(config.algorithm, config.loss, config.trainer, window=config.overlap.window)
+    notes += stop_notes(config.model)
     lines += [f"note: {line}" for line in notes]
     return "\n".join(lines)
 

@@ -59,7 +59,7 @@ def check_start(config: Config, *, resume: bool = False, part: Literal["all", "q
     def prompts() -> list[str]:
         training = EvaluationDefaults(rollout, data, config.reward, seed)
         plans = evaluation_plans(training, config.validation, config.evaluation)
-        return read_prompts(model, config.environment.kind, data, seed, plans)
+        return read_prompts(model, config.environment.kind, rollout, data, seed, plans)
 
     checks = [] if part == "prompts" else _quick_checks(config, resume)
     return _check(checks, otherwise=prompts) if part == "quick" else _check([*checks, prompts])

@@ -7,11 +7,13 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ....actors.engines.config import ModelConfig
 from ....actors.protocols import PromptRow, PromptSource
+from ....actors.rollout.config import RolloutConfig
 from ....actors.rollout.data_config import DataConfig, is_generated
-from ...cluster.rollout_specs import EvaluationPlan
+from ...cluster.rollout_specs import EvaluationPlan, sampling
 
 READ_PROMPTS = 10_000
 """Largest number of prompts per source that are read to check their lengths. This takes about 4 seconds for prompts of
@@ -19,13 +21,19 @@ READ_PROMPTS = 10_000
 
 
 def read_prompts(
-    model: ModelConfig, environment: str, training: DataConfig, seed: int, plans: Sequence[EvaluationPlan]
+    model: ModelConfig,
+    environment: str,
+    rollout: RolloutConfig,
+    training: DataConfig,
+    seed: int,
+    plans: Sequence[EvaluationPlan],
 ) -> list[str]:
     """Read the prompts as the rollout actors do later, to check tokenizer, columns, templates and lengths. environment:
-    kind of the environment. training: source of the prompts of training. plans: evaluations, with their own sources.
-    Returns one line for each source that is not on this machine yet or is too large to be read in full now.
+    kind of the environment. rollout: section whose stop texts and stop token ids are checked, too. training: source of
+    the prompts of training. plans: evaluations, with their own sources. Returns one line for each source that is not on
+    this machine yet or is too large to be read in full now.
     """
-    if not model.builtin and not _is_local(model.path) and not _model_is_cached(model.path):
+    if not _is_here(model):
         return [f"model.path: {model.path} is not on this machine, so neither are its tokenizer nor the prompts"]
     from ....actors.engines.tokenizer import load_tokenizer
     from ....actors.rollout.prompts import check_prompt_lengths, open_source, without_overlong
@@ -35,6 +43,7 @@ def read_prompts(
     left = []
     with _one_tokenizer_thread():
         tokenizer = make_tokenizer() if model.builtin else load_tokenizer(model.path)
+        _check_stops(rollout, tokenizer)
         sets = [(plan.setup.data, True) for plan in plans]
         read = [(training, False), *sets]
         for data, validation in [(part, held) for whole, held in read for part in whole.parts(validation=held)]:
@@ -55,6 +64,33 @@ def read_prompts(
     return left
 
 
+def stop_notes(model: ModelConfig) -> list[str]:
+    """Return sentences for the user about the tokens that end an answer, see `end_note`; [] if the model is built in,
+    not on this machine, or without a tokenizer."""
+    if model.builtin or not _is_here(model):
+        return []
+    from ....actors.engines.stop_tokens import end_note, end_tokens
+    from ....actors.engines.tokenizer import find_tokenizer
+
+    tokenizer = find_tokenizer(model.path)
+    note = None if tokenizer is None else end_note(end_tokens(model.path, tokenizer), tokenizer)
+    return [note] if note else []
+
+
+def _check_stops(rollout: RolloutConfig, tokenizer: Any) -> None:
+    """Raise ValueError if a stop text or a stop token id can never end a sample."""
+    from ....actors.engines.stop_tokens import resolve_stops
+
+    try:
+        resolve_stops(sampling(rollout, n=1, seed=0), tokenizer)
+    except ValueError as error:
+        raise ValueError(f"rollout.{error}") from error
+    if unknown := [token for token in rollout.stop_token_ids if token >= len(tokenizer)]:
+        raise ValueError(
+            f"rollout.stop_token_ids: got {unknown[0]}, expected less than {len(tokenizer)}, the tokenizer's tokens"
+        )
+
+
 class _FirstPrompts:
     def __init__(self, source: PromptSource, size: int) -> None:
         self.name = source.name
@@ -64,8 +100,8 @@ class _FirstPrompts:
     def row(self, index: int) -> PromptRow:
         return self._source.row(index)
 
-    def texts(self, start: int, stop: int) -> list[str]:
-        return [self.row(index).text for index in range(start, stop)]
+    def rows(self, start: int, stop: int) -> list[PromptRow]:
+        return [self.row(index) for index in range(start, stop)]
 
 
 @contextmanager
@@ -82,6 +118,10 @@ def _one_tokenizer_thread() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def _is_here(model: ModelConfig) -> bool:
+    return model.builtin or _is_local(model.path) or _model_is_cached(model.path)
 
 
 def _is_local(path: str) -> bool:
