@@ -67,9 +67,10 @@ def _config_ends(path: str) -> tuple[int, ...]:
 
 
 def _template_end(tokenizer: Any) -> tuple[int, ...]:
-    """Return the token after an answer: the first token of what the chat template puts there, if it is one of the
-    tokens that were added to the vocabulary. A template that ends its turns with nothing, as that of GLM-4 does, puts
-    the mark of the next message there."""
+    """Return the token that the chat template puts after an answer, if it is one that was added to the vocabulary.
+
+    A template that ends its turns with nothing, as that of GLM-4 does, puts the mark of the next message there.
+    """
     if not getattr(tokenizer, "chat_template", None):
         return ()
     asked, answer = {"role": "user", "content": "-"}, {"role": "assistant", "content": ANSWER_MARK}
@@ -85,8 +86,11 @@ def _template_end(tokenizer: Any) -> tuple[int, ...]:
 
 
 def end_note(ends: EndTokens, tokenizer: Any) -> str | None:
-    """Return a sentence for the user if the tokenizer or the chat template names an end token that the model's config
-    does not name, or if there is no end token at all; else None."""
+    """Return a sentence for the user if the files of a model disagree on end tokens, else None.
+
+    They disagree if the tokenizer or the chat template names a token that the model's config does not name. There is
+    also a sentence if no file names one.
+    """
     if not ends.ids:
         return (
             "no file of the model names a token that ends an answer, so that a sample ends only at rollout.stop, "

@@ -35,8 +35,10 @@ def load_tokenizer(path: str) -> Any:
 
 
 def find_tokenizer(path: str) -> Any | None:
-    """Load the tokenizer of a model as `load_tokenizer` does; None for a folder without one, from which an engine can
-    still serve token ids."""
+    """Load the tokenizer of a model as `load_tokenizer` does; None for a folder without one.
+
+    An engine can still serve token ids from such a folder.
+    """
     return load_tokenizer(path) if _has_files(Path(path).expanduser()) else None
 
 
@@ -77,8 +79,7 @@ def count_tokens(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool] 
 
 
 def _front(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool]) -> tuple[list[int], list[bool]]:
-    """Return the ids of the tokens that the tokenizer puts in front of a text, and whether each of `texts` gets
-    them."""
+    """Return the ids that the tokenizer puts in front of a text, and whether each of `texts` gets them."""
     sample = next(filter(None, texts), "a")[:_SAMPLE_CHARS]
     bare, whole = (tokenizer(sample, add_special_tokens=added)["input_ids"] for added in (False, True))
     starts = [at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare]

@@ -69,8 +69,7 @@ async def over_endpoint(episode: Episode) -> None:
 
 
 async def ask(tokenizer: Any, engine: Recorder, prompts: PromptStream, params: SamplingParams) -> None:
-    """Ask for the first prompt with the environment `single_turn`, in an environment, over the endpoint and in an
-    evaluation."""
+    """Ask for the first prompt in all ways: `single_turn`, an environment, the endpoint and an evaluation."""
 
     def host(environment: Any) -> EpisodeHost:
         return EpisodeHost(environment, chat=lambda: build_chat_format(tokenizer, "template", {}, {}))

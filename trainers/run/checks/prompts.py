@@ -65,8 +65,10 @@ def read_prompts(
 
 
 def stop_notes(model: ModelConfig) -> list[str]:
-    """Return sentences for the user about the tokens that end an answer, see `end_note`; [] if the model is built in,
-    not on this machine, or without a tokenizer."""
+    """Return sentences for the user about the tokens that end an answer, see `end_note`.
+
+    There is none if the model is built in, not on this machine, or without a tokenizer.
+    """
     if model.builtin or not _is_here(model):
         return []
     from ....actors.engines.stop_tokens import end_note, end_tokens
