@@ -127,6 +127,11 @@ class PromptRow:
     """Chat messages from which `text` was rendered, for environments that continue the conversation; () for a text
     prompt."""
 
+    @property
+    def rendered(self) -> bool:
+        """True if a chat template made `text`, so that `text` has its special tokens already."""
+        return bool(self.messages)
+
 
 class PromptSource(Protocol):
     """Source of prompts that are read by index: a file, a dataset or a generated task."""
@@ -146,9 +151,9 @@ class PromptSource(Protocol):
         which names the row, if the row is malformed."""
         ...
 
-    def texts(self, start: int, stop: int) -> list[str]:
-        """Return the texts of the prompts with indices `start` to `stop - 1`. A source may implement this more
-        efficiently than separate calls of `row`."""
+    def rows(self, start: int, stop: int) -> list[PromptRow]:
+        """Return the prompts with indices `start` to `stop - 1`. A source may implement this more efficiently than
+        separate calls of `row`."""
         ...
 
 
@@ -167,6 +172,11 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] = ()
     """Chat messages from which `text` was rendered, for environments that continue the conversation; () for a text
     prompt."""
+
+    @property
+    def rendered(self) -> bool:
+        """True if a chat template made `text`, so that `text` has its special tokens already."""
+        return bool(self.messages)
 
 
 @dataclass(frozen=True, slots=True)

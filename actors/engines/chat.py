@@ -16,15 +16,14 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter
 
 from ...dataplane.imports import MissingExtra
-from .chat_template import apply_chat_template
+from .chat_template import ANSWER_MARK, apply_chat_template
+from .stop_tokens import tokenizer_ends
 
 Message = Mapping[str, Any]
 """A chat message in the form of OpenAI's API, such as `{"role": "user", "content": "Hello"}`."""
 
 TEMPLATE = "template"
 """Value of `model.renderer` for the chat template of the model's own tokenizer."""
-_MARK = "\N{REPLACEMENT CHARACTER}answer\N{REPLACEMENT CHARACTER}"
-"""Placeholder for the policy's answer. It shows which text the template puts after an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class ChatFormat(Protocol):
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Token ids that end an answer."""
+        """Token ids that end an answer, in addition to those of the engine."""
         ...
 
     @property
@@ -75,7 +74,8 @@ class ChatFormat(Protocol):
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
         """Return the token ids of a conversation, up to where the policy begins to answer. Raises ValueError if the
-        format does not take the messages."""
+        format does not take the messages. A last message of the assistant is continued, or refused by a format that
+        cannot do that."""
         ...
 
     def extend(
@@ -120,8 +120,7 @@ class TemplateFormat:
             raise ValueError("model.path: the tokenizer has no chat template, expected a chat model")
         self._tokenizer = tokenizer
         self._arguments = dict(arguments)
-        end = tokenizer.eos_token_id
-        self.stop_token_ids = () if end is None else (int(end),)
+        self.stop_token_ids = tokenizer_ends(tokenizer).ids
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
         return self._encode(self._text(messages, tools, prompted=True))
@@ -135,12 +134,12 @@ class TemplateFormat:
     ) -> list[int] | None:
         if any(message.get("role") == "assistant" for message in messages):
             return None
-        before: list[Message] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
+        before: list[Message] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": ANSWER_MARK}]
         ended = self._text(before, tools, prompted=False)
         whole = self._text([*before, *messages], tools, prompted=True)
-        if not whole.startswith(ended) or ended.count(_MARK) != 1:
+        if not whole.startswith(ended) or ended.count(ANSWER_MARK) != 1:
             return None  # The template changes an earlier turn when another turn follows.
-        added = self._encode(whole[whole.index(_MARK) + len(_MARK) :])
+        added = self._encode(whole[whole.index(ANSWER_MARK) + len(ANSWER_MARK) :])
         if added[:1] and list(answer_ids[-1:]) == added[:1] and added[0] in self.stop_token_ids:
             added = added[1:]  # The answer already has the token that ends a turn.
         return [*prompt_ids, *answer_ids, *added]
@@ -186,6 +185,11 @@ class RendererFormat:
         self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+        if messages and messages[-1].get("role") == "assistant":
+            raise ValueError(
+                "messages: got a last message of the assistant, expected one of another role, because a renderer does "
+                "not continue a message; model.renderer=template does"
+            )
         try:
             return list(
                 self._renderer.render_ids(_plain(messages), tools=_enveloped(tools), add_generation_prompt=True)

@@ -71,9 +71,10 @@ class SamplingParams:
     seed: int | None = None
     """Seed of the request's random numbers; None uses the engine's own seed."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a completion, in addition to the model's own end tokens."""
+    """Token ids that end a completion, in addition to the model's own end tokens (see `end_tokens`)."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, wherever they fall in its tokens. The tokens that complete such a text are kept."""
+    """Texts that end a completion, wherever they fall in its tokens. The tokens that complete such a text are kept. A
+    special token of the tokenizer counts as a token id."""
     routes_from: int = 0
     """Index of the first prompt token whose route is wanted, for engines that record routes. A request that continues
     an earlier one asks only for the routes that are still missing."""

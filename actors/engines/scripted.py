@@ -19,6 +19,7 @@ from ..process.memory import ProcessMemory, measure
 from ..weight_sync.transports.protocol import ReceiverConfig
 from .in_process import DROPPED, InProcessEngine
 from .protocol import Completion, EngineBroken, KeysAndValues, PauseMode, SamplingParams, expect_pause_mode
+from .stop_tokens import resolve_stops
 from .token_sampling import StopTexts
 
 Script = Callable[[str, Sequence[int], int], Sequence[int]]
@@ -122,8 +123,7 @@ class ScriptedEngine(InProcessEngine[dict[str, torch.Tensor]]):
         self._expect_usable(request_id, self._requests)
         if not len(prompt_ids):
             raise ValueError(f"request {request_id!r}: the prompt has no tokens, expected at least one")
-        if params.stop and self._tokenizer is None:
-            raise ValueError(f"request {request_id!r}: stop texts need a tokenizer, but this engine has none")
+        params = resolve_stops(params, self._tokenizer)
         responses, latency_s = self._responses(request_id, prompt_ids, params)
         request = self._requests[request_id] = _Request(latency_s)
         started = time.perf_counter()

@@ -98,9 +98,9 @@ def checked_prompt(
 ) -> np.ndarray:
     """Check a prompt and return its token ids as int64 `[L]`.
 
-    Raises ValueError if the prompt is empty, has ids outside the vocabulary, does not reach `params.routes_from`, or is
-    too long: prompt plus `params.max_new_tokens` must fit into `context` tokens. With `context=None` no prompt is too
-    long.
+    Raises ValueError if the prompt is empty, has ids outside the vocabulary (as stop token ids can), does not reach
+    `params.routes_from`, or is too long: prompt plus `params.max_new_tokens` must fit into `context` tokens. With
+    `context=None` no prompt is too long.
     """
     prompt = np.asarray(prompt_ids, dtype=np.int64)
     if prompt.ndim != 1 or not len(prompt):
@@ -120,6 +120,8 @@ def checked_prompt(
             f"request {request_id!r}: token ids {prompt.min()}..{prompt.max()}, "
             f"expected 0..{vocab_size - 1}; does the tokenizer belong to the model?"
         )
+    if unknown := [token for token in params.stop_token_ids if token >= vocab_size]:
+        raise ValueError(f"request {request_id!r}: stop token id {unknown[0]}, expected one of 0..{vocab_size - 1}")
     return prompt
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from .protocol import Completion, SamplingParams
 
 _FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
+_SAMPLE_CHARS = 32
 _SUFFIXES = (".model", ".tiktoken")
 """Extensions by which tokenizer files are recognised, in addition to the file-name prefixes in `_FILES`."""
 
@@ -43,40 +44,63 @@ def load_tokenizer(path: str) -> Any:
         raise ValueError(f"model.path: got {path!r}, {expected}: {reason}") from error
 
 
-def encode_prompts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
-    """Return the token ids of each text, int64 `[L]`. The tokenizer adds its special tokens, unless the text already
-    begins with the beginning-of-sequence token, as texts rendered by a chat template often do."""
-    ids: list[np.ndarray] = [np.zeros(0, np.int64)] * len(texts)
-    for add_special, chosen in _by_special_tokens(tokenizer, texts).items():
-        if chosen:
-            encoded = tokenizer([texts[i] for i in chosen], add_special_tokens=add_special)["input_ids"]
-            for i, row in zip(chosen, encoded, strict=True):
-                ids[i] = np.asarray(row, dtype=np.int64)
-    return ids
+def find_tokenizer(path: str) -> Any | None:
+    """Load the tokenizer of a model as `load_tokenizer` does; None for a folder without one.
+
+    An engine can still serve token ids from such a folder.
+    """
+    return load_tokenizer(path) if _has_files(Path(path).expanduser()) else None
 
 
-def count_tokens(tokenizer: Any, texts: Sequence[str]) -> np.ndarray:
+def _has_files(folder: Path) -> bool:
+    """Return whether a folder has files of a tokenizer, or is not there, as for a hub id. If a folder has none,
+    transformers makes an empty tokenizer from its config.json."""
+    return not folder.is_dir() or any(
+        path.name.startswith(_FILES) or path.suffix in _SUFFIXES for path in folder.iterdir()
+    )
+
+
+def encode_prompts(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool] = ()) -> list[np.ndarray]:
+    """Return the token ids of each text, int64 `[L]`.
+
+    A text gets the tokens that the tokenizer puts in front of it, such as the beginning-of-sequence token, unless it
+    begins with them already. It never gets the end token that some tokenizers append. rendered: whether a chat template
+    made the text, which is then tokenised as it is; () for texts that all are plain.
+    """
+    front, fronted = _front(tokenizer, texts, rendered)
+    encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if len(texts) else []
+    return [
+        np.asarray([*front, *ids] if is_fronted else ids, dtype=np.int64)
+        for ids, is_fronted in zip(encoded, fronted, strict=True)
+    ]
+
+
+def count_tokens(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool] = ()) -> np.ndarray:
     """Return the number of tokens that `encode_prompts` would return for each text, int64 `[N]`. A fast tokenizer
     counts them without building arrays of ids."""
     if not getattr(tokenizer, "is_fast", False):
-        return np.array([len(ids) for ids in encode_prompts(tokenizer, texts)], np.int64)
+        return np.array([len(ids) for ids in encode_prompts(tokenizer, texts, rendered)], np.int64)
+    front, fronted = _front(tokenizer, texts, rendered)
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    counts = np.zeros(len(texts), np.int64)
-    for add_special, chosen in _by_special_tokens(tokenizer, texts).items():
-        encoded = backend.encode_batch_fast([texts[index] for index in chosen], add_special_tokens=add_special)
-        counts[chosen] = [len(encoding) for encoding in encoded]
-    return counts
+    counts = [len(encoding) for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+    return np.array(counts, np.int64) + len(front) * np.array(fronted, np.int64)
 
 
-def _by_special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[bool, list[int]]:
-    """Split the indices of `texts` into two groups. True: texts to which the tokenizer adds its special tokens. False:
-    texts that already begin with the beginning-of-sequence token."""
-    begin = tokenizer.bos_token
-    # A text that starts with the beginning-of-sequence token must not get a second one.
-    plain = [not (begin and text.startswith(begin)) for text in texts]
-    return {add: [index for index, is_plain in enumerate(plain) if is_plain == add] for add in (True, False)}
+def _front(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool]) -> tuple[list[int], list[bool]]:
+    """Return the ids that the tokenizer puts in front of a text, and whether each of `texts` gets them."""
+    sample = next(filter(None, texts), "a")[:_SAMPLE_CHARS]
+    bare, whole = (tokenizer(sample, add_special_tokens=added)["input_ids"] for added in (False, True))
+    starts = [at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare]
+    if not starts:
+        raise ValueError(f"model.path: its tokenizer makes {whole} of {sample!r}, expected tokens around {bare}")
+    front = whole[: starts[0]]
+    begin = "".join(tokenizer.convert_ids_to_tokens(front))
+    are_chats = rendered or [False] * len(texts)
+    return front, [
+        not (is_chat or (begin and text.startswith(begin))) for text, is_chat in zip(texts, are_chats, strict=True)
+    ]
 
 
 def decode_responses(tokenizer: Any, responses: Sequence[np.ndarray]) -> list[str]:

@@ -396,7 +396,7 @@ class Episode:
     def _row(self) -> Transcript:
         """Return the row to which text is added. It begins with the prompt."""
         if not self._rows:
-            (prompt_ids,) = encode_prompts(self._services.tokenizer, [self.prompt.text])
+            (prompt_ids,) = encode_prompts(self._services.tokenizer, [self.prompt.text], [self.prompt.rendered])
             self._rows.append(Transcript(prompt_ids))
         return self._rows[0]
 
@@ -405,7 +405,7 @@ async def generate_together(episodes: Sequence[Episode]) -> None:
     """Let the policy take the first turn of all episodes of a prompt, in one request."""
     first = episodes[0]
     services, params = first.services, replace(first.params, n=len(episodes))
-    (prompt_ids,) = encode_prompts(services.tokenizer, [first.prompt.text])
+    (prompt_ids,) = encode_prompts(services.tokenizer, [first.prompt.text], [first.prompt.rendered])
     with first.clock.stopped():
         try:
             completions = await generate_whole(

@@ -23,6 +23,7 @@ from ..engines.config import ModelConfig
 from ..engines.factory import EngineConfig, build_engine
 from ..engines.protocol import EngineDied, ServingEngine
 from ..engines.router import Router, Suspension
+from ..engines.stop_tokens import end_note, end_tokens
 from ..engines.tokenizer import load_tokenizer
 from ..environments.config import EndpointConfig, EnvironmentConfig
 from ..environments.factory import build_endpoint, build_environment
@@ -136,7 +137,8 @@ class RolloutActor(EngineHost):
         rubric = build_rubric(setup.reward, setup.tagged_rewards)
         tokenizer = load_tokenizer(setup.tokenizer)
         opened = open_prompts(setup.data, tokenizer, seed=setup.seed, check_lengths=setup.check_prompts)
-        self._data_notes = opened.notes
+        note = end_note(end_tokens(setup.tokenizer, tokenizer), tokenizer)
+        self._data_notes = (*opened.notes, *([note] if note else []))
         prompts = PromptStream(opened.source, seed=setup.seed)
         held_out = {evaluation.name: self._open_evaluation(evaluation, tokenizer) for evaluation in setup.evaluations}
         if setup.engine is None:
@@ -204,8 +206,8 @@ class RolloutActor(EngineHost):
         )
 
     def data_notes(self) -> tuple[str, ...]:
-        """Return sentences for the user about the prompt sources that `build` opened. For example, they name the split
-        that was chosen and the number of prompts left out."""
+        """Return sentences for the user about the prompt sources that `build` opened, and about the ends of answers.
+        For example, they name the split that was chosen and the number of prompts left out."""
         return self._data_notes
 
     # ---------------------------------------------------------------- engine actors

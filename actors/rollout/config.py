@@ -24,7 +24,11 @@ class RolloutConfig(EngineKeys):
     top_k: CountOrZero = 0
     """Number of likeliest tokens from which each token is drawn; 0 draws from all tokens."""
     stop: tuple[str, ...] = ()
-    """Texts that end a sample, in training and validation; the text itself stays in the sample."""
+    """Texts that end a sample, in training and validation; the text itself stays in the sample. A special token of the
+    tokenizer, such as `<|im_end|>`, can be one of them; it is then a token that ends a sample."""
+    stop_token_ids: tuple[CountOrZero, ...] = ()
+    """Ids of tokens that end a sample, in training and validation. They are added to the end tokens that the model's
+    generation config, its tokenizer and its chat template name."""
     endpoint: EndpointConfig = EndpointConfig()
     """OpenAI-compatible endpoint through which agents speak to the policy."""
 

@@ -125,7 +125,7 @@ class DataConfig(Section):
     its last match. `#### (.+)` fits the solutions of openai/gsm8k. Unset: the whole column is the answer."""
     template: str = "{prompt}"
     """Python format string that makes the prompt's text from the columns of a row. `{prompt}` stands for the prompt
-    column, whatever its name is. For chat messages, `{prompt}` is the text that the chat template makes of them."""
+    column, whatever its name is. For chat messages, `{prompt}` is the text of the user's last message."""
     chat_template: Literal["messages", "all"] = "messages"
     """Prompts to which the chat template of the model's tokenizer is applied. `messages`: only those that are chat
     messages; a text prompt is the model's input as it is. `all`: also text prompts, which become a user message after

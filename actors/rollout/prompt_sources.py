@@ -250,9 +250,9 @@ class EnvironmentTasks:
         number = _HELD_OUT_BUCKETS * index + last if self._held_out else _HELD_OUT_BUCKETS * ninths + rest
         return PromptRow(str(number), "", {"task": number})
 
-    def texts(self, start: int, stop: int) -> list[str]:
-        """Return the texts of the prompts `start` to `stop - 1`."""
-        return [self.row(index).text for index in range(start, stop)]
+    def rows(self, start: int, stop: int) -> list[PromptRow]:
+        """Return the prompts `start` to `stop - 1`."""
+        return [self.row(index) for index in range(start, stop)]
 
 
 class TaskSource:
@@ -284,9 +284,9 @@ class TaskSource:
                 return row
         raise ValueError(f"data.options: {self._options} leave {self.name} no {part} prompts, expected a wider range")
 
-    def texts(self, start: int, stop: int) -> list[str]:
-        """Return the texts of the prompts `start` to `stop - 1`."""
-        return [self.row(index).text for index in range(start, stop)]
+    def rows(self, start: int, stop: int) -> list[PromptRow]:
+        """Return the prompts `start` to `stop - 1`."""
+        return [self.row(index) for index in range(start, stop)]
 
 
 def _checked_options(task: str, options: dict[str, Any]) -> dict[str, int]:
@@ -338,9 +338,9 @@ class ReasoningGymTasks:
         entry = self._tasks[index]
         return PromptRow(entry["question"], entry["answer"] or "", dict(entry["metadata"]))
 
-    def texts(self, start: int, stop: int) -> list[str]:
-        """Return the questions of the tasks `start` to `stop - 1`."""
-        return [self.row(index).text for index in range(start, stop)]
+    def rows(self, start: int, stop: int) -> list[PromptRow]:
+        """Return the tasks `start` to `stop - 1`."""
+        return [self.row(index) for index in range(start, stop)]
 
 
 def _library(what: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..engines.chat import text_of
 from ..engines.chat_template import apply_chat_template
 from ..engines.tokenizer import count_tokens
 from ..protocols import Prompt, PromptRow, PromptSource
@@ -75,9 +76,9 @@ class TableSource:
     def row(self, index: int) -> PromptRow:
         return self._row(self.table.rows[index], index)
 
-    def texts(self, start: int, stop: int) -> list[str]:
-        """Return the texts of the prompts `start` to `stop - 1`."""
-        return [self._row(row, index).text for index, row in enumerate(self.table.dicts(start, stop), start)]
+    def rows(self, start: int, stop: int) -> list[PromptRow]:
+        """Return the prompts `start` to `stop - 1`."""
+        return [self._row(row, index) for index, row in enumerate(self.table.dicts(start, stop), start)]
 
     def place(self, index: int) -> str:
         """Return the place of a row, for messages."""
@@ -93,11 +94,11 @@ class TableSource:
 
     def _text(self, row: Mapping[str, Any], prompt: Any, index: int) -> tuple[str, tuple[Mapping[str, Any], ...]]:
         """Return the text that the model gets for a prompt, and the chat messages that it was rendered from, if any.
-        Chat messages are rendered by the chat template and then put into `data.template`. A text prompt is put into
-        `data.template` and then, with `data.chat_template=all`, becomes a user message."""
+        The text of a prompt, which is that of the user's last message in a chat, is put into `data.template`. A text
+        prompt then becomes a user message with `data.chat_template=all`. Chat messages are rendered last."""
         if isinstance(prompt, list):
-            messages = self._with_system(prompt)
-            return self._formatted(row, self._chat(messages, index), index), messages
+            messages = self._with_system(self._templated(row, prompt, index))
+            return self._chat(messages, index), messages
         text = self._formatted(row, prompt, index)
         config = self._config
         if config.chat_template == "all":
@@ -119,6 +120,24 @@ class TableSource:
                 f"data.template: {self._config.template!r} does not fit {self.place(index)} "
                 f"with columns {', '.join(row)}: {type(error).__name__}: {error}"
             ) from None
+
+    def _templated(self, row: Mapping[str, Any], messages: list[Any], index: int) -> list[Any]:
+        """Put the text of the user's last message into `data.template`."""
+        if self._config.template == DataConfig.model_fields["template"].default:
+            return messages
+        users = [at for at, message in enumerate(messages) if message["role"] == "user"]
+        if not users:
+            raise ValueError(
+                f"data.template: got {self._config.template!r}, but the chat of {self.place(index)} has no message of "
+                "the user, expected one to put into the template"
+            )
+        last = messages[users[-1]]
+        try:
+            text = text_of(last.get("content"))
+        except ValueError as error:
+            raise ValueError(f"data.template: {self.place(index)} needs a message of text: {error}") from error
+        changed = {**last, "content": self._formatted(row, text, index)}
+        return [*messages[: users[-1]], changed, *messages[users[-1] + 1 :]]
 
     def _with_system(self, messages: list[Any]) -> tuple[Any, ...]:
         """Put the message of `data.system_prompt` in front of messages that do not begin with one."""
@@ -210,8 +229,8 @@ class KeptSource:
     def place(self, index: int) -> str:
         return place_of(self._source, int(self._kept[index]))
 
-    def texts(self, start: int, stop: int) -> list[str]:
-        return [self.row(index).text for index in range(start, stop)]
+    def rows(self, start: int, stop: int) -> list[PromptRow]:
+        return [self.row(index) for index in range(start, stop)]
 
 
 def place_of(source: PromptSource, index: int) -> str:
@@ -222,10 +241,10 @@ def place_of(source: PromptSource, index: int) -> str:
 def prompt_lengths(source: PromptSource, tokenizer: Any) -> np.ndarray:
     """Return the number of tokens of each of the source's prompts (the first 1000 of an endless one), int64 `[N]`."""
     size = _CHECK_ENDLESS if source.size is None else source.size
-    parts = [
-        count_tokens(tokenizer, source.texts(start, min(size, start + _CHECK_CHUNK)))
-        for start in range(0, size, _CHECK_CHUNK)
-    ]
+    parts = list[np.ndarray]()
+    for start in range(0, size, _CHECK_CHUNK):
+        rows = source.rows(start, min(size, start + _CHECK_CHUNK))
+        parts.append(count_tokens(tokenizer, [row.text for row in rows], [row.rendered for row in rows]))
     return np.concatenate(parts)
 
 
@@ -296,9 +315,9 @@ class MixedSource:
         prompt = self._streams[part][block * int(self._counts[part]) + int(before[place])]
         return PromptRow(prompt.text, prompt.answer, {SOURCE: self._names[part], **prompt.fields}, prompt.messages)
 
-    def texts(self, start: int, stop: int) -> list[str]:
-        """Return the texts of the prompts `start` to `stop - 1`."""
-        return [self.row(index).text for index in range(start, stop)]
+    def rows(self, start: int, stop: int) -> list[PromptRow]:
+        """Return the prompts `start` to `stop - 1`."""
+        return [self.row(index) for index in range(start, stop)]
 
     def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Return, for each place of a block, the index of its stream and the number of earlier places of that stream.

@@ -423,7 +423,7 @@ class _Scoring:
 
 def _failed_samples(prompt: Prompt, tokenizer: Any, count: int, error: str) -> list[Sample]:
     """Return `count` failed samples for a prompt whose episodes failed. Each holds the tokens of the prompt alone."""
-    (ids,) = encode_prompts(tokenizer, [prompt.text])
+    (ids,) = encode_prompts(tokenizer, [prompt.text], [prompt.rendered])
     ids = ids.astype(np.int32)
     return [
         Sample(

@@ -72,6 +72,7 @@ def sampling(rollout: RolloutConfig, *, n: int, seed: int) -> SamplingParams:
         top_k=rollout.top_k,
         seed=seed,
         stop=rollout.stop,
+        stop_token_ids=rollout.stop_token_ids,
     )
 
 

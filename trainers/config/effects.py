@@ -159,7 +159,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
         f"rollout.{name}": (VLLM,)
         for name in ("tp", "max_model_len", "kv_cache", "gpu_memory_utilization", "logprobs", "vllm")
     },
-    "rollout.stop": (MODEL_ENGINES,),
+    **{f"rollout.{name}": (MODEL_ENGINES,) for name in ("stop", "stop_token_ids")},
     **{
         f"rollout.endpoint.{name}": (_is("rollout.endpoint.enabled", True),)
         for name in (

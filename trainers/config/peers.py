@@ -222,6 +222,7 @@ PEERS: Mapping[str, tuple[Row, ...]] = {
         ("policy.generation.temperature", "rollout.temperature", ""),
         ("policy.generation.top_p", "rollout.top_p", ""),
         ("policy.generation.stop_strings", "rollout.stop", ""),
+        ("policy.generation.stop_token_ids", "rollout.stop_token_ids", "added to the ends that the model's files name"),
         ("policy.generation.vllm_cfg.tensor_parallel_size", "rollout.tp", ""),
         ("policy.generation.vllm_cfg.gpu_memory_utilization", "rollout.gpu_memory_utilization", ""),
         ("policy.generation.colocated.enabled", "resources.layout", "colocated or separate"),

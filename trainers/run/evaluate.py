@@ -112,6 +112,8 @@ async def _evaluate(
         try:
             tell("loading the model")
             await actor.build()
+            for note in actor.data_notes():
+                tell(f"note: {note}")
             for plan in plans:
                 tell(f"evaluating {short_name(plan)}")
                 started = time.perf_counter()

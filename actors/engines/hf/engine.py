@@ -20,10 +20,11 @@ from ...process.memory import ProcessMemory, measure
 from ...weight_sync.transports.protocol import ReceiverConfig
 from ..in_process import DROPPED, InProcessEngine
 from ..protocol import Completion, EngineBroken, KeysAndValues, PauseMode, SamplingParams, expect_pause_mode
+from ..stop_tokens import end_tokens, resolve_stops
 from ..token_sampling import StopTexts, checked_prompt, row_keys
-from ..tokenizer import load_tokenizer
+from ..tokenizer import find_tokenizer
 from .decoding import Batch, DecodeRequest, Decoding, Pending
-from .model import ParameterSet, RouteRecorder, load_model, model_stop_ids
+from .model import ParameterSet, RouteRecorder, load_model
 from .positions import counts_columns, fix_rotary_length
 
 
@@ -35,7 +36,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
     sample and the seed: `params.seed`, or the engine's own `seed` if that is None. The rest of the batch affects at
     most the last bits of floating-point results. Global random generators are neither read nor advanced.
 
-    Stop tokens are the model's own end tokens (from its generation config) and `params.stop_token_ids`. Weights can
+    Stop tokens are the model's own end tokens (see `end_tokens`) and `params.stop_token_ids`. Weights can
     change between two decoding steps. A request that continues after such a change either keeps the keys and values
     that the older weights computed for its earlier tokens, or recomputes them, as the commit says.
     """
@@ -64,7 +65,6 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         """
         if max_batch < 1:
             raise ValueError(f"max_batch: got {max_batch}, expected at least 1")
-        self._path = path
         self._model: Any = load_model(path, dtype).to(torch.device(device))
         self._recorder = None if routes is None else RouteRecorder(self._model, routes)
         self._device = torch.device(device)
@@ -78,8 +78,8 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         self._context: int | None = min((limit for limit in limits if limit is not None), default=None)
         self._needs_equal_prompts = counts_columns(text_config, max_model_len or model_context or 0)
         self._vocab_size: int = self._model.get_input_embeddings().num_embeddings
-        self._stop_ids = model_stop_ids(self._model)
-        self._tokenizer: Any = None  # The tokenizer is loaded at the first stop text.
+        self._tokenizer: Any = find_tokenizer(path)
+        self._stop_ids = np.array(end_tokens(path, self._tokenizer).ids, dtype=np.int64)
         self._in_flight: dict[str, Pending] = {}
         self._held: deque[Pending] = deque()  # These requests arrived while the engine was paused.
         self._queue: deque[Pending] = deque()
@@ -109,6 +109,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         weights, and RuntimeError if the engine is asleep or closed.
         """
         self._expect_usable(request_id, self._in_flight)
+        params = resolve_stops(params, self._tokenizer)
         prompt = checked_prompt(request_id, prompt_ids, params, context=self._context, vocab_size=self._vocab_size)
         keys = row_keys(self._seed if params.seed is None else params.seed, request_id, params.n)
         pending = Pending(
@@ -309,17 +310,9 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
             params = batch.params
             stop_ids = np.union1d(self._stop_ids, np.array(params.stop_token_ids, dtype=np.int64))
             requests = [pending.request for pending in batch.pendings]
-            batch.decoding = Decoding(
-                self._model, requests, params, stop_ids, self._stop_texts(params.stop), self._recorder
-            )
+            texts = StopTexts(self._tokenizer, params.stop) if params.stop else None
+            batch.decoding = Decoding(self._model, requests, params, stop_ids, texts, self._recorder)
         return batch.decoding.run(version, self._interrupt)
-
-    def _stop_texts(self, texts: tuple[str, ...]) -> StopTexts | None:
-        if not texts:
-            return None
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._path)
-        return StopTexts(self._tokenizer, texts)
 
     def _take(self) -> list[Pending]:
         """Take the oldest request from the queue, with others that share its sampling parameters, up to max_batch rows.

@@ -28,12 +28,6 @@ _ROUTER_SUFFIXES = ("TopKRouter", "TopkRouter")
 _CONVERTIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def model_stop_ids(model: Any) -> np.ndarray:
-    """Return the ids of the end-of-sequence tokens in the model's generation config, int64."""
-    ids = model.generation_config.eos_token_id
-    return np.array([] if ids is None else np.atleast_1d(ids), dtype=np.int64)
-
-
 @functools.cache
 def cache_argument(model: type) -> str | None:
     """Return the name of the argument for the key-value cache in this class of models; None if there is none."""

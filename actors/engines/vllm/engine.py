@@ -34,6 +34,7 @@ from ..protocol import (
     SamplingParams,
     expect_pause_mode,
 )
+from ..tokenizer import find_tokenizer
 from . import library
 from .logprobs import LogprobTaker
 from .options import check_cache, default_on_cpu, token_bytes
@@ -51,8 +52,8 @@ class VllmEngine:
     As far as vLLM allows, a sample depends only on the weights, the prompt, `params.seed`, `request_id` and its own
     index, and not on which other requests run. Without `params.seed`, the engine's own `seed` is used.
 
-    Stop tokens are the model's own end tokens (from its generation config) and `params.stop_token_ids`. `stop` texts
-    need the model's tokenizer. All calls must come from the event loop that made the first call.
+    Stop tokens are the model's own end tokens (see `end_tokens`) and `params.stop_token_ids`. `stop` texts need the
+    model's tokenizer. All calls must come from the event loop that made the first call.
     """
 
     def __init__(
@@ -102,9 +103,11 @@ class VllmEngine:
             log=log,
         )
         self._routes = routes
-        self._process = VllmProcess(_checked(settings, cpu=library.on_cpu()), version)
+        settings = _checked(settings, cpu=library.on_cpu())
+        tokenizer = find_tokenizer(model)  # A tokenizer that cannot be loaded is an error before processes start.
+        self._process = process = VllmProcess(settings, version)
         self._checks = RequestChecks(
-            model, self._process.context, self._process.vocab_size, seed, routes=routes is not None
+            model, tokenizer, process.context, process.vocab_size, seed, routes=routes is not None
         )
         several = "speculative decoding samples several tokens at once" if "speculative_config" in options else ""
         self._logprobs = LogprobTaker(self._process, logprobs, several)
@@ -205,7 +208,7 @@ class VllmEngine:
         self._watch_process()
         if request_id in self._in_flight:
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
-        prompt = self._checks.prompt(request_id, prompt_ids, params)
+        prompt, params = self._checks.checked(request_id, prompt_ids, params)
         request = self._in_flight[request_id] = RunningRequest(request_id, params.n)
         try:
             await request.admitted(self._flowing)

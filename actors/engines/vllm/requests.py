@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig, GenerationConfig
 
 from ....codecs.tokens.routes import RouteSpec, select_moe_layers
 from ..protocol import Completion, EngineStats, SamplingParams
+from ..stop_tokens import end_tokens, resolve_stops
 from ..token_sampling import checked_prompt, row_keys
 from . import library
 
@@ -44,26 +44,34 @@ class RunningRequest:
 
 
 class RequestChecks:
-    """Checks requests against the model and converts their sampling parameters."""
+    """Checks requests against the model and its tokenizer, and converts their sampling parameters."""
 
-    def __init__(self, model: str, context: int, vocab_size: int, seed: int, *, routes: bool = False) -> None:
-        """routes: whether vLLM records routes, so that each request says which routes it wants."""
+    def __init__(
+        self, model: str, tokenizer: Any, context: int, vocab_size: int, seed: int, *, routes: bool = False
+    ) -> None:
+        """tokenizer: tokenizer of `model`; None if it has none. routes: whether vLLM records routes, so that each
+        request says which routes it wants."""
         self._routes = routes
         self._context = context
         self._vocab_size = vocab_size
         self._seed = seed
-        self._stop_ids = _model_stop_ids(model)
+        self._tokenizer = tokenizer
+        self._stop_ids = end_tokens(model, tokenizer).ids
 
-    def prompt(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
-        """Check a prompt and return its token ids. Raises ValueError when it is empty, too long or has unknown ids, or
+    def checked(
+        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> tuple[list[int], SamplingParams]:
+        """Check a request, and return the token ids of its prompt and its resolved parameters (see `resolve_stops`).
+        Raises ValueError when the prompt is empty, too long or has unknown ids, when a stop text cannot be found, or
         when vLLM would change the requested temperature."""
+        params = resolve_stops(params, self._tokenizer)
         prompt = checked_prompt(request_id, prompt_ids, params, context=self._context, vocab_size=self._vocab_size)
         if 0.0 < params.temperature < library.MIN_TEMPERATURE:
             raise ValueError(
                 f"sampling temperature: got {params.temperature}, expected 0 (greedy) or at least "
                 f"{library.MIN_TEMPERATURE} and more"
             )
-        return prompt.tolist()
+        return prompt.tolist(), params
 
     def sampling(self, request_id: str, params: SamplingParams, *, with_logprobs: bool) -> list[library.SamplingParams]:
         """Return vLLM's sampling parameters for each sample. Seeds come from `row_keys`, as in the `hf` engine, so that
@@ -81,7 +89,7 @@ class RequestChecks:
                 seed=int(key) & (2**63 - 1),  # Seeds of torch's generators are signed 64-bit numbers.
                 stop=list(params.stop) or None,
                 stop_token_ids=sorted({*self._stop_ids, *params.stop_token_ids}),
-                # vLLM knows only the tokenizer's end token. The model's end tokens are in stop_token_ids.
+                # vLLM knows only the tokenizer's end token. All end tokens are in stop_token_ids.
                 ignore_eos=True,
                 max_tokens=params.max_new_tokens,
                 logprobs=0 if with_logprobs else None,
@@ -153,14 +161,3 @@ class BusyClock:
         self._running += running
         self._paused = self._paused if paused is None else paused
         self._since = now
-
-
-def _model_stop_ids(model: str) -> list[int]:
-    """Return the ids of the model's end tokens, read as `from_pretrained` does. They come from the generation config if
-    there is one, else from the model's config."""
-    try:
-        config = GenerationConfig.from_pretrained(model)
-    except OSError:
-        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model))
-    ids = config.eos_token_id
-    return [] if ids is None else np.atleast_1d(ids).tolist()

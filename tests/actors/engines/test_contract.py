@@ -98,6 +98,14 @@ def test_stop_tokens_and_stop_texts_end_a_completion_and_stay(subject: Subject, 
             assert (one.finish_reason == "stop") == (one.token_ids[-1] == 2 or any(stop in text for stop in stops))
             ends.add(one.finish_reason)
         assert "stop" in ends
+        for one in await subject.start("special", SamplingParams(n=32, max_new_tokens=30, stop=("<bos>",))):
+            row = one.token_ids.tolist()
+            assert 1 not in row[:-1] and (one.finish_reason == "stop") == (row[-1] in (1, 2)), "not in any text"
+        with pytest.raises(ValueError, match="stop: got '<bos>=', expected the special token '<bos>' alone"):
+            await subject.start("both", SamplingParams(stop=("<bos>=",)))
+        if subject.kind != "scripted":
+            with pytest.raises(ValueError, match="stop token id 99999, expected one of 0"):
+                await subject.start("unknown", SamplingParams(stop_token_ids=(99999,)))
 
     subject.run(main)
 

@@ -137,7 +137,7 @@ def test_stops_of_the_request(tokenizer: Any) -> None:
             assert (len(completion.token_ids), completion.finish_reason) == (length, "stop")
         (cut,) = await engine.generate("a", [1], SamplingParams(stop=("45",), max_new_tokens=5))
         assert (len(cut.token_ids), cut.finish_reason) == (5, "length")
-        with pytest.raises(ValueError, match="but this engine has none"):
+        with pytest.raises(ValueError, match="expected none, because the model has no tokenizer"):
             await ScriptedEngine(digits).generate("a", [1], SamplingParams(stop=("4",)))
 
     asyncio.run(main())

@@ -202,7 +202,7 @@ def test_texts_become_messages_and_a_system_prompt_is_put_before_them(tmp_path: 
         source = jsonl(tmp_path / "p.jsonl", rows[:count])
         opened = open_source(DataConfig(train=source, **options), chatty)
         found = [opened.row(index).text for index in range(count)]
-        assert opened.texts(0, count) == found
+        assert [row.text for row in opened.rows(0, count)] == found
         return found
 
     assert texts() == ["2+2", "<system>mine<user>hi<bot>", "<user>hi<bot>"], "a text is the input as it is by default"
@@ -231,7 +231,7 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(tmp_path: Path, token
     config = DataConfig(train=train, validation=other, max_prompt_tokens=8, overlong_prompts="drop")
     opened = open_prompts(config, tokenizer, seed=0, check_lengths=False)
     assert opened.source.size == 3 and [opened.source.row(index).text for index in range(3)] == ["111", "1111", "1" * 8]
-    assert opened.source.texts(1, 3) == ["1111", "1" * 8]
+    assert [row.text for row in opened.source.rows(1, 3)] == ["1111", "1" * 8]
     held_out = open_prompts(config, tokenizer, seed=0, check_lengths=False, held_out="validation")
     assert held_out.source.size == 1
     assert (*opened.notes, *held_out.notes) == (
@@ -373,7 +373,7 @@ def test_each_source_has_its_share_and_its_own_columns(tmp_path: Path) -> None:
     assert len({tuple(levels[at : at + 7]) for at in range(0, 70, 7)}) > 1  # each in another order
     tasks = [prompt.text for prompt in prompts if prompt.text.startswith("r")]
     alone = TaskSource("reverse", held_out=False, options={"max_digits": 3})
-    assert tasks == alone.texts(0, 1000)
+    assert tasks == [row.text for row in alone.rows(0, 1000)]
     assert len({prompt.uid for prompt in prompts}) == len(prompts)
 
 
@@ -440,7 +440,7 @@ def test_every_tenth_task_of_an_environment_is_held_out() -> None:
     trained = [train.row(index).fields["task"] for index in range(90)]
     validated = [held_out.row(index).fields["task"] for index in range(10)]
     assert sorted(trained + validated) == list(range(100)) and validated == list(range(9, 100, 10))
-    assert train.texts(9, 11) == ["10", "11"] and train.size is None and config.generated
+    assert [row.text for row in train.rows(9, 11)] == ["10", "11"] and train.size is None and config.generated
 
 
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")  # cellpylib's, at the first import of reasoning_gym

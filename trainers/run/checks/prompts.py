@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ....actors.engines.config import ModelConfig
+from ....actors.rollout.config import RolloutConfig
 from ....actors.rollout.data_config import MIXTURE, DataConfig, is_generated
-from ...cluster.rollout_specs import EvaluationPlan
+from ...cluster.rollout_specs import EvaluationPlan, sampling
 from ...config.config import Config
 
 READ_PROMPTS = 10_000
@@ -54,6 +55,11 @@ def read_prompts(read: PromptsRead, config: Config, plans: Sequence[EvaluationPl
     themselves."""
     with _one_tokenizer_thread():
         tokenizer = _tokenizer(read, config.model, absent)
+        if tokenizer is not None:
+            try:
+                _check_stops(config.rollout, tokenizer)
+            except ValueError as error:
+                read.problems.append(str(error))
         parts: list[tuple[DataConfig, str | None]] = [(part, None) for part in config.data.parts(validation=False)]
         parts += [(part, plan.name) for plan in plans for part in plan.setup.data.parts(validation=True)]
         for data, name in parts:
@@ -179,6 +185,35 @@ def changed_data(folder: Path, rows: Mapping[str, SourceRows]) -> list[str]:
     return notes
 
 
+def stop_notes(model: ModelConfig) -> list[str]:
+    """Return sentences for the user about the tokens that end an answer, see `end_note`.
+
+    There is none if the model is built in, not on this machine, or without a tokenizer.
+    """
+    if model.builtin or not _is_here(model):
+        return []
+    from ....actors.engines.stop_tokens import end_note, end_tokens
+    from ....actors.engines.tokenizer import find_tokenizer
+
+    tokenizer = find_tokenizer(model.path)
+    note = None if tokenizer is None else end_note(end_tokens(model.path, tokenizer), tokenizer)
+    return [note] if note else []
+
+
+def _check_stops(rollout: RolloutConfig, tokenizer: Any) -> None:
+    """Raise ValueError if a stop text or a stop token id can never end a sample."""
+    from ....actors.engines.stop_tokens import resolve_stops
+
+    try:
+        resolve_stops(sampling(rollout, n=1, seed=0), tokenizer)
+    except ValueError as error:
+        raise ValueError(f"rollout.{error}") from error
+    if unknown := [token for token in rollout.stop_token_ids if token >= len(tokenizer)]:
+        raise ValueError(
+            f"rollout.stop_token_ids: got {unknown[0]}, expected less than {len(tokenizer)}, the tokenizer's tokens"
+        )
+
+
 @contextmanager
 def _one_tokenizer_thread() -> Iterator[None]:
     """Context manager that keeps tokenizers from starting threads. If threads were started, tokenizers would print a
@@ -193,6 +228,10 @@ def _one_tokenizer_thread() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def _is_here(model: ModelConfig) -> bool:
+    return model.builtin or _is_local(model.path) or _model_is_cached(model.path)
 
 
 def _is_local(path: str) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,16 @@ def generate(engine: HfEngine, params: SamplingParams, prompts: list[list[int]] 
 @pytest.fixture(scope="module")
 def engine(model_folder: str) -> HfEngine:
     return HfEngine(model_folder)
+
+
+def test_an_answer_ends_at_the_tokenizer_s_end_that_no_config_names(model_folder: str, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
+    for path in (tmp_path / "config.json", tmp_path / "generation_config.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": None}))
+    [rows] = generate(HfEngine(str(tmp_path)), SamplingParams(n=32, max_new_tokens=40), PROMPTS[:1])
+    assert "stop" in {row.finish_reason for row in rows}
+    for row in rows:
+        assert 2 not in row.token_ids[:-1] and (row.finish_reason == "stop") == (row.token_ids[-1] == 2)
 
 
 @pytest.fixture(scope="module")

@@ -119,6 +119,9 @@ def test_vllm_gets_the_tokenizer_with_the_first_stop_text(subject: Subject, monk
         wanted = plain.token_ids.tolist()
         stop = next(token for token in wanted if token != wanted[0])
         ending = dataclasses.replace(params, stop=(tokenizer.decode([stop]),))
+        with pytest.raises(ValueError, match="stop: got .*, expected none, because the model has no tokenizer"):
+            await answers(subject, ending, "early")
+        subject.engine._checks._tokenizer = tokenizer  # as if it had been there at the start
         monkeypatch.setattr(library, "load_tokenizer", refuse)
         with pytest.raises(ValueError, match="'refused0': stop texts need the model's tokenizer.*no tokenizer.json"):
             await answers(subject, ending, "refused")

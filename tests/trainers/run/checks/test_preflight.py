@@ -143,6 +143,8 @@ MISTAKES = {
     "run.dir": (nothing, ["run.dir=/proc/x"], "run.dir: /proc/x cannot be created"),
     "ray": (nothing, ["resources.ray_address=nope.invalid:1"], "resources.ray_address: got 'nope.invalid:1', expected"),
     "ray without port": (nothing, ["resources.ray_address=here"], "(it does not have the form HOST:PORT)"),
+    "stop text": (nothing, ["rollout.stop=['<eos>=']"], "rollout.stop: got '<eos>=', expected the special token"),
+    "stop token": (nothing, ["rollout.stop_token_ids=[999]"], "rollout.stop_token_ids: got 999, expected less than 40"),
     "damaged data": (damaged_data, [], "data: line 2 of './chat.jsonl' is not JSON"),
     "empty data": (empty_data, [], "data: './chat.jsonl' is empty, expected at least one row"),
     "memory": (large, [], "this machine has"),
@@ -234,12 +236,19 @@ def test_mistakes_of_all_stages_are_told_at_once(
 def test_what_fits_is_described(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "run.yaml", "run.dir=deep/run", "--dry-run"]) == 0
     output = capsys.readouterr().out
-    assert "plan of a step" in output and "not checked" not in output
+    assert "plan of a step" in output and "not checked" not in output and "name different ends" not in output
     assert output.index("placement") < output.index("plan of a step") < output.index("\nconfiguration\n")
     assert "  2 steps of 4 of the 1 prompts of ./chat.jsonl = 8 epochs" in output
     assert "note: validation reads the prompts that are trained on, those of ./chat.jsonl" in output
     assert "note: a step has 4 prompts of ./chat.jsonl, which has 1 rows, so prompts repeat within a step" in output
     assert not (place / "deep").exists()
+    config = {**TINY_QWEN3, "model_type": "qwen3", "eos_token_id": None}
+    (place / "model" / "config.json").write_text(json.dumps(config))
+    assert main(["train", "run.yaml", "run.dir=deep/run", "--dry-run"]) == 0
+    assert (
+        "note: the files of the model name different ends of an answer, and a sample ends at each of them (generation "
+        "config: none; tokenizer: <eos> (2); chat template: none)\n"
+    ) in capsys.readouterr().out
 
 
 def test_the_same_file_is_known_under_another_name(place: Path) -> None:
