@@ -19,8 +19,9 @@ class ConfigError(UserError):
     """One or more wrong keys or values in the configuration. `problems` describes each in one sentence."""
 
     def __init__(self, problems: Sequence[str], config: Any = None) -> None:
-        """config: configuration whose values do not fit each other; None if there is none, because a key or a value is
-        wrong by itself. It lets further checks find their mistakes, too."""
+        """Keep the problems, and the configuration whose values do not fit each other.
+
+        config: None if a key or a value is wrong by itself. It lets further checks find their mistakes, too."""
         self.problems = tuple(problems)
         self.config = config
         super().__init__("\n".join(self.problems))

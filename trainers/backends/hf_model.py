@@ -134,8 +134,9 @@ class HfSource:
         return name in self._files or (match is not None and self._expert(match, 0)[0] in self._files)
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Return the dtype of the tensor `name` in the files; None if it is not there, or not a float of 16 bits or
-        more."""
+        """Return the dtype of the tensor `name` in the files.
+
+        None means that it is not there, or not a float of 16 bits or more."""
         match = _EXPERTS.fullmatch(name)
         if name not in self._files and match is not None:
             name = self._expert(match, 0)[0]

@@ -182,9 +182,10 @@ class Steps:
         self._stop_if_nothing_is_trained(metrics)
 
     def _stop_if_nothing_is_trained(self, metrics: dict[str, float]) -> None:
-        """Raise UserError if the last MOST_SKIPPED steps, including this one, trained nothing: they had no optimizer
-        step, or no step of the run so far had a group with a signal. After a step with a signal, equal rewards can
-        mean that the task is solved, so `step_warnings` only warns of them."""
+        """Raise UserError if the last MOST_SKIPPED steps, including this one, trained nothing.
+
+        They had no optimizer step, or no step of the run so far had a group with a signal. After a step with a signal,
+        equal rewards can mean that the task is solved, so `step_warnings` only warns of them."""
         skipped = bool(metrics.get("train/skipped"))
         flat = self._by_rewards and metrics.get("reward/flat_groups_share") == 1.0
         self._had_signal |= not (skipped or flat)

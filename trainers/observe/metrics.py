@@ -90,8 +90,9 @@ CONDITIONS = ("step", "version", "version_first", "version_last", "seconds")
 
 
 def evaluation_figures(keys: Iterable[str]) -> dict[str, list[str]]:
-    """Return those of the metric keys `keys` that are results of evaluations, by set: the first part of their keys,
-    `val` or `eval/NAME`."""
+    """Return the metric keys among `keys` that are results of evaluations, by set.
+
+    A set is the first part of such a key: `val` or `eval/NAME`."""
     found: dict[str, list[str]] = {}
     for key in keys:
         root, _, name = key.partition("/")

@@ -77,9 +77,8 @@ def check_start(
 
 
 def with_later_problems(error: ConfigError, *, resume: bool) -> ConfigError:
-    """Return an error with the mistakes that the checks of a start find in addition to those of `error`, which the
-    loader found. If values do not fit each other, only the user's functions and prompts are checked, because the other
-    checks rely on values that do."""
+    """Return an error with the mistakes of `error`, which the loader found, and those of a start. If values do not fit
+    each other, only the user's functions and prompts are checked, because the other checks rely on values that do."""
     if error.config is None:
         return error
     try:

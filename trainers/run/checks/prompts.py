@@ -49,10 +49,11 @@ class PromptsRead:
 
 
 def read_prompts(read: PromptsRead, config: Config, plans: Sequence[EvaluationPlan], absent: Collection[str]) -> None:
-    """Read the prompts as the rollout actors do later, to check tokenizer, columns, templates and lengths, and add what
-    was found to `read`. Without a tokenizer, because the model is not on this machine or is wrong, the rows are checked
-    alone. plans: evaluations, with their own sources. absent: paths that do not exist, which are mistakes by
-    themselves."""
+    """Read the prompts as the rollout actors do later, and add what was found to `read`.
+
+    This checks tokenizer, columns, templates and lengths. Without a tokenizer, because the model is not on this machine
+    or is wrong, the rows are checked alone. plans: evaluations, with their own sources. absent: paths that do not
+    exist, which are mistakes by themselves."""
     with _one_tokenizer_thread():
         tokenizer = _tokenizer(read, config.model, absent)
         if tokenizer is not None:
@@ -147,8 +148,9 @@ def _read_source(read: PromptsRead, config: Config, data: DataConfig, name: str 
 
 
 def _plan_epochs(read: PromptsRead, config: Config) -> None:
-    """Add to `read` how often the run reads each source of training prompts, and a note if a step reads one more than
-    once."""
+    """Add to `read` how often the run reads each source of training prompts.
+
+    A note says if a step reads a prompt more than once."""
     data, algorithm = config.data, config.algorithm
     mixed = {part.source: part.weight for part in data.mixture} if data.train == MIXTURE else {data.train: 1.0}
     for source, weight in mixed.items():
