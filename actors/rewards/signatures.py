@@ -62,6 +62,11 @@ def check_signature(config: RewardFunctionConfig, target: Any) -> None:
 def bind_options(config: RewardFunctionConfig, target: Any) -> None:
     """Raise ValueError if the function or class `target` does not take the options of `config`."""
     given = {} if inspect.isclass(target) else dict.fromkeys(wanted_by(target))
+    if clash := sorted(given.keys() & config.options.keys()):
+        raise ValueError(
+            f"reward.functions: {config.kind!r} with option {clash[0]!r}: expected no such option, because every sample "
+            "brings this argument"
+        )
     try:
         signature = inspect.signature(target)
         signature.bind(*(() if inspect.isclass(target) else ARGUMENTS[config.per]), **{**given, **config.options})

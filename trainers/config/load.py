@@ -56,7 +56,7 @@ def read_sections(
     path: str | os.PathLike[str], overrides: Sequence[str] = (), root: type[BaseModel] = Config
 ) -> dict[str, Any]:
     """Return the sections of the YAML file `path` with `overrides` applied, unchecked. root: class that declares the
-    keys, by which text is told from other values. Raises ConfigError if the file is not YAML with keys, or an override
+    keys, which says whether a value is text. Raises ConfigError if the file is not YAML with keys, or an override
     does not fit the file."""
     try:
         text = Path(path).read_text(encoding="utf-8")

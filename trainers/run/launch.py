@@ -20,16 +20,15 @@ from ..grpo.checkpoints import Checkpoints, State
 from ..grpo.evaluation import BEST
 from ..grpo.feed import PARTITION, Feed
 from ..grpo.run_parts import Run
+from ..grpo.step_warnings import StepWarnings
 from ..grpo.training_modes import AfterStep, open_feed, run_steps
 from ..observe.metrics import REPLACED
 from ..observe.progress import Progress
 from ..observe.prometheus import RunEndpoint
 from ..observe.report import LiveReport, write_report
 from ..observe.run_folder import RunFolder
-from ..observe.step_warnings import StepWarnings
 from ..observe.trace import Tracer
 from .checks.preflight import check_start
-from .checks.prompts import changed_data
 from .checks.trust_probe import distrust
 from .processes import launched, needed_processes
 from .restarts import lost_only_workers, lost_process, root_cause
@@ -170,7 +169,7 @@ class _Training:
             # There is no time limit, because the prompts can be on a slow disk.
             self._watch.heartbeat.enter("checking the prompts", math.inf)
             read = check_start(self._config, part="prompts")
-            self._notes = [*read.notes, *changed_data(self._folder.path, read.rows)]
+            self._notes = [*read.notes, *read.changed_since(self._folder.path)]
 
     def _prepare(self) -> str:
         """Return the model to start from, a local folder or hub id. Makes the built-in model if necessary."""

@@ -95,7 +95,7 @@ def rendered(tokenizer: Any, messages: Sequence[Any], **arguments: Any) -> list[
 def test_ids_and_ends_are_the_same_wherever_a_policy_is_asked(layout: Layout, tmp_path: Path) -> None:
     pytest.importorskip("openai")
     tokenizer = make_tokenizer(layout)
-    ids = tokenizer.convert_tokens_to_ids
+    ids = tokenizer.get_vocab().__getitem__
     ends = end_tokens(save_config(layout, tokenizer, tmp_path), tokenizer)
     thoughtful = [{"role": "user", "content": THINK.format(prompt=QUESTION)}]
     continued = [*CHAT, {"role": "assistant", "content": "It is"}]
@@ -145,7 +145,7 @@ def test_the_start_says_where_the_files_of_a_model_disagree(layout: Layout, tmp_
 def test_the_end_of_a_turn_is_not_doubled_when_a_conversation_goes_on(layout: Layout) -> None:
     """Gemma's tokenizer and template, and GLM's, name different tokens."""
     tokenizer = make_tokenizer(layout)
-    end = tokenizer.convert_tokens_to_ids(layout.turn_end)
+    end = tokenizer.get_vocab()[layout.turn_end]
     chat, answer = TemplateFormat(tokenizer, {}), Recorder(tokenizer, layout.turn_end).answer
     more = chat.extend(chat.render(CHAT), answer, CHAT)
     assert (more is None) == (layout.name in CHANGING)

@@ -126,7 +126,9 @@ LAYOUTS = (
 def make_tokenizer(layout: Layout) -> PreTrainedTokenizerFast:
     """The tokenizer of a layout: one token per byte, and its special tokens."""
     alphabet = [f"<0x{byte:02X}>" for byte in range(256)] if layout.pieces else pre_tokenizers.ByteLevel.alphabet()
-    vocab = {token: index for index, token in enumerate([*sorted(alphabet), *(["▁"] if layout.pieces else [])])}
+    vocab: dict[str, int] = {
+        str(token): index for index, token in enumerate([*sorted(alphabet), *(["▁"] if layout.pieces else [])])
+    }
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=bool(layout.pieces)))
     if layout.pieces:
         first = [normalizers.Prepend("▁")] if layout.pieces == "first" else []

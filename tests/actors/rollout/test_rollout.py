@@ -477,7 +477,8 @@ def test_an_episode_that_fails_makes_failed_rows_of_its_group(tokenizer: Any, er
 
     report, client = asyncio.run(run())
     assert (report.rows, report.failed) == (4, 2)
-    assert report.first_error == f"prompt '1': the episode failed: {type(error).__name__}: {error}"
+    place = f"(test_rollout.py line {Failing.generate.__code__.co_firstlineno + 2})"
+    assert report.first_error == f"prompt '1': the episode failed: {type(error).__name__}: {error} {place}"
     rows = {
         key: (valid, length)
         for keys, _, tags in client.puts

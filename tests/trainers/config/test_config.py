@@ -336,7 +336,7 @@ def test_a_home_folder_is_expanded_in_every_path(tmp_path: Path, monkeypatch: py
         "run": {"dir": "~/r", "replay": "~/m"}, "sync": {"dir": "~/w", "transport": "disk"},
     }  # fmt: skip
     assert "~" not in resolved_yaml(Config.model_validate(sections)), "the one home folder is that of the configuration"
-    assert build_config({"data": {"train": "~/d.jsonl"}}).data.train == f"{tmp_path}/d.jsonl"
+    assert build_config({"data": {"train": "~/d.jsonl", "validation": "~/d.jsonl"}}).data.train == f"{tmp_path}/d.jsonl"
     options = [options_section("trackio", {"dir": "~/t"}), options_section("mlflow", {"uri": "~/t"})]
     assert [list(section.model_dump(exclude_defaults=True).values()) for section in options] == [[f"{tmp_path}/t"]] * 2
     parsed = parse(["eval", "run.yaml", "--model=~/m", "--out=~/e.json"])

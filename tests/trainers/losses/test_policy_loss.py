@@ -81,7 +81,8 @@ def test_every_kl(estimator: str, where: str, bound: float | None) -> None:
 def test_a_token_that_training_made_unlikely(kind: str, bound: float | None, expected: float) -> None:
     """An update lowered the token's log-prob by 11 nats. The gradient of k3 explodes there; the bound or the ratio
     keeps it small."""
-    rows = [Row(np.array([-12.0]), *(np.array([-1.0]) for _ in range(4)), 0.0, 0)]
+    one = np.array([-1.0])
+    rows = [Row(np.array([-12.0]), one, one, one, one, 0.0, 0)]
     inputs = loss_inputs(rows, group_tokens(rows))
     config = config_of("ppo_clip", kl_coef=1.0, kl_kind=kind, kl_max_log_ratio=bound)
     (slope,) = torch.autograd.grad(build_loss(config)(inputs).loss, [inputs.logprobs])

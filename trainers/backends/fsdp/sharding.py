@@ -281,7 +281,7 @@ def _compute_buffers(model: Any, source: WeightSource, device: torch.device) -> 
 
 
 def _unwritten(dtype: torch.dtype) -> float:
-    """Return the value of elements that nobody has written yet. It is NaN where there is one, so that what is computed
+    """Return the value of elements that no code has written yet. It is NaN where there is one, so that what is computed
     from it shows too."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")

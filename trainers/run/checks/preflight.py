@@ -6,7 +6,7 @@ import importlib.util
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -14,15 +14,10 @@ from typing import Literal
 
 from ....actors.engines.config import ModelConfig
 from ....actors.engines.vllm.options import check_cache, problems_in_child, token_bytes
-from ....actors.environments.factory import check_environment
 from ....actors.process.memory import assumed_machine, total_memory
 from ....actors.process.socket_folder import ray_folder, vllm_folder
-from ....actors.rewards.config import RewardFunctionConfig
-from ....actors.rewards.rubric import check_rewards
 from ....actors.rollout.config import RolloutConfig
-from ....actors.rollout.data_config import DataConfig
 from ....dataplane.config import DataPlaneConfig
-from ....dataplane.directory.samplers import FOR_RANKS, RankShares, TaskConfig, build_sampler
 from ....dataplane.imports import MissingExtra
 from ....dataplane.owned_folder import try_lock
 from ....dataplane.store_choice import check_store, check_trust
@@ -31,18 +26,15 @@ from ...cluster.gpu_memory import engine_bytes, has_gpus, parameters, trained_by
 from ...cluster.placement import PlacementRequest
 from ...cluster.rollout_specs import EvaluationDefaults, evaluation_plans
 from ...config.checks import contradictions
-from ...config.config import AlgorithmConfig, Config, RunConfig, with_run_dir
+from ...config.config import Config, RunConfig, with_run_dir
 from ...config.load import missing_paths
 from ...errors import ConfigError
-from ...losses.config import LossConfig
 from ...observe.run_folder import has_figures
 from .dry_run import check_host_memory, plan_here
 from .extras import check_evaluation_extras, check_extras
-from .prompts import PromptsRead, read_prompts
+from .prompts import PromptsRead, plan_epochs, read_prompts
+from .user_functions import Check, check_sampler, checks_of_functions
 
-Check = Callable[[], list[str] | None]
-"""Function that raises ValueError or ConfigError if a run cannot work. It returns a line for each check that only the
-run itself can make."""
 CONNECT_TIMEOUT_S = 5.0
 """Seconds within which the cluster at `resources.ray_address` must accept a connection."""
 
@@ -65,13 +57,27 @@ def check_start(
     def prompts() -> list[str]:
         training = EvaluationDefaults(config.rollout, config.data, config.reward, config.run.seed)
         plans = evaluation_plans(training, config.validation, config.evaluation)
-        read_prompts(read, config, plans, absent)
+        read_prompts(
+            read, config.model, config.rollout, config.data, plans, absent,
+            environment=config.environment.kind, seed=config.run.seed,
+        )  # fmt: skip
+        plan_epochs(read, config.data, config.algorithm)
         if read.problems:
             raise ConfigError(read.problems)
         return read.left
 
-    checks = _quick_checks(config, resume) if part in ("all", "quick") else _checks_of_code(config) * (part == "code")
-    first = [lambda: _refuse(absent.values()), lambda: _check_packages(config)]
+    if part in ("all", "quick"):
+        checks = _quick_checks(config, resume)
+    elif part == "code":
+        checks = checks_of_functions(config.rubrics, config.environment, config.loss, config.data, config.rollout)
+    else:
+        checks = []
+    store, rubrics = config.dataplane.store.kind, config.rubrics.values()
+    extras = partial(check_extras, renderer=config.model.renderer, store=store)
+    first: list[Check] = [
+        lambda: _refuse(absent.values()),
+        lambda: extras(config.logging, config.rollout, config.sources, rubrics),
+    ]
     read.left = _check([*first, *checks], prompts) if part == "quick" else _check([*first, *checks, prompts])
     return read
 
@@ -93,17 +99,6 @@ def _refuse(problems: Iterable[str]) -> None:
         raise ConfigError(problems)
 
 
-def _check_packages(config: Config) -> None:
-    check_extras(
-        config.logging,
-        config.rollout,
-        config.sources,
-        config.rubrics.values(),
-        renderer=config.model.renderer,
-        store=config.dataplane.store.kind,
-    )
-
-
 def check_evaluation(config: Config) -> None:
     """Check the requirements of evaluating a model without training. They are the model, the rewards and the optional
     packages. Raises ConfigError with one sentence for each mistake."""
@@ -111,19 +106,9 @@ def check_evaluation(config: Config) -> None:
         [
             lambda: check_evaluation_extras(config.sources, config.rubrics.values()),
             lambda: check_model(config),
-            *_checks_of_code(config),
+            *checks_of_functions(config.rubrics, config.environment, config.loss, config.data, config.rollout),
         ]
     )
-
-
-def _checks_of_code(config: Config) -> list[Check]:
-    """Return the checks of functions that users wrote."""
-    functions = [(name, one) for name, rubric in config.rubrics.items() for one in rubric.functions]
-    return [
-        *(partial(_check_reward, name, function) for name, function in functions),
-        lambda: check_environment(config.environment, config.rollout.endpoint),
-        lambda: _check_loss(config.loss, config.data, config.rollout.max_new_tokens),
-    ]
 
 
 def _quick_checks(config: Config, resume: bool) -> list[Check]:
@@ -133,8 +118,8 @@ def _quick_checks(config: Config, resume: bool) -> list[Check]:
         lambda: check_model(config),
         lambda: _check_kv_cache(rollout, config.model, config.engine_length),
         lambda: _check_engine_arguments(rollout),
-        *_checks_of_code(config),
-        lambda: _check_sampler(config.resolved_sampler, config.algorithm, config.dataplane),
+        *checks_of_functions(config.rubrics, config.environment, config.loss, config.data, config.rollout),
+        lambda: check_sampler(config.resolved_sampler, config.algorithm, config.dataplane),
         lambda: _check_ray_address(resources.ray_address),
         lambda: _check_sockets(resources.ray_address, rollout.engine),
         lambda: _check_store(config.dataplane, joins_ray=resources.ray_address is not None),
@@ -198,16 +183,6 @@ def _check_run_dir(run: RunConfig, *, resume: bool) -> None:
 # ---------------------------------------------------------------- the user's code
 
 
-def _check_reward(name: str, function: RewardFunctionConfig) -> None:
-    """Check one function of a rubric. name: name of the evaluation set that has the rubric, or "" for training."""
-    try:
-        check_rewards([function])
-    except ValueError as error:
-        if not name:
-            raise
-        raise ValueError(f"evaluation.{name}: {error}") from error
-
-
 def _check_kv_cache(rollout: RolloutConfig, model: ModelConfig, longest: int) -> None:
     """Raise ValueError if `rollout.kv_cache` is too small for one sequence of `longest` tokens. If the model's config
     is not on this machine, only the engine checks it."""
@@ -227,31 +202,6 @@ def _check_engine_arguments(rollout: RolloutConfig) -> None:
         )
     if problems := problems_in_child(rollout.vllm):
         raise ConfigError(problems)
-
-
-def _check_loss(loss: LossConfig, data: DataConfig, max_new_tokens: int) -> None:
-    if ":" in loss.kind:
-        from ....actors.protocols import row_schema  # This imports torch, which the other checks do not need.
-        from ...losses.step_loss import build_loss
-
-        row_schema(None, data.columns)
-        build_loss(loss.with_length_norm(max_new_tokens), data.columns)
-
-
-def _check_sampler(sampler: str, algorithm: AlgorithmConfig, plane: DataPlaneConfig) -> None:
-    task = TaskConfig("train", sampler, algorithm.sampler_options)
-    try:
-        if task.sampler in FOR_RANKS:
-            needed = RankShares.arguments
-        else:
-            needed = build_sampler(task, plane.with_sampler(sampler).samplers).arguments
-    except ValueError as error:
-        raise ValueError(f"algorithm.sampler: {error}") from error
-    if needed:
-        raise ValueError(
-            f"algorithm.sampler: got {task.sampler!r}, whose claims need the arguments {list(needed)}; expected a "
-            "sampler without arguments, because the driver claims for all ranks together"
-        )
 
 
 # ---------------------------------------------------------------- the machine

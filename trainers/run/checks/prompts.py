@@ -15,7 +15,7 @@ from ....actors.engines.config import ModelConfig
 from ....actors.rollout.config import RolloutConfig
 from ....actors.rollout.data_config import MIXTURE, DataConfig, is_generated
 from ...cluster.rollout_specs import EvaluationPlan, sampling
-from ...config.config import Config
+from ...config.config import AlgorithmConfig
 
 READ_PROMPTS = 10_000
 """Largest number of prompts per source that are read to check their lengths. This takes about 4 seconds for prompts of
@@ -47,21 +47,37 @@ class PromptsRead:
     rows: dict[str, SourceRows] = field(default_factory=dict)
     """Files and datasets of training prompts that were read, by name."""
 
+    def changed_since(self, folder: Path) -> list[str]:
+        """Return what `changed_data` returns for the run folder `folder` and the training prompts that were read."""
+        return changed_data(folder, self.rows)
 
-def read_prompts(read: PromptsRead, config: Config, plans: Sequence[EvaluationPlan], absent: Collection[str]) -> None:
+
+def read_prompts(
+    read: PromptsRead,
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    training: DataConfig,
+    plans: Sequence[EvaluationPlan],
+    absent: Collection[str],
+    *,
+    environment: str,
+    seed: int,
+) -> None:
     """Read the prompts as the rollout actors do later, and add what was found to `read`.
 
     This checks tokenizer, columns, templates and lengths. Without a tokenizer, because the model is not on this machine
-    or is wrong, the rows are checked alone. plans: evaluations, with their own sources. absent: paths that do not
-    exist, which are mistakes by themselves."""
+    or is wrong, the rows are checked alone. training: source of the prompts of training. plans: evaluations, with their
+    own sources. absent: paths that do not exist, which are mistakes by themselves. environment: kind of the
+    environment.
+    """
     with _one_tokenizer_thread():
-        tokenizer = _tokenizer(read, config.model, absent)
+        tokenizer = _tokenizer(read, model, absent)
         if tokenizer is not None:
             try:
-                _check_stops(config.rollout, tokenizer)
+                _check_stops(rollout, tokenizer)
             except ValueError as error:
                 read.problems.append(str(error))
-        parts: list[tuple[DataConfig, str | None]] = [(part, None) for part in config.data.parts(validation=False)]
+        parts: list[tuple[DataConfig, str | None]] = [(part, None) for part in training.parts(validation=False)]
         parts += [(part, plan.name) for plan in plans for part in plan.setup.data.parts(validation=True)]
         for data, name in parts:
             source = data.source(validation=name is not None)
@@ -71,12 +87,12 @@ def read_prompts(read: PromptsRead, config: Config, plans: Sequence[EvaluationPl
                 read.left.append(f"data: {source} is not on this machine, so its prompts are read when the run starts")
                 continue
             try:
-                _read_source(read, config, data, name, tokenizer)
+                columns = name is None and environment in ("single_turn", "tool_use")
+                _read_source(read, data, name, tokenizer, seed=seed, columns=columns)
             except ValueError as error:
                 if str(error) not in read.problems:  # Keys of a set are those of section `data`, below its name.
                     of_set = f"{name}." if name is not None and name.startswith("evaluation.") else ""
                     read.problems.append(of_set + str(error))
-    _plan_epochs(read, config)
 
 
 def _tokenizer(read: PromptsRead, model: ModelConfig, absent: Collection[str]) -> Any:
@@ -106,8 +122,11 @@ def _tokenizer(read: PromptsRead, model: ModelConfig, absent: Collection[str]) -
         return None
 
 
-def _read_source(read: PromptsRead, config: Config, data: DataConfig, name: str | None, tokenizer: Any) -> None:
-    """Read one source. name: name of the evaluation that reads it; None for training. Raises ValueError for a
+def _read_source(
+    read: PromptsRead, data: DataConfig, name: str | None, tokenizer: Any, *, seed: int, columns: bool
+) -> None:
+    """Read one source. name: name of the evaluation that reads it; None for training. columns: True to check the user's
+    columns, too, which other environments than the built-in ones can set themselves. Raises ValueError for a
     mistake."""
     import numpy as np
 
@@ -124,7 +143,7 @@ def _read_source(read: PromptsRead, config: Config, data: DataConfig, name: str 
 
     held_out, most = name is not None, data.max_prompt_tokens
     if is_generated(data.source(validation=held_out)):
-        source = open_source(data, tokenizer, seed=config.run.seed, validation=held_out)
+        source = open_source(data, tokenizer, seed=seed, validation=held_out)
     else:
         table = load_rows(data, validation=held_out)
         if name is None:
@@ -139,19 +158,18 @@ def _read_source(read: PromptsRead, config: Config, data: DataConfig, name: str 
             f"data.max_prompt_tokens: only the first {READ_PROMPTS} of {source.size} prompts of {source.name}"
         )
         source = KeptSource(source, np.arange(READ_PROMPTS))
-    if name is None and config.environment.kind in ("single_turn", "tool_use"):
-        check_columns(source, data.columns)  # Other environments can set these columns themselves.
+    if columns:
+        check_columns(source, data.columns)
     if tokenizer is not None and (data.overlong_prompts == "error" or source.size is None):
         check_prompt_lengths(source, tokenizer, most)
     elif tokenizer is not None and not in_part:
         without_overlong(source, tokenizer, most)
 
 
-def _plan_epochs(read: PromptsRead, config: Config) -> None:
+def plan_epochs(read: PromptsRead, data: DataConfig, algorithm: AlgorithmConfig) -> None:
     """Add to `read` how often the run reads each source of training prompts.
 
     A note says if a step reads a prompt more than once."""
-    data, algorithm = config.data, config.algorithm
     mixed = {part.source: part.weight for part in data.mixture} if data.train == MIXTURE else {data.train: 1.0}
     for source, weight in mixed.items():
         prompts = algorithm.prompts_per_step * weight / sum(mixed.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.trainers.observe.step_warnings import FLAT_STEPS, REPEAT_EVERY, StepWarnings, step_warnings
+from headrace.trainers.grpo.step_warnings import FLAT_STEPS, REPEAT_EVERY, StepWarnings, step_warnings
 
 HEALTHY = {
     "reward/mean": 0.5, "reward/flat_groups_share": 0.25, "rollout/truncated_share": 0.9,
