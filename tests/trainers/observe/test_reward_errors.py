@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from headrace.trainers.config.load import build_config
+from headrace.trainers.grpo import training_modes
+from headrace.trainers.grpo.checkpoints import State
+from headrace.trainers.grpo.feed import TooManyFailedRows
 from headrace.trainers.observe.reward_errors import MAX_TOLD, RewardErrors, kind_of
 
 
@@ -39,3 +45,21 @@ def test_the_terminal_is_not_flooded(tmp_path: Path, caplog: pytest.LogCaptureFi
         errors.note(1, 1, 8, [f"reward 'f' raised Error{chr(65 + number)}: no"])
     assert len(caplog.records) == MAX_TOLD
     assert kind_of("reward 'f' raised ValueError: 'a' 1") == "reward 'f' raised ValueError"
+
+
+def test_the_file_is_written_also_when_the_run_ends_in_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run: Any = SimpleNamespace(config=build_config({}), observers=SimpleNamespace(reward_errors=RewardErrors(tmp_path)))
+    failed = SimpleNamespace(failed=2, rows=16, errors=("the episode failed: KeyError: 'room' (my.py line 3)",))
+    feed: Any = SimpleNamespace(reports=(failed,))
+
+    def ends(*_: Any) -> None:
+        raise TooManyFailedRows("16 of 16 rows")
+
+    monkeypatch.setattr(training_modes, "_run_steps", ends)
+    monkeypatch.setattr(training_modes, "Steps", lambda *_: None)
+    with pytest.raises(TooManyFailedRows):
+        training_modes.run_steps(run, State(), feed, lambda state, metrics: None)
+    [line] = (tmp_path / "reward_errors.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"step": 1, "failed_rows": 2, "rows": 16, "errors": list(failed.errors)}
