@@ -44,7 +44,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32}, "qwen3": {}, "qwen3_moe": EXPERTS,
     "mixtral": LOCAL, "phi": {}, "phi3": {"sliding_window": None}, "olmo2": {}, "olmo3": {"sliding_window": 4},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2}, "gpt2": {}, "gpt_neox": {}, "opt": {"ffn_dim": 96},
-    "falcon": {}, "deepseek_v2": DEEPSEEK, "deepseek_v3": {**DEEPSEEK, "n_group": 2, "topk_group": 1, "head_dim": 8},
+    "falcon": {"head_dim": ...}, "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": {**DEEPSEEK, "n_group": 2, "topk_group": 1, "head_dim": 8},
     "glm4": {}, "glm4_moe": {**DEEPSEEK, "num_key_value_heads": 2}, "granite": {"logits_scaling": 4.0},
     "granitemoe": LOCAL, "smollm3": {"no_rope_layer_interval": 2}, "cohere": {}, "cohere2": {"sliding_window": 4},
     "starcoder2": {}, "stablelm": {}, "nemotron": {}, "exaone4": {"num_hidden_layers": 4, "sliding_window": 4},
@@ -57,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
                     "interleave_moe_layer_step": 2, "intermediate_size_mlp": 96, "attention_chunk_size": 8,
                     "attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 0.3},
 }  # fmt: skip
-"""Keys of each family beside `SIZES`: name of the family (a `model_type`) -> keys."""
+"""Keys of each family beside `SIZES`: name of the family (a `model_type`) -> keys. `...` leaves a key out."""
 SCALED: dict[str, dict[str, Any]] = {
     "phi3 longrope": {"sliding_window": None, "original_max_position_embeddings": 12, "rope_parameters": LONG},
     "llama dynamic": {
@@ -77,7 +78,8 @@ def save_family(folder: Path, name: str, *, std: float | None = 0.2, **keys: Any
     that transformers initialises.
     """
     torch.manual_seed(11)
-    config = AutoConfig.for_model(name.split()[0], **{**SIZES, **{**FAMILIES, **SCALED}[name], **keys})
+    keys = {**SIZES, **{**FAMILIES, **SCALED}[name], **keys}
+    config = AutoConfig.for_model(name.split()[0], **{key: value for key, value in keys.items() if value is not ...})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for path, param in model.named_parameters():
