@@ -45,7 +45,7 @@ def end_tokens(path: str, tokenizer: Any) -> EndTokens:
     """Return the end tokens of the model at `path`, a folder or hub id. tokenizer: its tokenizer; None if it has none.
 
     Reads only the files of the model's configuration, as `from_pretrained` does. A folder without a config names no
-    token there.
+    token there. Raises ValueError with a sentence for files that cannot be read.
     """
     ids = _config_ends(path)
     return EndTokens(ids) if tokenizer is None else replace(tokenizer_ends(tokenizer), config=ids)
@@ -59,9 +59,15 @@ def _config_ends(path: str) -> tuple[int, ...]:
     if folder.is_dir() and not (folder / "config.json").is_file():
         return ()
     try:
-        config = GenerationConfig.from_pretrained(source)
-    except OSError:
-        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(source))
+        try:
+            config = GenerationConfig.from_pretrained(source)
+        except OSError:
+            if (folder / "generation_config.json").exists():
+                raise
+            config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(source))
+    except Exception as error:  # A damaged file can make transformers raise any error.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"model.path: got {path!r}, expected a model whose configs can be read: {reason}") from error
     named = config.eos_token_id
     return () if named is None else tuple(np.atleast_1d(named).tolist())
 
@@ -79,9 +85,10 @@ def _template_end(tokenizer: Any) -> tuple[int, ...]:
             _, found, after = apply_chat_template(tokenizer, messages, {}, prompted=False).rpartition(ANSWER_MARK)
         except ValueError:  # The template needs arguments or other messages, so that it names no token here.
             continue
-        ids = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"] if found else []
-        if ids and ids[0] in tokenizer.added_tokens_decoder:
-            return (int(ids[0]),)
+        # Texts are compared, because an unknown character can be encoded as a special token, such as a padding token.
+        tokens = {token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items()}
+        if begun := [token for token in tokens if found and after.lstrip().startswith(token)]:
+            return (tokens[max(begun, key=len)],)
     return ()
 
 

@@ -109,7 +109,7 @@ def test_a_blocking_function_runs_in_processes_that_are_killed() -> None:
     assert 1.0 < float(good) < 1.1 and 0.0 < float(bad) < 0.1
     assert int(float(good) % 1 * 1e9) != os.getpid()
     assert "the process of 'blocking' died" in str(died)
-    assert wrong == "raised UserFunctionFailed: KeyError: 3"
+    assert wrong == "raised UserFunctionFailed: KeyError: 3 (test_apart.py line 53)"
     [hung], _ = values_of([sample("hang")], function | {"timeout_s": 1.0})
     assert "'blocking' did not return within 1 s" in str(hung.values["blocking"])
 

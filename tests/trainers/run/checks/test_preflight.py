@@ -236,7 +236,7 @@ def test_mistakes_of_all_stages_are_told_at_once(
 def test_what_fits_is_described(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "run.yaml", "run.dir=deep/run", "--dry-run"]) == 0
     output = capsys.readouterr().out
-    assert "plan of a step" in output and "not checked" not in output
+    assert "plan of a step" in output and "not checked" not in output and "name different ends" not in output
     assert output.index("placement") < output.index("plan of a step") < output.index("\nconfiguration\n")
     assert "  2 steps of 4 of the 1 prompts of ./chat.jsonl = 8 epochs" in output
     assert "note: validation reads the prompts that are trained on, those of ./chat.jsonl" in output
@@ -247,7 +247,7 @@ def test_what_fits_is_described(place: Path, capsys: pytest.CaptureFixture[str])
     assert main(["train", "run.yaml", "run.dir=deep/run", "--dry-run"]) == 0
     assert (
         "note: the files of the model name different ends of an answer, and a sample ends at each of them (generation "
-        "config: none; tokenizer: <eos> (2); chat template: <pad> (0))\n"
+        "config: none; tokenizer: <eos> (2); chat template: none)\n"
     ) in capsys.readouterr().out
 
 
