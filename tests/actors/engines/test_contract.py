@@ -90,7 +90,10 @@ def test_stop_tokens_and_stop_texts_end_a_completion_and_stay(subject: Subject, 
                 assert (one.finish_reason == "stop") == (row[-1] in (2, 10, 11, 12))
         ends = set()
         plain = await subject.start("texts", SamplingParams(n=8, max_new_tokens=30, seed=4))
-        stops = tuple(tokenizer.decode(one.token_ids[2:4]) for one in plain if len(one.token_ids) > 4)
+        texts = (
+            tokenizer.decode(one.token_ids[2:4], skip_special_tokens=True) for one in plain if len(one.token_ids) > 4
+        )
+        stops = tuple(text for text in texts if text)
         for one in await subject.start("texts", SamplingParams(n=8, max_new_tokens=30, seed=4, stop=stops)):
             text = tokenizer.decode(one.token_ids, skip_special_tokens=True)
             before = tokenizer.decode(one.token_ids[:-1], skip_special_tokens=True)
