@@ -58,5 +58,5 @@ def test_columns_reach_environment_reward_and_loss(tmp_path: Path) -> None:
     assert sorted(rows) == sorted(seen["reward"]), seen  # those of tries on made-up rows have other credits
     assert 2 * rows.count(5) < rows.count(1)
     (tmp_path / "low.jsonl").write_text('{"prompt": "r1=", "answer": "1"}\n')
-    code, output = runs.run(tmp_path / "other", *overrides, "environment.kind=null")
+    code, output = runs.run(tmp_path / "other", *overrides, "environment.kind=single_turn")
     assert code == 2 and "low.jsonl' has no column 'level', which has no default" in output, output
