@@ -165,7 +165,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
         with assume_machine(arguments.machine):
             read = check_start(config, resume=arguments.resume)
-            print(describe(config, read.plan, read.notes))
+            print(describe(config, read.plan, [*read.ends, *read.notes]))
         of_machine = ["host memory, and Ray's cluster, which --machine stands for"] if arguments.machine else []
         for line in (*read.left, *of_machine):
             print(f"not checked: {line}")

@@ -49,15 +49,7 @@ def find_tokenizer(path: str) -> Any | None:
 
     An engine can still serve token ids from such a folder.
     """
-    return load_tokenizer(path) if _has_files(Path(path).expanduser()) else None
-
-
-def _has_files(folder: Path) -> bool:
-    """Return whether a folder has files of a tokenizer, or is not there, as for a hub id. If a folder has none,
-    transformers makes an empty tokenizer from its config.json."""
-    return not folder.is_dir() or any(
-        path.name.startswith(_FILES) or path.suffix in _SUFFIXES for path in folder.iterdir()
-    )
+    return load_tokenizer(path) if has_tokenizer(path) else None
 
 
 def encode_prompts(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool] = ()) -> list[np.ndarray]:

@@ -37,7 +37,6 @@ from ...cluster.transport_choice import WeightRoute
 from ...config.checks import ROLLOUT_TOKEN_BYTES, StoreDemand, cautions
 from ...config.config import Config, PoolConfig, ResourcesConfig
 from ...errors import UserError
-from .prompts import stop_notes
 
 
 def plan_here(request: PlacementRequest, resources: ResourcesConfig, sync: SyncConfig) -> Placement | None:
@@ -160,7 +159,7 @@ def describe(config: Config, plan: Sequence[str] = (), notes: Sequence[str] = ()
     lines += ["GPUs", *described.gpus(), "memory", *described.model(), *described.store()]
     lines += ["plan of a step", *described.plan(), *plan]
     risks = cautions(config.algorithm, config.loss, config.trainer, window=config.overlap.window)
-    lines += [f"note: {line}" for line in (*risks, *stop_notes(config.model), *notes)]
+    lines += [f"note: {line}" for line in (*risks, *notes)]
     return "\n".join(lines)
 
 

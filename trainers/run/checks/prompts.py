@@ -40,6 +40,9 @@ class PromptsRead:
     """One line for each check that only the run itself can make."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the user about prompts that can be used but may not be meant."""
+    ends: list[str] = field(default_factory=list)
+    """Sentence about the tokens that end an answer, if the model's files disagree about them. In a run the rollout
+    actors say it."""
     problems: list[str] = field(default_factory=list)
     """One sentence for each mistake."""
     plan: list[str] = field(default_factory=list)
@@ -70,11 +73,15 @@ def read_prompts(
     own sources. absent: paths that do not exist, which are mistakes by themselves. environment: kind of the
     environment.
     """
+    from ....actors.engines.stop_tokens import end_note, end_tokens
+
     with _one_tokenizer_thread():
         tokenizer = _tokenizer(read, model, absent)
         if tokenizer is not None:
             try:
                 _check_stops(rollout, tokenizer)
+                if not model.builtin and (note := end_note(end_tokens(model.path, tokenizer), tokenizer)):
+                    read.ends.append(note)
             except ValueError as error:
                 read.problems.append(str(error))
         parts: list[tuple[DataConfig, str | None]] = [(part, None) for part in training.parts(validation=False)]
@@ -205,21 +212,6 @@ def changed_data(folder: Path, rows: Mapping[str, SourceRows]) -> list[str]:
     return notes
 
 
-def stop_notes(model: ModelConfig) -> list[str]:
-    """Return sentences for the user about the tokens that end an answer, see `end_note`.
-
-    There is none if the model is built in, not on this machine, or without a tokenizer.
-    """
-    if model.builtin or not _is_here(model):
-        return []
-    from ....actors.engines.stop_tokens import end_note, end_tokens
-    from ....actors.engines.tokenizer import find_tokenizer
-
-    tokenizer = find_tokenizer(model.path)
-    note = None if tokenizer is None else end_note(end_tokens(model.path, tokenizer), tokenizer)
-    return [note] if note else []
-
-
 def _check_stops(rollout: RolloutConfig, tokenizer: Any) -> None:
     """Raise ValueError if a stop text or a stop token id can never end a sample."""
     from ....actors.engines.stop_tokens import resolve_stops
@@ -248,10 +240,6 @@ def _one_tokenizer_thread() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def _is_here(model: ModelConfig) -> bool:
-    return model.builtin or _is_local(model.path) or _model_is_cached(model.path)
 
 
 def _is_local(path: str) -> bool:
