@@ -10,7 +10,6 @@ message. A failure to write is logged and never ends a run.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -25,6 +24,7 @@ import numpy as np
 
 from ..dataplane.config import Count, CountOrZero, Section
 from ..dataplane.owned_folder import try_lock
+from .process.json_lines import append, encoded, read_lines
 
 if TYPE_CHECKING:  # The configuration imports this module, and must report mistakes without loading torch.
     from .protocols import Sample, Score
@@ -81,12 +81,11 @@ class SampleFile:
         out first. A failure is logged, and the lines are then missing."""
         if not lines:
             return
-        data = b"".join(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for line in lines)
+        data = encoded(lines)
         try:
             with _locked(Path(f"{self.path}.lock")):
                 self._make_room(len(data))
-                with open(self.path, "ab") as file:
-                    file.write(data)
+                append(self.path, data)
         except OSError as error:
             _log.warning("%d samples are not written to %s: %s", len(lines), self.path, error)
 
@@ -95,13 +94,13 @@ class SampleFile:
         size = os.path.getsize(self.path) if os.path.exists(self.path) else 0
         if not size or size + nbytes <= limit:
             return
-        lines = Path(self.path).read_bytes().splitlines(keepends=True)
-        while len(lines) and sum(map(len, lines)) + nbytes > limit:
-            moments = [self._moment(json.loads(line)) for line in lines]
-            kept = set(sorted(set(moments))[::2]) if len(set(moments)) > 1 else set()
-            lines = [line for line, moment in zip(lines, moments, strict=True) if moment in kept]
+        lines = [(self._moment(line), encoded([line])) for _, line in read_lines(self.path)]
+        while lines and sum(len(data) for _, data in lines) + nbytes > limit:
+            moments = sorted({moment for moment, _ in lines})
+            kept = set(moments[::2]) if len(moments) > 1 else set()
+            lines = [line for line in lines if line[0] in kept]
         draft = Path(f"{self.path}.tmp")
-        draft.write_bytes(b"".join(lines))
+        draft.write_bytes(b"".join(data for _, data in lines))
         draft.replace(self.path)
 
     def _moment(self, line: Mapping[str, Any]) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 from rich.table import Table
 
+from ..actors.process.json_lines import append, encoded
 from ..version import __version__
 
 PACKAGES = (
@@ -107,8 +108,7 @@ def write_summary(path: Path, summary: Mapping[str, Any], conditions: Mapping[st
 def note(path: Path, **figures: Any) -> None:
     """Append one JSON line to a file at once, so that the figures remain if the measurement ends early. Figures that
     are not finite become null."""
-    with path.open("a") as file:
-        file.write(json.dumps(finite(figures)) + "\n")
+    append(path, encoded([finite(figures)]))
 
 
 def finite(figures: Mapping[str, Any]) -> dict[str, Any]:

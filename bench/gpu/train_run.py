@@ -5,7 +5,6 @@ The seconds of each step are split into parts, such as generation and weight syn
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...actors.process.json_lines import read_lines
 from ...trainers.observe.metrics import ELAPSED, read_metrics, time_split
 from ..models import PROMPTS
 from .nvml import GpuSampler, GpuSamples, visible_gpus
@@ -280,8 +280,7 @@ def metrics_start(path: Path) -> float:
     """Return the Unix time from which `time/elapsed_s` in a metrics.jsonl counts. It is the time of the file's last
     change minus the seconds in its last line. It is right to some milliseconds, because each line is written as soon as
     it is made."""
-    whole = path.read_bytes().rpartition(b"\n")[0]  # A killed run can leave an incomplete last line.
-    last = json.loads(whole.rpartition(b"\n")[2])
+    _, last = read_lines(path)[-1]
     return path.stat().st_mtime - last["time/elapsed_s"]
 
 

@@ -27,6 +27,7 @@ import torch
 
 from ...actors.engines.protocol import Completion, SamplingParams
 from ...actors.engines.vllm.engine import VllmEngine
+from ...actors.process.json_lines import append
 from ...actors.weight_sync.config import Staging, SyncConfig
 from ...actors.weight_sync.transports.protocol import ReceiverConfig, SenderConfig, WeightUpdate
 from ...codecs import messages
@@ -128,10 +129,9 @@ class Log:
     def tell(self, record: str, /, **found: Any) -> None:
         """Print and append one record."""
         rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in found.items()}
-        line = json.dumps({"record": record} | rounded, default=str)
-        print(line, flush=True)
-        with self._path.open("a") as file:
-            file.write(line + "\n")
+        line = json.dumps({"record": record} | rounded, default=str) + "\n"
+        print(line, end="", flush=True)
+        append(self._path, line.encode())
 
     def expect(self, right: bool, what: str) -> None:
         """Record `what` as a failure unless `right` is true."""

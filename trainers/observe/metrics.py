@@ -9,7 +9,6 @@ waited for rows, is part of `time/logprob_s` and `time/train_s`. docs/reference/
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -17,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...actors.process.json_lines import append, encoded, read_lines
 from ...actors.rollout.evaluation_metrics import RESPONSE_LENGTH, needs_answers
 from ..errors import UserError
 from .tracking import Tracking
@@ -127,19 +127,19 @@ step has several lines, the line with the largest value counts."""
 
 
 class MetricsWriter:
-    """Appends metrics to metrics.jsonl, flushing every line, and hands them to the trackers. Must be used by one thread
-    of one process only."""
+    """Appends metrics to metrics.jsonl, a whole line at a time, and hands them to the trackers. Must be used by one
+    thread of one process only."""
 
     def __init__(self, path: str | os.PathLike[str], tracking: Tracking | None = None) -> None:
-        """Open `path` to append to it. tracking: trackers that get the same metrics; None for none."""
+        """Append to `path`, which is created. tracking: trackers that get the same metrics; None for none."""
         self._start = time.monotonic()
         self.begun = False
         """Whether a step has been logged."""
         self.finished = False
         """Whether the run has reached its end."""
         self._tracking = tracking
-        self._file = open(path, "ab")  # noqa: SIM115 - open for the run's life
-        _drop_torn_line(Path(path))
+        self._path = Path(path)
+        append(path, b"")
         mark = b"{" + f'"event": "{RESUMED}"'.encode()
         self._attempt = sum(line.startswith(mark) for line in Path(path).read_bytes().splitlines())
 
@@ -174,20 +174,12 @@ class MetricsWriter:
         return round(time.monotonic() - self._start, 3)
 
     def close(self) -> None:
-        """Flush and close the file, and end the trackers. Idempotent."""
-        try:
-            if not self._file.closed:
-                self._file.close()
-        finally:
-            if self._tracking is not None:
-                self._tracking.close()
+        """End the trackers. Idempotent."""
+        if self._tracking is not None:
+            self._tracking.close()
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        try:
-            self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-            self._file.flush()
-        except OSError as error:
-            raise OSError(error.errno, f"{self._file.name} cannot be written: {error.strerror}") from error
+        append(self._path, encoded([line]))
 
 
 def _number(key: str, value: Any) -> float | int | None:
@@ -198,13 +190,6 @@ def _number(key: str, value: Any) -> float | int | None:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     raise ValueError(f"metric {key!r}: got {value!r}, expected a number or None")
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Cut off an incomplete last line from a process that died, so that the next line does not continue it."""
-    data = path.read_bytes()
-    if data and not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def read_run(folder: str | os.PathLike[str]) -> tuple[list[Record], list[Record]]:
@@ -219,19 +204,15 @@ def read_run(folder: str | os.PathLike[str]) -> tuple[list[Record], list[Record]
 def read_metrics(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Read a metrics.jsonl as (records, events): one merged record per step, ascending, and events in file order.
 
-    A `resumed` event drops the records of all steps after its own, because the resumed run repeated these steps. An
-    incomplete last line is ignored. For any other line that is not a metrics record, raises UserError that names file
-    and line.
+    A `resumed` event drops the records of all steps after its own, because the resumed run repeated these steps. Torn
+    lines are left out, as by `read_lines`. Raises UserError that names file and line for an object without a step.
     """
     records: dict[int, dict[str, Any]] = {}
     events = []
-    lines = Path(path).read_bytes().split(b"\n")
-    for number, raw in enumerate(lines[:-1], start=1):
-        try:
-            line = json.loads(raw)
-            step = line["step"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{path} line {number}: this is not a metrics record ({error!r})") from error
+    for number, line in read_lines(path):
+        if "step" not in line:
+            raise UserError(f"{path} line {number}: this is not a metrics record, expected the key step")
+        step = line["step"]
         if "event" not in line:
             records.setdefault(step, {}).update(line)
             continue

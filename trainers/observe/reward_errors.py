@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+
+from ...actors.process.json_lines import append, encoded
 
 MAX_TOLD = 10
 """Largest number of kinds of failures that a run reports on the terminal."""
@@ -31,8 +32,10 @@ class RewardErrors:
         if not failed:
             return
         line = {"step": step, "failed_rows": failed, "rows": rows, "errors": list(errors)}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            append(self._path, encoded([line]))
+        except OSError as error:  # The run goes on without the line.
+            _log.warning("step %d: the errors of %d failed rows are not written: %s", step, failed, error.strerror)
         for error in errors:
             kind = kind_of(error)
             if kind not in self._told and len(self._told) < MAX_TOLD:

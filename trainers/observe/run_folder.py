@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
 import shutil
 import traceback
 from pathlib import Path
 from types import TracebackType
 
+from ...actors.process.json_lines import append
 from ...dataplane.owned_folder import try_lock
 from ..config.config import Config, resolved_yaml
 from ..errors import UserError
 from .metrics import RESUMED, MetricsWriter
 from .trackers import build_tracker, wanted_trackers
 from .tracking import Tracking
+
+_log = logging.getLogger(__name__)
 
 _DRAFTS = ("checkpoints/*.tmp", "*.new", "*.tmp")
 """Glob patterns of drafts. A draft is a file or folder with a temporary name, which is renamed when it is complete."""
@@ -143,8 +147,10 @@ class RunFolder:
     def incident(self, step: int, sentence: str) -> None:
         """Append a sentence about something that died or failed in `step`, with the time, to incidents.txt."""
         now = datetime.datetime.now().isoformat(" ", "seconds")
-        with self.incidents_path.open("a", encoding="utf-8") as file:
-            file.write(f"{now} step {step}: {' '.join(sentence.split())}\n")
+        try:
+            append(self.incidents_path, f"{now} step {step}: {' '.join(sentence.split())}\n".encode())
+        except OSError as error:  # The run goes on without the sentence.
+            _log.warning("an incident is not written: %s", error.strerror)
 
     def close(self) -> None:
         """Close the files and release the lock. Idempotent."""

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from ...actors.process.json_lines import read_lines
 from ...actors.sample_file import EPISODE, TRAINED, TRAINING
 from ..errors import UserError
 
@@ -26,18 +27,17 @@ def read_samples(path: str | os.PathLike[str]) -> list[Row]:
 
     The dict has the entries of the line `episode` (see `actors/sample_file.py`). For a training prompt it also has
     `step`, `advantage` and `trained_logprobs`; they are None until a step trains on the row. For a held-out prompt,
-    `step` is the evaluated version. A row that was generated again replaces the earlier one. An incomplete last line is
-    ignored. Raises UserError that names file and line for any other unknown line.
+    `step` is the evaluated version. A row that was generated again replaces the earlier one. Torn lines are
+    left out, as by `read_lines`. Raises UserError that names file and line for an object of another kind.
     """
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        lines = read_lines(path)
     except FileNotFoundError:
         return []
     episodes: dict[tuple[str, str, int], Row] = {}
     trained: dict[str, Row] = {}
-    for number, raw in enumerate(lines[:-1], start=1):
+    for number, line in lines:
         try:
-            line = json.loads(raw)
             if line["kind"] == TRAINED:
                 trained[line["key"]] = line
                 continue
@@ -46,7 +46,7 @@ def read_samples(path: str | os.PathLike[str]) -> list[Row]:
             episodes.pop(identity, None)
             episodes[identity] = {name: value for name, value in line.items() if name != "kind"}
             assert line["kind"] == EPISODE
-        except (ValueError, TypeError, KeyError, AssertionError) as error:
+        except (TypeError, KeyError, AssertionError) as error:
             raise UserError(f"{path} line {number}: this is not a line of samples ({error!r})") from error
     rows = []
     for (name, key, _), row in episodes.items():

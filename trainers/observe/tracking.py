@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import queue
 import threading
 import time
@@ -18,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...actors.process.json_lines import LineTail
+from ...actors.sample_file import EPISODE
 from .trackers import SampleRow, TrackedRun, Tracker
 
 MOST_FAILURES = 3
@@ -46,7 +47,8 @@ class Tracking:
         nested dicts. timeout_s: seconds that `close` waits for the trackers."""
         self._folder = folder
         self._timeout_s = timeout_s
-        self._samples = SampleTail(folder / "samples.jsonl")
+        self._samples = LineTail(folder / "samples.jsonl")
+        """An earlier start of the run has sent the lines that are in the file now."""
         self._ids = _Ids(folder / _IDS)
         self._step = 0
         self._lines = [
@@ -62,7 +64,8 @@ class Tracking:
         self._log_samples()
 
     def _log_samples(self) -> None:
-        rows, step = self._samples.read() if self._lines else [], self._step
+        lines, step = self._samples.read() if self._lines else [], self._step
+        rows = [_row(line) for line in lines if line.get("kind") == EPISODE]
         if rows:
             for line in self._lines:
                 line.put(lambda tracker: tracker.log_samples(step, rows))
@@ -195,39 +198,6 @@ class _Ids:
             draft = self._path.with_name(f"{self._path.name}.new")
             draft.write_text(json.dumps(self._known) + "\n")
             draft.replace(self._path)
-
-
-class SampleTail:
-    """Reads the episodes that other processes append to samples.jsonl, each episode once."""
-
-    def __init__(self, path: Path) -> None:
-        """Begin at the current end of the file, because an earlier start of the run has sent the previous lines."""
-        self._path = path
-        self._at = path.stat().st_size if path.exists() else 0
-        self._file_id = self._identity()
-
-    def read(self) -> list[SampleRow]:
-        """Return the episodes that were appended since the last call. Incomplete lines are left for the next call. If
-        the file was rewritten with fewer old lines, reading continues at its end."""
-        identity = self._identity()
-        if identity is None:
-            return []
-        if identity != self._file_id and self._file_id is not None:
-            self._at = os.path.getsize(self._path)
-        self._file_id = identity
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._at)
-                data = file.read()
-        except OSError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._at += len(whole)
-        lines = [json.loads(line) for line in whole.splitlines()]
-        return [_row(line) for line in lines if line.get("kind") == "episode"]
-
-    def _identity(self) -> int | None:
-        return self._path.stat().st_ino if self._path.exists() else None
 
 
 def _row(line: Mapping[str, Any]) -> SampleRow:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import resource
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +26,7 @@ from headrace.actors.rollout.rows import RolloutRows, join
 from headrace.codecs.jagged import pack, unpack
 from headrace.dataplane.meta import POSITION
 from headrace.tests.actors.rollout.journal_runs import open_journal, segments
+from headrace.tests.full_disk import file_size_limit
 
 
 def group(position: int, mark: int = 0, lengths: tuple[int, ...] = (3, 0, 5)) -> JournaledGroup:
@@ -131,17 +129,6 @@ def test_a_record_being_written_is_seen_once_it_is_whole(tmp_path: Path) -> None
         assert reader.find_all([4]) == []
     path.write_bytes(record)
     assert_same(reader.find_all([4])[0], group(4))
-
-
-@contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    """Writes beyond it fail half done, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_is_named_and_leaves_the_journal_whole(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shlex
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from headrace.tests.full_disk import file_size_limit
 from headrace.trainers.config.config import Config, resolved_yaml
 from headrace.trainers.config.load import build_config, load_config
 from headrace.trainers.errors import UserError
@@ -180,12 +180,11 @@ def test_a_report_that_cannot_be_written_leaves_no_draft(tmp_path: Path, monkeyp
 def test_metrics_that_cannot_be_written_name_their_file(tmp_path: Path) -> None:
     metrics = MetricsWriter(tmp_path / "metrics.jsonl")
     metrics.log(1, {})
-    os.dup2(os.open("/dev/full", os.O_WRONLY), metrics._file.fileno())
-    with pytest.raises(OSError, match=r"metrics.jsonl cannot be written: No space left on device") as caught:
+    with file_size_limit(70), pytest.raises(OSError, match=r"metrics.jsonl cannot be written: File too large"):
         metrics.log(2, {})
-    assert caught.value.errno == errno.ENOSPC
-    os.dup2(os.open(tmp_path / "metrics.jsonl", os.O_WRONLY | os.O_APPEND), metrics._file.fileno())
+    metrics.log(3, {})
     metrics.close()
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")[0]] == [1, 3]
 
 
 def test_incidents_are_sentences_in_a_file_with_their_step(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from headrace.actors.process.json_lines import LineTail
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError
 from headrace.trainers.observe import tracking as subject
@@ -26,7 +27,7 @@ from headrace.trainers.observe.trackers import (
     mlflow_key,
     wanted_trackers,
 )
-from headrace.trainers.observe.tracking import SampleTail, Tracking
+from headrace.trainers.observe.tracking import Tracking
 
 
 class Noting:
@@ -129,18 +130,18 @@ def test_a_tracker_that_hangs_delays_nothing_but_the_end_and_that_only_so_long(
 def test_samples_are_read_once_also_when_the_file_is_thinned_out(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_text(episode("0.0"))
-    tail = SampleTail(path)
+    tail = LineTail(path)
     assert tail.read() == [], "an earlier start of the run has sent it"
     with path.open("a") as file:
         file.write(episode("1.0") + episode("1.1"))
-    assert [row[1] for row in tail.read()] == ["1.0", "1.1"] and tail.read() == []
+    assert [line["key"] for line in tail.read()] == ["1.0", "1.1"] and tail.read() == []
     draft = tmp_path / "samples.new"
     draft.write_text(episode("1.0"))
     draft.replace(path)
     assert tail.read() == []
     with path.open("a") as file:
         file.write(episode("2.0"))
-    assert [row[1] for row in tail.read()] == ["2.0"]
+    assert [line["key"] for line in tail.read()] == ["2.0"]
 
 
 def test_tensorboard_gets_the_same_scalars_and_the_samples(tmp_path: Path) -> None:

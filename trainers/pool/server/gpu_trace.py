@@ -12,10 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from rich.table import Column, Table
 
+from ....actors.process.json_lines import read_lines
 from ...errors import UserError
 from ..state.commands import Order
 from ..state.plan import Role
@@ -231,10 +233,10 @@ def _switches(events: Sequence[PoolEvent]) -> list[Switch]:
 
 
 def read_events(path: Path) -> list[PoolEvent]:
-    """Return the events of a `pool_trace.jsonl`. A last line that is not written yet is left out. Raises UserError if
-    the file cannot be read."""
+    """Return the events of a `pool_trace.jsonl`. Torn lines are left out, as by `read_lines`. Raises UserError if the
+    file cannot be read."""
     try:
-        return list(map(json.loads, path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()))
+        return [cast(PoolEvent, line) for _, line in read_lines(path)]
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}), expected the trace of a pool") from None
 
