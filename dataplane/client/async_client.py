@@ -23,7 +23,7 @@ from ..meta import KVBatchMeta, Tags
 from ..rpc.links import Link
 from ..status import DataPlaneStatus, PartitionRows, TaskReset, TaskStatus
 from .arguments import Fields, Keys
-from .operations import Ask, CountedClient, Moved, Steps, Work
+from .operations import Ask, CountedClient, Moved, Shield, Steps, Work
 from .saving import load, save
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class AsyncDataPlaneClient(CountedClient):
     ) -> KVBatchMeta:
         """Wait for n rows that have all of `fields`, and lease them to this caller for `task`. Returns a receipt (their
         keys and locations), as `DataPlaneClient.claim` does."""
-        return await self._run(
+        return await self._move(
             self._operations.claim(
                 partition, task, fields, n, at_least, whole_groups, min_version, max_version, arguments, timeout_s
             ),
@@ -240,7 +240,14 @@ class AsyncDataPlaneClient(CountedClient):
         return await self._carry_out(self._counted(steps))
 
     async def _move(self, steps: Steps[Moved[T]]) -> T:
-        return await self._carry_out(self._counted_bytes(steps))
+        moved: Moved[T] | None = None
+        try:
+            moved = await self._carry_out(self._counted(steps))
+            return moved.result
+        except BaseException:  # A signal's handler can raise between the end of the operation and the return.
+            if moved is not None and moved.undo is not None:
+                await self._carry_out(moved.undo())
+            raise
 
     async def _carry_out(self, steps: Steps[T]) -> T:
         """Run the steps of an operation one after another and return its result. Requests to the directory (the
@@ -252,7 +259,8 @@ class AsyncDataPlaneClient(CountedClient):
                 step = steps.send(answer) if failure is None else steps.throw(failure)
                 answer, failure = None, None
                 try:
-                    answer = await (self._in_thread(step) if isinstance(step, Work) else self._ask(step))
+                    if not isinstance(step, Shield):
+                        answer = await (self._in_thread(step) if isinstance(step, Work) else self._ask(step))
                 except BaseException as error:  # The operation undoes its work, also after CancelledError.
                     failure = error
         except StopIteration as end:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -15,10 +16,12 @@ from ...codecs.schema import Field, Schema
 from ..directory.calls import Outcome
 from ..directory.samplers import TaskConfig
 from ..meta import KVBatchMeta, Tags
+from ..rpc.cancellation import CallCancelled, Cancellation
 from ..status import DataPlaneStatus, PartitionRows, TaskReset, TaskStatus
 from .arguments import Fields, Keys
-from .operations import Ask, CountedClient, Moved, Steps, Work
+from .operations import Ask, CountedClient, Moved, Shield, Steps, Work
 from .saving import load, save
+from .shielded_calls import Shielded, can_be_interrupted
 
 T = TypeVar("T")
 
@@ -201,7 +204,7 @@ class DataPlaneClient(CountedClient):
         the last renewal. Raises ClaimTimeout (it says what the claim waited for), SamplerError when the sampler fails
         (no row is leased then), ValueError for an unknown task or argument, and SchemaMismatch for an unknown field.
         """
-        return self._run(
+        return self._move(
             self._operations.claim(
                 partition, task, fields, n, at_least, whole_groups, min_version, max_version, arguments, timeout_s
             ),
@@ -350,24 +353,36 @@ class DataPlaneClient(CountedClient):
         return self._carry_out(self._counted(steps))
 
     def _move(self, steps: Steps[Moved[T]]) -> T:
-        return self._carry_out(self._counted_bytes(steps))
+        return self._carry_out(self._counted(steps)).result
 
-    def _carry_out(self, steps: Steps[T]) -> T:
-        """Run the steps of an operation one after another in this thread, and return its result."""
+    def _carry_out(self, steps: Steps[T], cancellation: Cancellation | None = None) -> T:
+        """Run the steps of an operation one after another, and return its result. In the main thread, the steps from
+        `Shield` on run in another thread, so that an interrupt leaves nothing. cancellation: given in that thread."""
         answer: Any = None
         failure: BaseException | None = None
         try:
             while True:
                 step = steps.send(answer) if failure is None else steps.throw(failure)
                 answer, failure = None, None
+                if isinstance(step, Shield):
+                    if cancellation is None and can_be_interrupted():
+                        break
+                    continue
                 try:
-                    answer = step.run() if isinstance(step, Work) else self._ask(step)
+                    if cancellation is not None and cancellation.requested and not step.undoes:
+                        raise CallCancelled(step.op)
+                    answer = step.run() if isinstance(step, Work) else self._ask(step, cancellation)
                 except BaseException as error:  # The operation undoes its work, also after Ctrl-C.
                     failure = error
         except StopIteration as end:
             return end.value
+        return Shielded(partial(self._carry_out, steps), self._undo).result()
 
-    def _ask(self, step: Ask) -> bytes:
+    def _ask(self, step: Ask, cancellation: Cancellation | None) -> bytes:
         started = time.monotonic()
-        reply = self._link.call(step.op, step.payload, step.timeout_s, step.undo)
+        reply = self._link.call(step.op, step.payload, step.timeout_s, step.undo, None if step.undoes else cancellation)
         return self._body(step, reply, time.monotonic() - started)
+
+    def _undo(self, result: Any) -> None:
+        if isinstance(result, Moved) and result.undo is not None:
+            self._carry_out(result.undo())

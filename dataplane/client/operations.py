@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -57,8 +58,10 @@ class Ask:
     payload: bytes
     timeout_s: float
     undo: Undo | None = None
-    """Function that builds a request to undo this one after its caller was interrupted; None when there is nothing to
-    undo."""
+    """Function that builds a request to undo this one, when its reply comes after its time limit or after its task was
+    cancelled; None when there is nothing to undo."""
+    undoes: bool = False
+    """Whether the request undoes an earlier one. It is sent even if the caller has been interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +73,33 @@ class Work:
     run: Callable[[], Any]
     deadline: float | None = None
     """Latest time for the function to begin in a free thread, by the clock `time.monotonic()`; None sets no limit."""
+    undoes: bool = False
+    """As in `Ask`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Shield:
+    """Step of an operation after which it has effects. A blocking client runs the following steps in a thread that no
+    signal interrupts."""
+
+
+SHIELD = Shield()
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Moved(Generic[T]):
-    """Result of an operation that moves bytes, together with the number of bytes moved."""
+    """Result of an operation that moves bytes or takes a lease, with what the client needs besides."""
 
     result: T
     nbytes: int
     """Number of bytes in the committed blocks, or in the columns that were read."""
+    undo: Callable[[], Steps[None]] | None = None
+    """Operation that takes the result back when its caller was interrupted before it got it; None when there is nothing
+    to take back."""
 
 
-Steps = Generator[Ask | Work, Any, T]
+Steps = Generator[Ask | Work | Shield, Any, T]
 """Type of an operation: a generator that yields steps, is sent their results (or thrown their errors), and returns the
 operation's result."""
 
@@ -120,6 +135,8 @@ class Operations:
         return float(timeout_s)
 
     def _ask(self, op: str, request: object, timeout_s: float | None) -> Steps[bytes]:
+        if op in requests.TAKE_EFFECT:
+            yield SHIELD
         return (yield Ask(op, requests.encode(request), self.timeout(timeout_s)))
 
     def register(
@@ -196,11 +213,14 @@ class Operations:
                 put, blocks = yield Work("put", lambda: prepare(schema), deadline)
             if not names:
                 return Moved(empty_receipt(partition, schema, put.fields, self._plane_id), 0)
+            yield SHIELD
             written = yield from self._place(put, blocks, deadline)
         except SchemaMismatch:
             self._schemas.pop(partition, None)  # The partition may have been registered again.
             raise
-        return Moved(written.receipt(put, schema, self._plane_id), put.value_bytes)
+        receipt = written.receipt(put, schema, self._plane_id)
+        undo = None if replace else partial(self._withdraw, put, written.first_block_id, 0)
+        return Moved(receipt, put.value_bytes, undo)
 
     def _encoded(self, batch: Batch, grouping: Grouping) -> list[EncodedBlock]:
         """Encode a batch as blocks. A group is split over blocks only if it does not fit in one."""
@@ -276,6 +296,7 @@ class Operations:
 
     def close(self) -> Steps[None]:
         """Stop renewing leases, give back the space that was granted in advance, and close the store."""
+        yield SHIELD
         self._leases.end()
         space_ids = self._credit.drop_all()
         if space_ids:
@@ -331,7 +352,7 @@ class Operations:
         max_version: int | None,
         arguments: Mapping[str, Any] | None,
         timeout_s: float | None,
-    ) -> Steps[KVBatchMeta]:
+    ) -> Steps[Moved[KVBatchMeta]]:
         bound = self.timeout(timeout_s)
         rows = ClaimRows(
             partition,
@@ -345,10 +366,15 @@ class Operations:
             check_arguments(arguments or {}),
         )
         request = requests.Claim(rows, bound)
-        reply = yield Ask("claim", requests.encode(request), bound, lambda body: _retry(task, body))
-        meta = KVBatchMeta.from_bytes(reply)
-        self._leases.add(meta.lease_id, meta.keys)
-        return meta
+        yield SHIELD
+        reply = yield Ask("claim", requests.encode(request), bound, partial(_retry, task))
+        try:
+            meta = KVBatchMeta.from_bytes(reply)
+            self._leases.add(meta.lease_id, meta.keys)
+        except BaseException:
+            yield from self._give_rows_back(task, reply)
+            raise
+        return Moved(meta, 0, partial(self._give_rows_back, task, reply))
 
     def renew(self, meta: KVBatchMeta, timeout_s: float | None) -> Steps[None]:
         self._check_origin(meta, "renew")
@@ -430,19 +456,34 @@ class Operations:
         if put.replace:
             yield from self._give_back((space.space_id,))
             return False
-        keys = pack_keys(put.keys)
-        request = requests.Withdraw(put.partition, keys, space.first_block_id, len(put.layouts), space.space_id)
+        return (yield from self._withdraw(put, space.first_block_id, space.space_id))
+
+    def _withdraw(self, put: PutRows, first_block_id: int, space_id: int) -> Steps[bool]:
+        """Withdraw the rows that a put has committed, or give its space back. Returns whether that was done. space_id:
+        0 for a put that is known to be committed."""
+        request = requests.Withdraw(put.partition, pack_keys(put.keys), first_block_id, len(put.layouts), space_id)
         try:
-            yield Ask("withdraw", requests.encode(request), ABORT_TIMEOUT_S)
+            yield Ask("withdraw", requests.encode(request), ABORT_TIMEOUT_S, undoes=True)
         except (DataPlaneError, ValueError) as error:
             _logger.info("a put could not be taken back: %s", error)
             return False
         return True
 
+    def _give_rows_back(self, task: str, receipt: bytes) -> Steps[None]:
+        """Release the rows of a claim whose caller was interrupted before it got their receipt."""
+        op, request = _retry(task, receipt)
+        try:
+            yield Ask(op, request, ABORT_TIMEOUT_S, undoes=True)
+        except (DataPlaneError, ValueError) as error:
+            _logger.info("claimed rows could not be given back, their lease will expire: %s", error)
+        else:
+            meta = KVBatchMeta.from_bytes(receipt)
+            self._leases.drop(meta.lease_id, meta.keys)
+
     def _give_back(self, space_ids: tuple[int, ...]) -> Steps[None]:
         """Give space back to the directory if possible. If not, the space expires by itself after `reserve_s`."""
         try:
-            yield Ask("abort", requests.encode(requests.Abort(space_ids)), ABORT_TIMEOUT_S)
+            yield Ask("abort", requests.encode(requests.Abort(space_ids)), ABORT_TIMEOUT_S, undoes=True)
         except DataPlaneError as error:
             _logger.info("reserved space could not be given back, it will expire: %s", error)
 
@@ -465,23 +506,13 @@ class CountedClient:
         return self._operations.stats
 
     def _counted(self, steps: Steps[T]) -> Steps[T]:
-        started = time.monotonic()
-        try:
-            return (yield from steps)
-        finally:
-            self._count(steps, started)
-
-    def _counted_bytes(self, steps: Steps[Moved[T]]) -> Steps[T]:
         started, nbytes = time.monotonic(), 0
         try:
-            moved = yield from steps
-            nbytes = moved.nbytes
-            return moved.result
+            result = yield from steps
+            nbytes = result.nbytes if isinstance(result, Moved) else 0
+            return result
         finally:
-            self._count(steps, started, nbytes)
-
-    def _count(self, steps: Any, started: float, nbytes: int = 0) -> None:
-        self.stats.count_call(steps.__name__, time.monotonic() - started, nbytes)
+            self.stats.count_call(steps.__name__, time.monotonic() - started, nbytes)
 
     def _body(self, step: Ask, reply: bytes, elapsed_s: float) -> bytes:
         self.stats.count_directory(len(step.payload) + len(reply))

@@ -32,7 +32,7 @@ from ..directory.partition import PartitionState
 from ..errors import DataPlaneError
 from ..meta import KVBatchMeta
 from ..status import PartitionRows
-from .operations import ABORT_TIMEOUT_S, Ask, Moved, Operations, Steps, Work
+from .operations import ABORT_TIMEOUT_S, SHIELD, Ask, Moved, Operations, Steps, Work
 
 T = TypeVar("T")
 
@@ -216,6 +216,7 @@ def save(
     saved = SavedPartition(partition, exported.rows, state, len(chunks))
     writer = PartitionWriter(path)
     nbytes = 0
+    yield SHIELD
     try:
         yield Work("save", functools.partial(writer.begin, saved), time.monotonic() + bound)
         for meta, start, stop in chunks:
@@ -253,6 +254,7 @@ def load(
     name = saved.partition if partition is None else partition
     drop = requests.encode(requests.OnePartition(name))
     restore = requests.Restore(name, messages.decode(saved.state, PartitionState), saved.rows)
+    yield SHIELD
     yield Ask("restore", requests.encode(restore), bound, lambda _: ("unregister", drop))
     nbytes = 0
     try:
@@ -263,9 +265,15 @@ def load(
             moved = yield from operations.put(name, keys, batch, None, groups, None, False, timeout_s)
             nbytes += moved.nbytes
     except BaseException:
-        try:
-            yield from operations.unregister(name, ABORT_TIMEOUT_S)
-        except (DataPlaneError, ValueError) as error:
-            _logger.warning("partition %r, which was loaded in part, could not be removed: %s", name, error)
+        yield from _remove(name)
         raise
-    return Moved(name, nbytes)
+    return Moved(name, nbytes, functools.partial(_remove, name))
+
+
+def _remove(partition: str) -> Steps[None]:
+    """Unregister a partition whose `load` failed or was interrupted."""
+    request = requests.encode(requests.OnePartition(partition))
+    try:
+        yield Ask("unregister", request, ABORT_TIMEOUT_S, undoes=True)
+    except (DataPlaneError, ValueError) as error:
+        _logger.warning("partition %r, which was loaded in part, could not be removed: %s", partition, error)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import os
 import threading
@@ -19,6 +20,7 @@ from ..config import DataPlaneConfig
 from ..directory.requests import CANCELLED, TAKE_EFFECT, WAITING_OPS, is_done
 from ..directory.service import DirectoryService
 from ..errors import DirectoryLost
+from .cancellation import CallCancelled, Cancellation
 
 _logger = logging.getLogger(__name__)
 
@@ -44,8 +46,16 @@ class Link(Protocol):
     peer: str
     """Description of the directory for error messages."""
 
-    def call(self, op: str, payload: bytes, timeout_s: float, undo: Undo | None = None) -> bytes:
-        """Send a request and return the reply, blocking this thread."""
+    def call(
+        self,
+        op: str,
+        payload: bytes,
+        timeout_s: float,
+        undo: Undo | None = None,
+        cancellation: Cancellation | None = None,
+    ) -> bytes:
+        """Send a request and return the reply, blocking this thread. With `cancellation`, another thread can end the
+        wait: raises CallCancelled if the request was cancelled before the directory carried it out."""
         ...
 
     async def call_async(self, op: str, payload: bytes, timeout_s: float, undo: Undo | None = None) -> bytes:
@@ -126,20 +136,30 @@ class InProcessLink:
     async def _start(self, config: DataPlaneConfig) -> DirectoryService:
         return DirectoryService(config, self.host)
 
-    def call(self, op: str, payload: bytes, timeout_s: float, undo: Undo | None = None) -> bytes:
+    def call(
+        self,
+        op: str,
+        payload: bytes,
+        timeout_s: float,
+        undo: Undo | None = None,
+        cancellation: Cancellation | None = None,
+    ) -> bytes:
         if threading.current_thread() is self._thread:
             raise RuntimeError("a blocking call from the directory's own thread would never return")
         started = time.monotonic()
         call = self._prepare(op, payload, undo)
         try:  # From here on, an interrupt takes the call back.
             call.start()
-            reply = call.reply.result(call_s(timeout_s))
+            with (cancellation or Cancellation()).applies(call.cancel):
+                reply = call.reply.result(call_s(timeout_s))
         except BaseException as error:
             call.abandon()
             concurrent.futures.wait([call.taken_back], take_back_s())
             if isinstance(error, concurrent.futures.TimeoutError):
                 raise self._lost(op, f"did not answer{call.outcome()}", started) from None
             raise
+        if cancellation is not None and cancellation.requested and reply == CANCELLED:
+            raise CallCancelled(op)
         return self._checked(reply, op, started)
 
     async def call_async(self, op: str, payload: bytes, timeout_s: float, undo: Undo | None = None) -> bytes:
@@ -234,6 +254,11 @@ class _Call:
         except RuntimeError:  # The directory is closed, so nothing is left to undo.
             self.taken_back.set_result("")
 
+    def cancel(self) -> None:
+        """Cancel the call if it waits for rows or space. Its reply is then CANCELLED. Returns at once."""
+        with contextlib.suppress(RuntimeError):  # The directory is closed.
+            self._loop.call_soon_threadsafe(self._cancel)
+
     def outcome(self) -> str:
         """Return the end of the error for an abandoned call. It comes from `lasting_effect` if the outcome is known,
         otherwise from `unknown_outcome`."""
@@ -253,6 +278,10 @@ class _Call:
         self.reply.set_result(reply)
         return reply
 
+    def _cancel(self) -> None:
+        if self._task is not None and self._op in WAITING_OPS:
+            self._task.cancel()
+
     def _abandon(self) -> None:
         self._taking_back = self._loop.create_task(self._take_back())
 
@@ -260,8 +289,7 @@ class _Call:
         if self._task is None:  # The call was interrupted before `start` queued it, so it never began.
             self.taken_back.set_result("")
             return
-        if self._op in WAITING_OPS:
-            self._task.cancel()
+        self._cancel()
         reply = await self._task
         request = undoing(self._undo, reply)
         if request is not None:

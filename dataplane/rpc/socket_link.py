@@ -8,6 +8,8 @@ replaced before anything is sent over it, so that its end is not mistaken for th
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import os
 import select
 import socket
@@ -17,8 +19,10 @@ import weakref
 from dataclasses import dataclass
 from typing import cast
 
+from ..directory.requests import CANCELLED
 from ..errors import DirectoryLost
 from ..security.handshake import HandshakeError, prove_to_server, prove_to_server_async
+from .cancellation import CallCancelled, Cancellation
 from .frames import CANCEL, HEADER, SERVICE, DirectoryAddress, FrameReader, head, set_up_tcp
 from .links import Undo, call_s, lasting_effect, take_back_s, undoing, unknown_outcome, wait_out
 
@@ -55,12 +59,20 @@ class SocketLink:
         if connect_s is not None:
             self._idle.append(self._connect("connect", time.monotonic() + connect_s))
 
-    def call(self, op: str, payload: bytes, timeout_s: float, undo: Undo | None = None) -> bytes:
+    def call(
+        self,
+        op: str,
+        payload: bytes,
+        timeout_s: float,
+        undo: Undo | None = None,
+        cancellation: Cancellation | None = None,
+    ) -> bytes:
         started = time.monotonic()
         deadline = started + call_s(timeout_s)
         connection = self._send(op, payload, started, deadline)
         try:
-            reply = _receive(connection, deadline)
+            with (cancellation or Cancellation()).applies(functools.partial(_cancel, connection, deadline)):
+                reply = _receive(connection, deadline)
         except TimeoutError as error:
             raise self._lost(op, error, started, self._take_back(op, connection, undo)) from None
         except OSError as error:
@@ -70,6 +82,8 @@ class SocketLink:
             self._take_back(op, connection, undo)
             raise
         self._give(connection)
+        if reply == CANCELLED:
+            raise CallCancelled(op)
         return reply
 
     async def call_async(self, op: str, payload: bytes, timeout_s: float, undo: Undo | None = None) -> bytes:
@@ -332,6 +346,13 @@ def _send(connection: socket.socket, op: str, payload: bytes, deadline: float) -
     else:
         connection.sendall(start)
         connection.sendall(payload)
+
+
+def _cancel(connection: socket.socket, deadline: float) -> None:
+    """Cancel the request that was sent over this connection. Its thread receives the answer, or the error of a broken
+    connection."""
+    with contextlib.suppress(OSError):
+        _send(connection, CANCEL, b"", deadline)
 
 
 def _receive(connection: socket.socket, deadline: float) -> bytes:
