@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -38,6 +38,17 @@ class StoreSpec:
     different data planes, even those of earlier runs with the same `run_id`."""
     key: bytes = field(default_factory=new_key, repr=False)
     """Secret of this data plane. At every connection both ends prove that they know the key (see `handshake.py`)."""
+
+
+HOLDER_BYTES = 2
+"""Number of bytes at the beginning of a block's location that hold the number of the block's holder. The holder is one
+of several processes of a store, each of which can die without the others."""
+
+
+def holder_of(location: bytes) -> int:
+    """Return the number of the process that holds a block, given the block's location in a store with such
+    processes."""
+    return int.from_bytes(location[:HOLDER_BYTES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +153,32 @@ class FreesMany(Protocol):
 
 
 @runtime_checkable
+class HasHolders(Protocol):
+    """Protocol of a store host whose blocks are in several other processes (holders). The location of each block begins
+    with the number of its holder, in HOLDER_BYTES bytes."""
+
+    @property
+    def dead(self) -> Mapping[int, str]:
+        """Names of the holders that are proven dead, by number. Their blocks are lost."""
+        ...
+
+    def look(self) -> None:
+        """Ask every holder for a sign of life, in bounded time, and add those that are proven dead to `dead`. A holder
+        that only does not answer may be stopped or busy, and is not added."""
+        ...
+
+
+@runtime_checkable
+class NamesHolders(Protocol):
+    """Protocol of a `BlockStore` whose blocks are in several processes (holders), each of which can die alone."""
+
+    @property
+    def holders(self) -> Sequence[str]:
+        """Name of each holder, as errors give it in `peer`."""
+        ...
+
+
+@runtime_checkable
 class PutsMany(Protocol):
     """Protocol of a store that writes all blocks of a put in one call, since writing takes a round trip."""
 
@@ -200,7 +237,8 @@ class ReadsRanges(Protocol):
 
 class BlockStore(Protocol):
     """Part of a store that runs in every process that reads or writes rows, and moves the bytes of blocks. Thread-safe.
-    Every call returns or raises within `timeout_s`."""
+    Every call returns or raises within `timeout_s`. A process that is only slow is reported by DataPlaneTimeout, with
+    the bytes that were moved where the store knows them."""
 
     def put(
         self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float

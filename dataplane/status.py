@@ -50,6 +50,9 @@ class DataPlaneStatus:
     bytes_unfreed: int = 0
     """Number of bytes of cleared blocks that the store still holds, because one of its processes has not answered or a
     writer still uses them; 0 unless a process is stuck or very slow."""
+    lost_rows: int = 0
+    """Number of rows, of `partitions`, that have lost a field because the process of the store that held it has died.
+    Claims pass over them. They stay until they are cleared or their fields are put again."""
 
     def to_bytes(self) -> bytes:
         """Encode the values by position, without the fields' names. The message is kept small, because the driver asks
@@ -128,6 +131,9 @@ class PartitionRows:
     """Rows that were given each tag: name -> bool `[N]`."""
     written: Mapping[str, np.ndarray]
     """Rows in which each field of the schema is written: name -> bool `[N]`."""
+    lost: np.ndarray
+    """Rows that have lost a field with the process of the store that held it, bool `[N]`.
+    `client.clear(partition, rows.keys[rows.lost])` removes them."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -146,6 +152,7 @@ class PartitionRows:
                 [[name, values.dtype.str, pack_tag(values)] for name, values in self.tags.items()],
                 [[name, _pack_flags(flags)] for name, flags in self.tagged.items()],
                 [[name, _pack_flags(flags)] for name, flags in self.written.items()],
+                _pack_flags(self.lost),
             ]
         )
 
@@ -160,7 +167,7 @@ class PartitionRows:
 
 def _from_bytes(data: bytes) -> PartitionRows:
     """Decode the bytes of a list of rows. Other bytes may raise any exception."""
-    mark, partition, keys, columns, names, tags, tagged, written = msgspec.msgpack.decode(data)
+    mark, partition, keys, columns, names, tags, tagged, written, *lost = msgspec.msgpack.decode(data)
     if mark != _FORMAT:
         raise ValueError(f"their format is {mark!r}, expected {_FORMAT!r}")
     lengths, versions, numbers, index = map(unpack_ints, columns)
@@ -174,6 +181,7 @@ def _from_bytes(data: bytes) -> PartitionRows:
         {name: unpack_tag(values, np.dtype(dtype)) for name, dtype, values in tags},
         {name: _unpack_flags(flags, len(index)) for name, flags in tagged},
         {name: _unpack_flags(flags, len(index)) for name, flags in written},
+        _unpack_flags(lost[0] if lost else b"0", len(index)),  # Files of earlier versions have no such column.
     )
     every = (rows.keys, lengths, versions, rows.groups, *rows.tags.values())
     if {len(column) for column in every} != {len(rows)} or set(rows.tags) != set(rows.tagged):

@@ -12,9 +12,9 @@ from ...codecs.batch import Batch, Column, Jagged, Ragged
 from ...codecs.block_header import ChecksumMismatch
 from ...codecs.blocks import EncodedBlock
 from ...codecs.gather import ReadPlan
-from ..block_store import BlockStore, PutsMany, ReadsRanges, Want
+from ..block_store import BlockStore, NamesHolders, PutsMany, ReadsRanges, Want, holder_of
 from ..config import MAX_BLOCK_ROWS
-from ..errors import DataPlaneError, FieldsNotReady, IntegrityError, RowsCleared, SchemaMismatch
+from ..errors import DataPlaneError, FieldsNotReady, IntegrityError, RowsCleared, SchemaMismatch, StoreLost
 from ..meta import KVBatchMeta, narrow_sources
 from .ranged_read import RangedReader
 
@@ -138,7 +138,8 @@ def read_rows(store: BlockStore, meta: KVBatchMeta, fields: Sequence[str], *, ch
         keys = _cleared_keys(store, meta, plan, wants)
         raise _named(error, meta, keys, started) from None
     except DataPlaneError as error:
-        raise _named(error, meta, error.keys or meta.keys, started) from error.__cause__
+        keys = error.keys or _keys_at(error.peer, store, meta, plan, wants) or meta.keys
+        raise _named(error, meta, keys, started) from error.__cause__
 
 
 def _read(
@@ -174,6 +175,32 @@ def _cleared_keys(store: BlockStore, meta: KVBatchMeta, plan: ReadPlan, wants: M
         except DataPlaneError:
             return list(meta.keys)
     return _keys_in(meta, plan, gone) or list(meta.keys)
+
+
+def _keys_at(
+    peer: str, store: BlockStore, meta: KVBatchMeta, plan: ReadPlan, wants: Mapping[int, Want]
+) -> Sequence[str]:
+    """Return the keys of the rows whose blocks the process `peer` holds; none for a store with a single process."""
+    if not isinstance(store, NamesHolders) or peer not in store.holders:
+        return []
+    number = store.holders.index(peer)
+    return _keys_in(meta, plan, [at for at, want in wants.items() if holder_of(want.block.location) == number])
+
+
+def naming_lost(error: StoreLost, meta: KVBatchMeta, fields: Sequence[str], dead: Mapping[int, str]) -> StoreLost:
+    """Return the error of a read of `fields` so that it names exactly the keys of the rows that are lost. dead: names
+    of the store's dead processes, by number. Returns `error` itself if they held none of the rows."""
+    gone = [number for number, ref in enumerate(meta.blocks) if holder_of(ref.location) in dead] if dead else []
+    hit = np.zeros(len(meta), dtype=bool)
+    for source in narrow_sources(meta.sources, fields):
+        hit |= np.isin(source.block, gone)
+    keys = [meta.keys[i] for i in np.flatnonzero(hit)]
+    if not keys:
+        return error
+    peers = sorted({dead[holder_of(meta.blocks[number].location)] for number in gone})
+    message = f"{len(keys)} of {len(meta)} rows are lost: {error.message}"
+    context = error.fields() | {"keys": keys, "num_keys": len(keys), "peer": " and ".join(peers)}
+    return type(error)(message, **context)
 
 
 def _keys_in(meta: KVBatchMeta, plan: ReadPlan, numbers: Collection[int]) -> list[str]:

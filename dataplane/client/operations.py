@@ -27,7 +27,15 @@ from ..compact import check_keys, pack_keys, unpack_keys
 from ..directory import requests
 from ..directory.calls import ClaimRows, Committed, Grouping, Outcome, PutRows, check_distinct, schema_id
 from ..directory.samplers import TaskConfig, check_arguments
-from ..errors import DataPlaneError, DataPlaneTimeout, DirectoryLost, ForeignReceipt, RowsCleared, SchemaMismatch
+from ..errors import (
+    DataPlaneError,
+    DataPlaneTimeout,
+    DirectoryLost,
+    ForeignReceipt,
+    RowsCleared,
+    SchemaMismatch,
+    StoreLost,
+)
 from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta, Tags, check_tags
 from ..rpc.links import Link, Undo
@@ -44,7 +52,7 @@ from .arguments import (
     packed,
     task_configs,
 )
-from .block_io import check_readable, column_bytes, cut, read_rows, rows_per_block, write_blocks
+from .block_io import check_readable, column_bytes, cut, naming_lost, read_rows, rows_per_block, write_blocks
 from .lease_renewal import LeaseRenewal
 from .put_credit import Credit
 
@@ -218,6 +226,9 @@ class Operations:
         except SchemaMismatch:
             self._schemas.pop(partition, None)  # The partition may have been registered again.
             raise
+        except StoreLost:
+            yield from self._find_lost()
+            raise
         receipt = written.receipt(put, schema, self._plane_id)
         undo = None if replace else partial(self._withdraw, put, written.first_block_id, 0)
         return Moved(receipt, put.value_bytes, undo)
@@ -314,7 +325,11 @@ class Operations:
             left_s = max(0.0, deadline - time.monotonic())
             return read_rows(self.store, meta, names, check=check, timeout_s=left_s)
 
-        batch = yield Work("get", read, deadline)
+        try:
+            batch = yield Work("get", read, deadline)
+        except StoreLost as error:
+            dead = yield from self._find_lost()
+            raise naming_lost(error, meta, names, dead) from error.__cause__
         return Moved(batch, sum(map(column_bytes, batch.values())))
 
     def lookup(
@@ -436,6 +451,16 @@ class Operations:
             reply = yield Ask("describe", requests.encode(requests.OnePartition(partition)), bound)
             self._schemas[partition] = messages.decode(reply, Schema)
         return self._schemas[partition]
+
+    def _find_lost(self) -> Steps[dict[int, str]]:
+        """Make the directory look for dead processes of the store, because this client has failed to reach one. Returns
+        the names of the dead ones, by number; none if the directory does not answer."""
+        try:
+            reply = yield Ask("find_lost", b"", ABORT_TIMEOUT_S)
+        except DataPlaneError as error:
+            _logger.info("a failure of the store could not be reported: %s", error)
+            return {}
+        return messages.decode(reply, dict[int, str])
 
     def _check_origin(self, meta: KVBatchMeta, op: str) -> None:
         """Raise ForeignReceipt unless this data plane issued the receipt `meta`. Block ids and lease ids of another

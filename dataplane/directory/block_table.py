@@ -6,14 +6,15 @@ block without references can be freed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...codecs.integers import distinct_counts
+from ..block_store import holder_of
 from ..meta import BlockRef
-from .rows import ROW_BITS, UNWRITTEN
+from .rows import ROW_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +124,9 @@ class BlockTable:
 
     def unlink(self, slots: np.ndarray) -> list[FreedBlock]:
         """Drop one reference to a block for each slot. A slot is a number that locates one value by block and row;
-        `slots` can have any shape, and UNWRITTEN is skipped. Returns the blocks that have no references left."""
-        slots = slots[slots != UNWRITTEN]
+        `slots` can have any shape, and values that are unwritten or lost are skipped. Returns the blocks that have no
+        references left."""
+        slots = slots[slots >= 0]
         freed = []
         for block_id, count in zip(*distinct_counts(slots >> ROW_BITS), strict=True):
             entry = self._entries[int(block_id)]
@@ -135,6 +137,14 @@ class BlockTable:
                 self.used_bytes -= entry.nbytes
                 freed.append(FreedBlock(entry.ref.block_id, entry.ref.location))
         return freed
+
+    def lose(self, holders: Collection[int]) -> list[FreedBlock]:
+        """Remove the blocks that the processes with these numbers hold, because the processes have died. Returns the
+        blocks; their bytes become free. The caller must mark the values in them as lost."""
+        found = [entry.ref for entry in self._entries.values() if holder_of(entry.ref.location) in holders]
+        for ref in found:
+            self.used_bytes -= self._entries.pop(ref.block_id).nbytes
+        return [FreedBlock(ref.block_id, ref.location) for ref in found]
 
     def refs(self, block_ids: np.ndarray) -> tuple[BlockRef, ...]:
         return tuple(self._entries[block_id].ref for block_id in block_ids.tolist())

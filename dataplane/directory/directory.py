@@ -417,6 +417,16 @@ class Directory:
 
     # -------------------------------------------------------------- time
 
+    def lose(self, holders: Collection[int]) -> tuple[int, list[FreedBlock]]:
+        """Forget the blocks that dead processes of the store held. Their values count as not written from now on, and
+        their bytes are free. holders: numbers of the processes.
+
+        Returns the number of rows that have lost a value, and the blocks.
+        """
+        blocks = self._blocks.lose(holders)
+        block_ids = np.array([block.block_id for block in blocks], dtype=np.int64)
+        return sum(part.lose(block_ids) for part in self._partitions) if blocks else 0, blocks
+
     def expire(self, now: float) -> Expired:
         """End the leases and reservations whose deadline has passed."""
         returned = 0
@@ -459,6 +469,7 @@ class Directory:
             bytes_capacity=self._blocks.capacity_bytes,
             bytes_credit=self._blocks.credit_bytes,
             stale_rows=sum(cursor.num_stale for part in parts for cursor in part.tasks.values()),
+            lost_rows=sum(part.num_lost for part in parts),
         )
 
     # -------------------------------------------------------------- inside

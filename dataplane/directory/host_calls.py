@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from ..block_store import Cuts, FreesMany, StoreHost
-from ..errors import CapacityExceeded, DirectoryLost
+from ..block_store import Cuts, FreesMany, HasHolders, StoreHost, holder_of
+from ..errors import CapacityExceeded, DirectoryLost, StoreLost
 from .block_table import FreedBlock, Reservation
 
 
@@ -26,6 +26,9 @@ class HostCalls:
         # The protocols are checked only once, because isinstance looks up every attribute of a protocol at each call.
         self._cuts = host if isinstance(host, Cuts) else None
         self._frees_many = host if isinstance(host, FreesMany) else None
+        self._holders = host if isinstance(host, HasHolders) else None
+        self.dead: dict[int, str] = {}
+        """Names of the store's processes whose blocks `newly_dead` has reported as lost, by number."""
         self._space_freed = space_freed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-host")
         self._under_way: set[asyncio.Task[None]] = set()
@@ -69,6 +72,7 @@ class HostCalls:
                 return self._cuts.cut(block_ids.start, sizes)
             if written is None or len(written) != len(sizes):
                 raise ValueError(f"commit: got {written and len(written)} locations, expected {len(sizes)}")
+            self._check_held(written)
             if not self.is_remote:
                 self._count(block_ids, sizes)
             return written
@@ -79,6 +83,13 @@ class HostCalls:
         """Report the sizes of a put's blocks to a store with round trips (`is_remote`), just before the commit. Raises
         CapacityExceeded if the store has no room for one of them."""
         await self._in_thread(self._count, reservation.block_ids[: len(sizes)], sizes)
+
+    def _check_held(self, locations: Sequence[bytes]) -> None:
+        """Raise StoreLost if a process that holds one of a put's blocks has died since it was written."""
+        for location in locations if self.dead else ():
+            name = self.dead.get(holder_of(location))
+            if name is not None:
+                raise StoreLost("the process that holds the rows of this put has died", op="put", peer=name)
 
     def _count(self, block_ids: Sequence[int], sizes: Sequence[int]) -> None:
         for block_id, nbytes in zip(block_ids, sizes, strict=True):
@@ -142,13 +153,31 @@ class HostCalls:
     # -------------------------------------------------------------- the host itself
 
     async def usage(self) -> tuple[int, int]:
-        """Return the bytes that the store holds, and how many of them belong to blocks that have been freed."""
+        """Return the bytes that the store holds, and how many of them belong to blocks that have been freed. The
+        store's processes are asked for a sign of life first."""
 
         def ask() -> tuple[int, int]:
+            if self._holders is not None:
+                self._holders.look()
             unfreed_bytes = self._host.unfreed_bytes()  # This call comes first, because it can free blocks.
             return self._host.usage_bytes(), unfreed_bytes
 
-        return await self._in_thread(ask)
+        found = await self._in_thread(ask)
+        if self._holders is not None and len(self._holders.dead) > len(self.dead):
+            self._space_freed()
+        return found
+
+    async def look(self) -> None:
+        """Ask the store's processes for a sign of life. `newly_dead` then returns those that have died."""
+        if self._holders is not None:
+            await self._in_thread(self._holders.look)
+
+    def newly_dead(self) -> dict[int, str]:
+        """Return the names of the store's processes that have been found dead since the last call, by number."""
+        found = {} if self._holders is None else dict(self._holders.dead)
+        new = {number: name for number, name in found.items() if number not in self.dead}
+        self.dead |= new
+        return new
 
     async def shortage(self) -> str:
         """Return why the store itself has no room; "" if it knows no reason besides the directory's limit on bytes."""

@@ -12,12 +12,12 @@ import numpy as np
 
 from ...codecs.integers import distinct
 from ...codecs.schema import Field, Kind, Schema
-from ..errors import AlreadyWritten, FieldsNotReady, KeysNotFound, SchemaMismatch
+from ..errors import AlreadyWritten, FieldsNotReady, KeysNotFound, SchemaMismatch, StoreLost
 from ..meta import POSITION, tag_type
 from ..status import PartitionRows
 from .calls import ClaimRows, Grouping, PutRows, check_distinct, schema_id
 from .ready import ReadyView
-from .rows import ROW_BITS, UNKNOWN, UNWRITTEN, GroupTable, Numbers, RowTable, pick
+from .rows import LOST, ROW_BITS, UNKNOWN, UNWRITTEN, GroupTable, Numbers, RowTable, pick
 from .samplers import TaskConfig
 from .task_cursor import DONE, TaskCursor
 
@@ -129,6 +129,7 @@ class Partition:
         lacking = {name: len(self.rows) - self.rows.num_written[name] for name in claim.fields}
         reasons = [f"{count} lack field {name!r}" for name, count in lacking.items() if count]
         counts = (
+            (self.num_lost, "lost with a process of the store"),
             (task.num_leased, "leased"),
             (task.num_done, "done"),
             (view.num_stale, f"older than min_version={claim.min_version}"),
@@ -144,6 +145,11 @@ class Partition:
                 "`{prompt}.{sample}`"
             )
         return text
+
+    @property
+    def num_lost(self) -> int:
+        """Number of rows that have lost a value with the process that held it, and have not been put again."""
+        return int(self.rows.lost(self.rows.live()).sum()) if self.rows.any_lost else 0
 
     def find(self, keys: Sequence[str], op: str) -> np.ndarray:
         """Return the row number of each key, int64 `[N]`. Raises KeysNotFound naming the keys that are not in the
@@ -165,9 +171,11 @@ class Partition:
         if fields is None:
             fields = [name for name in self.schema if self.rows.written(rows, (name,)).all()]
             if not fields:
+                self._check_lost(keys, rows, self.schema)
                 raise FieldsNotReady(
                     "no field is written for all the keys", op="lookup", partition=self.name, keys=keys
                 )
+        self._check_lost(keys, rows, fields)
         for name in fields:
             ready = self.rows.written(rows, (name,))
             if not ready.all():
@@ -175,6 +183,17 @@ class Partition:
                 message = f"field {name!r} is not written for {len(missing)} of {len(keys)} keys"
                 raise FieldsNotReady(message, op="lookup", partition=self.name, keys=missing)
         return rows, tuple(fields)
+
+    def _check_lost(self, keys: Sequence[str], rows: np.ndarray, fields: Iterable[str]) -> None:
+        """Raise StoreLost naming the keys of the rows that have lost one of the fields with its process."""
+        lost = self.rows.lost(rows, fields)
+        if lost.any():
+            gone = pick(keys, np.flatnonzero(lost))
+            message = (
+                f"{len(gone)} of {len(keys)} rows were lost with a process of the store that has died; clear them, or "
+                "put their fields again"
+            )
+            raise StoreLost(message, op="lookup", partition=self.name, keys=gone)
 
     def absent(self, keys: Sequence[str], fields: Sequence[str] | None) -> tuple[list[str], dict[str, list[str]]]:
         """Return the keys that do not exist, and for each field the existing keys without it. See
@@ -203,7 +222,8 @@ class Partition:
             self.groups.names[groups],
             {name: table.tag_of(name, rows) for name in tagged},
             tagged,
-            {name: slots[rows] != UNWRITTEN for name, slots in table.slots.items()},
+            {name: slots[rows] >= 0 for name, slots in table.slots.items()},
+            table.lost(rows),
         )
 
     def by_fields(self, rows: np.ndarray) -> list[tuple[tuple[str, ...], np.ndarray]]:
@@ -213,7 +233,7 @@ class Partition:
         for name, slots in self.rows.slots.items():
             divided = []
             for fields, some in parts:
-                has = slots[some] != UNWRITTEN
+                has = slots[some] >= 0
                 divided += [((*fields, name), some[has]), (fields, some[~has])]
             parts = [(fields, some) for fields, some in divided if len(some)]
         return parts
@@ -281,7 +301,7 @@ class Partition:
         old = np.flatnonzero(rows >= 0)
         if not put.replace:
             for name in put.fields:
-                written = old[self.rows.slots[name][rows[old]] != UNWRITTEN]
+                written = old[self.rows.slots[name][rows[old]] >= 0]
                 if len(written):
                     message = f"field {name!r} is written already; replace=True overwrites it"
                     raise AlreadyWritten(message, op="put", partition=self.name, keys=pick(put.keys, written))
@@ -325,7 +345,7 @@ class Partition:
             kept = [name for name in self._token_fields if name not in put.fields]
             stays = np.zeros(len(old), dtype=bool)
             for name in kept:
-                stays |= self.rows.slots[name][rows[old]] != UNWRITTEN
+                stays |= self.rows.slots[name][rows[old]] >= 0
             differ &= stays
         if differ.any():
             i = int(old[differ][0])
@@ -360,7 +380,7 @@ class Partition:
         """Record the rows of a put that has passed `check_put`, which makes them readable.
 
         rows: the result of `check_put`, in which the numbers of new rows are filled in. Returns the slots (numbers that
-        locate a value by block and row) that the fields of the put had before, int64 `[fields, N]`, UNWRITTEN where
+        locate a value by block and row) that the fields of the put had before, int64 `[fields, N]`, negative where
         there was no value.
         """
         new = np.flatnonzero(rows < 0)
@@ -379,7 +399,7 @@ class Partition:
         replaced = np.stack([self.rows.slots[name][rows] for name in put.fields])
         for name, before in zip(put.fields, replaced, strict=True):
             self.rows.slots[name][rows] = slots
-            self.rows.num_written[name] += int((before == UNWRITTEN).sum())
+            self.rows.num_written[name] += int((before < 0).sum())
         if put.lengths is not None:
             self.rows.lengths[rows] = put.lengths
         if put.versions is not None:
@@ -437,11 +457,29 @@ class Partition:
             cursor.refresh(rows)
         return slots
 
+    def lose(self, block_ids: np.ndarray) -> int:
+        """Mark the values in blocks that are gone as lost. Returns the number of rows that have lost a value."""
+        rows = self.rows.live()
+        hit, tokens_left = np.zeros((2, len(rows)), dtype=bool)
+        for name, column in self.rows.slots.items():
+            slots = column[rows]
+            gone = (slots >= 0) & np.isin(slots >> ROW_BITS, block_ids)
+            column[rows[gone]] = LOST
+            self.rows.num_written[name] -= int(gone.sum())
+            hit |= gone
+            if name in self._token_fields:
+                tokens_left |= (slots >= 0) & ~gone
+        self.rows.any_lost |= bool(hit.any())
+        self.rows.lengths[rows[hit & ~tokens_left]] = UNKNOWN
+        for cursor in self.tasks.values():
+            cursor.refresh(rows[hit])
+        return int(hit.sum())
+
     def _unwrite(self, rows: np.ndarray) -> np.ndarray:
         slots = np.stack([column[rows] for column in self.rows.slots.values()])
         for name, before in zip(self.rows.slots, slots, strict=True):
             self.rows.slots[name][rows] = UNWRITTEN
-            self.rows.num_written[name] -= int((before != UNWRITTEN).sum())
+            self.rows.num_written[name] -= int((before >= 0).sum())
         return slots
 
     def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -468,7 +506,7 @@ class Partition:
             self.rows.slots[name][rows[own]] = UNWRITTEN
             self.rows.num_written[name] -= int(own.sum())
         tokens = [name in self._token_fields for name in self.rows.slots]
-        left = (slots != UNWRITTEN) & ~mine
+        left = (slots >= 0) & ~mine
         self.rows.lengths[rows[mine.any(axis=0) & ~left[tokens].any(axis=0)]] = UNKNOWN
         touched, kept = mine.any(axis=0), left.any(axis=0)
         for cursor in self.tasks.values():

@@ -15,6 +15,9 @@ ROW_BITS = MAX_BLOCK_ROWS.bit_length() - 1
 """Number of low bits of a slot that hold the row's index within its block. A slot, `block_id << ROW_BITS | row in
 block`, locates one value. There can be 16 M rows per block and 2^39 blocks per run."""
 UNWRITTEN = -1
+LOST = -2
+"""Slot of a value that was lost with the process that held its block. It counts as not written. Slots of values that
+can be read are not negative."""
 UNKNOWN = -1
 """Value in the column of lengths for a row that has no PER_TOKEN field yet."""
 NO_POSITION = -1
@@ -105,12 +108,14 @@ class RowTable:
         """Sequence number of each row's first write; a higher number is later."""
         self.slots = {name: np.empty(0, dtype=np.int64) for name in fields}
         """For each field, the slot (location) of each row's value, `block_id << ROW_BITS | row in block`, or
-        UNWRITTEN."""
+        UNWRITTEN or LOST."""
         self.num_written = dict.fromkeys(self.slots, 0)
         """For each field, the number of rows in which it is written."""
         self.tags: dict[str, np.ndarray] = {}
         self.tag_given: dict[str, np.ndarray] = {}
         """For each tag (a named number or text of a row), a bool array that is True for the rows that were given it."""
+        self.any_lost = False
+        """Whether a value has ever been lost. If not, no row is examined to count lost ones."""
         self._numbers = Numbers()
         self._arrived = 0
 
@@ -183,8 +188,18 @@ class RowTable:
         """Return a bool array `[N]` that is True for rows with all of `fields` written."""
         ready = np.ones(len(rows), dtype=bool)
         for name in fields:
-            ready &= self.slots[name][rows] != UNWRITTEN
+            ready &= self.slots[name][rows] >= 0
         return ready
+
+    def lost(self, rows: np.ndarray, fields: Iterable[str] | None = None) -> np.ndarray:
+        """Return a bool array `[N]` that is True for rows that have lost one of `fields` (None: any field) with the
+        process that held it."""
+        lost = np.zeros(len(rows), dtype=bool)
+        for name in self.slots if fields is None else fields:
+            if not self.any_lost:
+                break
+            lost |= self.slots[name][rows] == LOST
+        return lost
 
     def live(self) -> np.ndarray:
         """Return the numbers of all rows in order of arrival, int64."""

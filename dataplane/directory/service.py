@@ -73,7 +73,8 @@ class DirectoryService:
         self._config = config
         self._host = host
         freed = Pulse()
-        self._store = HostCalls(host, freed.fire)
+        self._store = HostCalls(host, self._space_freed)
+        self._freed = freed
         self._space = PutSpace(self._directory, self._store, freed)
         self._claim_queues: dict[tuple[str, str, bytes], Queue] = defaultdict(Queue)
         """Queues of the claims that wait, by partition, task and arguments of the claim. Ranks have separate queues, so
@@ -112,6 +113,7 @@ class DirectoryService:
             "plane": (bytes, self._plane),
             "task_status": (requests.StatusOfTask, self._task_status),
             "store": (bytes, self._serve),
+            "find_lost": (bytes, self._find_lost),
         }
         """Type of the request and the method that answers it, by the request's name. A request of type bytes is passed
         on without decoding."""
@@ -379,8 +381,9 @@ class DirectoryService:
         return b""
 
     async def _status(self, request: requests.Status) -> bytes:
-        status = self._directory.status(request.partition, self._now())
+        self._directory.status(request.partition, self._now())  # An unknown partition is refused before the wait.
         store_bytes, unfreed_bytes = await self._store.usage()
+        status = self._directory.status(request.partition, self._now())
         return replace(
             status,
             waiting_claims=sum(queue.waiting for queue in self._claim_queues.values()),
@@ -404,7 +407,29 @@ class DirectoryService:
             raise ValueError(f"store {self._store.spec.kind!r} does not serve bytes through the directory")
         return self._host.serve(payload)
 
+    async def _find_lost(self, payload: bytes) -> bytes:
+        """Look for processes of the store that have died, because a client has failed to reach one. Their blocks are
+        lost. Returns the names of all dead processes, by number."""
+        await self._store.look()
+        self._drop_lost()
+        return messages.encode(self._store.dead)
+
     # ---------------- These private methods wait, free blocks and keep the timer.
+
+    def _space_freed(self) -> None:
+        self._freed.fire()
+        self._drop_lost()  # The call to the store may have found a process dead.
+
+    def _drop_lost(self) -> None:
+        """Let go of the blocks of the store's processes that were found dead since the last call."""
+        dead = self._store.newly_dead()
+        if not dead:
+            return
+        num_rows, blocks = self._directory.lose(dead)
+        _logger.warning("%s died: %d rows of %d blocks are lost", " and ".join(dead.values()), num_rows, len(blocks))
+        self._store.free(blocks)  # The store forgets them, too, and puts that wait for room are woken.
+        for pulse in self._ready.values():
+            pulse.fire()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -14,7 +14,7 @@ from ...codecs.integers import distinct, distinct_counts
 from ..errors import SamplerError
 from ..status import TaskReset, TaskStatus
 from .ready import ReadyView
-from .rows import UNWRITTEN, GroupTable, Notes, RowTable, grown
+from .rows import GroupTable, Notes, RowTable, grown
 from .samplers import ClaimRequest, FirstInOrder, StreamProgress, TaskConfig, build_sampler, chosen
 
 DONE = -1
@@ -189,7 +189,7 @@ class TaskCursor:
         """Return the task's progress, counting rows as ready if all of `fields` are written."""
         ready = self.column[: self._rows.capacity] == 0
         for name in fields:
-            ready &= self._rows.slots[name] != UNWRITTEN  # Row numbers without a row are marked as unwritten, too.
+            ready &= self._rows.slots[name] >= 0  # Row numbers without a row are marked as unwritten, too.
         num_rows, num_ready = len(self._rows), int(ready.sum())
         not_ready = num_rows - num_ready - self.num_leased - self.num_done
         first, ahead = (None, 0) if self.progress is None else (self.progress.first, len(self.progress.ahead))

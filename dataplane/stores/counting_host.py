@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _logger = logging.getLogger(__name__)
 
@@ -78,10 +78,22 @@ class Unfreed:
 
     def died(self, peer: int, error: Exception) -> None:
         """Record that a process is proven dead. Its blocks are dropped, and later ones are ignored."""
+        if peer in self._dead:
+            return
         self._dead.add(peer)
         self._silent.discard(peer)
         _logger.warning("%s has died, and its blocks with it: %s", self._peers[peer], error)
         self._blocks[peer].clear()
+
+    @property
+    def dead(self) -> dict[int, str]:
+        """Names of the processes that are proven dead, by number."""
+        return {peer: self._peers[peer] for peer in tuple(self._dead)}
+
+    @property
+    def living(self) -> list[int]:
+        """Numbers of the processes that are not proven dead."""
+        return [peer for peer in range(len(self._peers)) if peer not in self._dead]
 
     @property
     def nbytes(self) -> int:
@@ -117,6 +129,22 @@ class CountingHost(ABC):
     @abstractmethod
     def _deliver(self) -> None:
         """Ask every process to drop the freed blocks that it still holds."""
+
+    @abstractmethod
+    def _death(self, peer: int) -> Exception | None:
+        """Ask a process for a sign of life, in bounded time. Returns the proof of its death, or None."""
+
+    @property
+    def dead(self) -> Mapping[int, str]:
+        """Names of the processes that are proven dead, by number; see `HasHolders`."""
+        return self._unfreed.dead
+
+    def look(self) -> None:
+        """Ask every process for a sign of life; see `HasHolders`."""
+        for peer in self._unfreed.living:
+            proof = self._death(peer)
+            if proof is not None:
+                self._unfreed.died(peer, proof)
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
         """Count the bytes of a block. Returns b"" for the location, which is known only after the write. Returns None

@@ -1,10 +1,14 @@
-"""Adds time limits to calls into a library without time limits. The calls run on threads that may be left behind."""
+"""Adds time limits to calls into a library without time limits, and says what a passed time limit means.
+
+The calls run on threads that may be left behind.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -13,7 +17,30 @@ from typing import Any
 import numpy as np
 
 from ..block_store import Want
-from ..errors import IntegrityError
+from ..errors import DataPlaneError, DataPlaneTimeout, IntegrityError, StoreLost
+
+SILENT_S = 5.0
+"""Seconds without a sign of life after which a process of a store counts as lost. A call whose time limit ends earlier
+only took too long."""
+
+
+def unanswered(
+    who: str, op: str, peer: str, started: float, *, moved: float | None = None, progress: str = ""
+) -> DataPlaneError:
+    """Return the error of a call whose time limit ended before the process `who` had answered. It is DataPlaneTimeout,
+    or StoreLost after SILENT_S seconds of silence.
+
+    started, moved: time of the call's begin and of its last byte, by `time.monotonic()`. progress: text that says how
+    many bytes were moved.
+    """
+    now = time.monotonic()
+    silent_s = now - (started if moved is None else moved)
+    behind = f": {progress}" if progress else ""
+    context: dict[str, Any] = {"op": op, "peer": peer, "elapsed_s": now - started}
+    if silent_s >= SILENT_S:
+        return StoreLost(f"{who} did not answer for {silent_s:.1f} s{behind}", **context)
+    return DataPlaneTimeout(f"{who} had not answered in full when the time limit ended{behind}", **context)
+
 
 MAX_THREADS = 16
 """Maximum number of calls that run at the same time. Further calls wait for a thread, within their time limit."""

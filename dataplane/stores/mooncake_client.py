@@ -22,7 +22,7 @@ import numpy as np
 
 from ...codecs.integers import ALIGN, round_up
 from ..errors import CapacityExceeded, DataPlaneError, IntegrityError, RowsCleared, StoreLost
-from .deadline import DeadlineThreads
+from .deadline import DeadlineThreads, unanswered
 
 MIN_BYTES = 1 << 20
 KEEP_BYTES = 256 << 20
@@ -277,8 +277,7 @@ class MooncakeClient:
         try:
             return self._threads.run(call, timeout_s)
         except TimeoutError:
-            elapsed = time.monotonic() - started
-            raise StoreLost("mooncake did not answer", op=op, peer=self.master.peer, elapsed_s=elapsed) from None
+            raise unanswered("mooncake", op, self.master.peer, started) from None
         except StoreLost as error:
             elapsed = time.monotonic() - started
             raise StoreLost(error.message, op=op, peer=self.master.peer, elapsed_s=elapsed) from None

@@ -27,7 +27,7 @@ from ...codecs.blocks import BlockLayout, BlockPieces, part_bytes
 from ...codecs.integers import ALIGN, round_up
 from ..block_store import PutsAll, StoreHost, StoreSpec, Want
 from ..config import StoreConfig
-from ..errors import RowsCleared, StoreLost
+from ..errors import DataPlaneTimeout, RowsCleared, StoreLost
 from .counting_host import FREE_TIMEOUT_S, RETRY_TIMEOUT_S
 from .deadline import received_part
 from .mooncake_client import NOT_FOUND, UNFINISHED, MasterAddress, MooncakeClient
@@ -149,7 +149,7 @@ class MooncakeHost:
         try:
             timeout_s = RETRY_TIMEOUT_S if self._silent else FREE_TIMEOUT_S
             codes = self._client.remove([_key(self._run_id, block_id) for block_id in asked], timeout_s)
-        except StoreLost as error:
+        except (StoreLost, DataPlaneTimeout) as error:
             if self._client.ended.is_set():  # The connection broke, so the blocks are lost with the master.
                 self._lost = True
                 self._unfinished.clear()

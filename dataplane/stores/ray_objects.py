@@ -24,10 +24,10 @@ from ray.exceptions import ObjectStoreFullError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...codecs.blocks import BlockPieces, joined
-from ..block_store import PutsAll, StoreSpec, Want
+from ..block_store import HOLDER_BYTES, PutsAll, StoreSpec, Want, holder_of
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
 from .counting_host import CountingHost
-from .deadline import received_part
+from .deadline import received_part, unanswered
 from .ray_processes import end_actors, has_died
 from .registry import StoreEntry
 
@@ -126,7 +126,7 @@ class RayObjectsHost(CountingHost):
             if nbytes is None:
                 continue
             # A reserved block that was not committed may be with any keeper, or still on its way to one.
-            for keeper in [int.from_bytes(location)] if location else range(len(self._keepers)):
+            for keeper in [holder_of(location)] if location else range(len(self._keepers)):
                 self._unfreed.add(keeper, block_id, nbytes)
         self._deliver()
 
@@ -142,6 +142,9 @@ class RayObjectsHost(CountingHost):
                 self._undelivered(number, error, dead=has_died(self._keepers[number]))
             else:
                 self._unfreed.delivered(number, block_ids)
+
+    def _death(self, peer: int) -> Exception | None:
+        return StoreLost("Ray reports that the actor has died") if has_died(self._keepers[peer]) else None
 
     def processes(self) -> dict[str, int]:
         """Return the pids of the keepers (actors that own the blocks) on this node, by name."""
@@ -177,11 +180,17 @@ class RayObjectsStore(PutsAll):
             except ValueError:
                 raise self._died("connect", number, started, "no such actor") from None
 
+    @property
+    def holders(self) -> list[str]:
+        """Names of the keepers (the actors that own the blocks); see `NamesHolders`."""
+        return self._peers
+
     def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
         """Send the blocks to this node's keeper, and wait until it has copied them.
 
         Raises RowsCleared when the put's reservation has ended, CapacityExceeded when Ray's object store has no room
-        (in memory or on disk), and StoreLost when the keeper does not answer in time.
+        (in memory or on disk), StoreLost when the keeper has died or is silent, and DataPlaneTimeout when the time
+        limit passes first.
         """
         started = time.monotonic()
         own, peer = self._own, self._peers[self._own]
@@ -196,7 +205,7 @@ class RayObjectsStore(PutsAll):
         if not kept:
             text = f"of blocks {first_block_id} and {len(blocks) - 1} more, some were freed before they were written"
             raise RowsCleared(text, op="put", elapsed_s=time.monotonic() - started)
-        return (own.to_bytes(2),) * len(blocks)
+        return (own.to_bytes(HOLDER_BYTES),) * len(blocks)
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
         """Return read-only views of the objects in Ray's object store, which keep these objects in memory. Blocks on
@@ -204,7 +213,7 @@ class RayObjectsStore(PutsAll):
         started = time.monotonic()
         by_keeper: dict[int, list[int]] = {}
         for want in wants:
-            by_keeper.setdefault(int.from_bytes(want.block.location), []).append(want.block.block_id)
+            by_keeper.setdefault(holder_of(want.block.location), []).append(want.block.block_id)
         lent = []
         for number, block_ids in by_keeper.items():
             lent.append((number, block_ids, self._keepers[number].lend.remote(block_ids)))
@@ -219,7 +228,7 @@ class RayObjectsStore(PutsAll):
                 parts[block_id] = self._result("get", number, future, started, timeout_s)
         found = []
         for want in wants:
-            views, peer = parts[want.block.block_id], self._peers[int.from_bytes(want.block.location)]
+            views, peer = parts[want.block.block_id], self._peers[holder_of(want.block.location)]
             found.append({part: received_part(views[part], want, part, peer) for part in want.parts})
         return found
 
@@ -239,7 +248,7 @@ class RayObjectsStore(PutsAll):
         try:
             return future.result(max(0.0, started + timeout_s - time.monotonic()))
         except FutureTimeout:
-            raise self._died(op, number, started, "no answer") from None
+            raise unanswered("the keeper of Ray objects", op, self._peers[number], started) from None
         except ObjectStoreFullError:
             raise
         except RayError as error:

@@ -38,11 +38,11 @@ try:
 except ModuleNotFoundError:
     raise MissingExtra("TransferQueue", "dataplane.store.kind='simple'", "transferqueue") from None
 
-from ..block_store import PutsAll, StoreSpec, Want
+from ..block_store import HOLDER_BYTES, PutsAll, StoreSpec, Want
 from ..config import StoreConfig
-from ..errors import RowsCleared, StoreLost
+from ..errors import DataPlaneTimeout, RowsCleared, StoreLost
 from .counting_host import CountingHost
-from .deadline import keep_freed_memory, received_part
+from .deadline import keep_freed_memory, received_part, unanswered
 from .ray_processes import end_actors, has_died
 from .registry import StoreEntry
 
@@ -96,8 +96,9 @@ class UnitLink:
         self._finalizer = weakref.finalize(self, _close_all, self._idle)
 
     def exchange(self, op: str, requests: Sequence[Request], timeout_s: float) -> list[ZMQMessage]:
-        """Send all requests to their storage units, then wait for all answers. Raises StoreLost if a unit does not
-        answer; the error names it."""
+        """Send all requests to their storage units, then wait for all answers. Raises StoreLost naming the unit whose
+        connection breaks or that is silent for SILENT_S seconds, and DataPlaneTimeout if the time limit passes
+        first."""
         started = time.monotonic()
         with self._sockets([request.unit for request in requests]) as sockets:
             for request, (channel, _) in zip(requests, sockets, strict=True):
@@ -123,9 +124,10 @@ class UnitLink:
         remaining = max(0.0, started + timeout_s - time.monotonic())
         ready = dict(poller.poll(int(remaining * 1000)))
         if channel not in ready:
-            why = "connection broke" if monitor in ready else "no answer"
+            if monitor not in ready:
+                raise unanswered("the storage unit", op, unit.peer, started)
             elapsed = time.monotonic() - started
-            raise StoreLost(f"storage unit is lost: {why}", op=op, peer=unit.peer, elapsed_s=elapsed)
+            raise StoreLost("storage unit is lost: connection broke", op=op, peer=unit.peer, elapsed_s=elapsed)
         reply = ZMQMessage.deserialize(channel.recv_multipart(copy=False))
         if reply.sender_id != unit.unit_id:
             raise StoreLost(f"the answer came from {reply.sender_id}, not from this unit", op=op, peer=unit.peer)
@@ -256,10 +258,13 @@ class SimpleHost(CountingHost):
                 (reply,) = self._link.exchange("clear", [request], self._unfreed.timeout_s(unit))
                 if reply.request_type != ZMQRequestType.CLEAR_DATA_RESPONSE:
                     raise StoreLost(str(reply.body.get("message")), op="clear", peer=self._link.units[unit].peer)
-            except StoreLost as error:
+            except (StoreLost, DataPlaneTimeout) as error:
                 self._undelivered(unit, error, dead=has_died(self._actors[unit]))
             else:
                 self._unfreed.delivered(unit, block_ids)
+
+    def _death(self, peer: int) -> Exception | None:
+        return StoreLost("Ray reports that the actor has died") if has_died(self._actors[peer]) else None
 
     def processes(self) -> dict[str, int]:
         """Return the pids of the storage units on this node, by name."""
@@ -286,6 +291,11 @@ class SimpleStore(PutsAll):
         units: Any = spec.address["units"]
         self._link = UnitLink([Unit(*unit) for unit in units])
 
+    @property
+    def holders(self) -> list[str]:
+        """Names of the storage units; see `NamesHolders`."""
+        return [unit.peer for unit in self._link.units]
+
     def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
         """Send each storage unit its blocks in one message, and return once the units hold them. Parts that are
         contiguous in memory are sent without a copy."""
@@ -301,7 +311,9 @@ class SimpleStore(PutsAll):
         for request, reply in zip(requests, self._link.exchange("put", requests, timeout_s), strict=True):
             if reply.request_type != ZMQRequestType.PUT_DATA_RESPONSE:
                 raise StoreLost(str(reply.body.get("message")), op="put", peer=self._link.units[request.unit].peer)
-        return tuple(((first_block_id + number) % len(self._link.units)).to_bytes(2) for number in range(len(blocks)))
+        return tuple(
+            ((first_block_id + number) % len(self._link.units)).to_bytes(HOLDER_BYTES) for number in range(len(blocks))
+        )
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
         """Return the wanted parts as views of the received messages. Blocks in the same storage unit from which the

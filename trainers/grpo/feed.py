@@ -39,7 +39,7 @@ from ..cluster.calls import ActorFailed, Call
 from ..cluster.handles import RolloutHandle
 from ..cluster.rollout_specs import sampling
 from ..config.config import Config
-from ..observe.data_plane_watch import Busy
+from ..observe.data_plane_watch import Busy, check_none_lost
 from .checkpoints import State
 from .dynamic_sampling import useful_rows
 from .pool_demand import Demand
@@ -538,6 +538,7 @@ class Feed:
                         min_version=self._oldest if self._overtaking else None, timeout_s=wait_s,
                     )  # fmt: skip
                 except ClaimTimeout:
+                    check_none_lost(self._client.status(self._partition))
                     reissued = self._tally.reissued
                     self._look_after(0.0)
                     if self._look_for_progress() or self._tally.reissued > reissued:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ...actors.protocols import TRAIN_FIELDS
 from ...dataplane.client.client import DataPlaneClient
+from ...dataplane.errors import StoreLost
 from ...dataplane.status import DataPlaneStatus
 from ...dataplane.traffic import Traffic
 
@@ -59,9 +60,11 @@ class DataPlaneWatch:
         are those that the driver exchanged with the data plane's directory since then.
 
         group_size: number of rows of a group. Makes one call to the directory for the current content of the data
-        plane. Raises DataPlaneError if that call fails.
+        plane. Raises DataPlaneError if that call fails, and StoreLost if rows have been lost with a process of the
+        store, because claims pass over them.
         """
         status = self._client.status()
+        check_none_lost(status)
         own = self._client.stats.take()
         with self._lock:
             self._step.merge(own)
@@ -83,6 +86,13 @@ class DataPlaneWatch:
         """Ask the directory for the current content of the data plane. Raises DataPlaneError if it does not answer
         within `timeout_s` seconds."""
         return self._client.status(timeout_s=timeout_s)
+
+
+def check_none_lost(status: DataPlaneStatus) -> None:
+    """Raise StoreLost if rows have been lost with a process of the store. A run then goes back to its checkpoint,
+    because it would wait for these rows in vain."""
+    if status.lost_rows:
+        raise StoreLost(f"{status.lost_rows} rows were lost with a process of the store that has died", op="status")
 
 
 def call_metrics(step: Traffic, total: Traffic) -> dict[str, float]:

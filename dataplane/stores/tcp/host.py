@@ -10,21 +10,21 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ...block_store import StoreSpec
+from ...block_store import HOLDER_BYTES, StoreSpec, holder_of
 from ...config import StoreConfig
 from ...directory.requests import body_of
-from ...errors import StoreLost
+from ...errors import DataPlaneError, DataPlaneTimeout, StoreLost
 from ...owned_folder import remove_stale_folders
 from ...rpc.links import Link
 from ...security.handshake import new_key
 from ..counting_host import CountingHost
 from ..registry import StoreEntry
-from .link import UnitDied, UnitLink
-from .store import UNIT_BYTES, TcpStore
+from .link import DYING_S, UnitDied, UnitLink
+from .store import TcpStore
 from .unit import UnitProcess
 from .wire import Free, UnitAddress, column, decode, encode
 
-MAX_UNITS = 1 << (8 * UNIT_BYTES)
+MAX_UNITS = 1 << (8 * HOLDER_BYTES)
 
 
 class RunningUnit(Protocol):
@@ -75,7 +75,7 @@ class TcpHost(CountingHost):
             if nbytes is None:
                 continue
             # A reserved block that was not committed may be in any unit, or still on its way to one.
-            for unit in [int.from_bytes(location[:UNIT_BYTES])] if location else range(len(self._units)):
+            for unit in [holder_of(location)] if location else range(len(self._units)):
                 self._unfreed.add(unit, block_id, nbytes)
         self._deliver()
 
@@ -84,7 +84,7 @@ class TcpHost(CountingHost):
             deadline = time.monotonic() + self._unfreed.timeout_s(number)
             try:
                 self._units[number].ask("clear", "free", encode(Free(column(block_ids))), (), deadline)
-            except StoreLost as error:
+            except (StoreLost, DataPlaneTimeout) as error:
                 dead = isinstance(error, UnitDied) or self._has_died(number)
                 self._undelivered(number, error, dead=dead)
             else:
@@ -92,6 +92,13 @@ class TcpHost(CountingHost):
 
     def _has_died(self, number: int) -> bool:
         return number < len(self._started) and self._started[number].has_died()
+
+    def _death(self, peer: int) -> Exception | None:
+        try:
+            self._units[peer].check_alive("look", time.monotonic() + DYING_S)
+        except DataPlaneError as error:
+            return error if isinstance(error, UnitDied) or self._has_died(peer) else None
+        return None
 
     def processes(self) -> dict[str, int]:
         """Return the pids of the units that were started on this host, by name."""

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from ...errors import CapacityExceeded, DataPlaneError, RowsCleared, StoreLost
 from ...security.authenticated_listener import connect_authenticated
 from ...security.handshake import HandshakeError, left_s
-from .wire import DONE, FREED, FULL, SERVICE, Connection, UnitAddress
+from ..deadline import unanswered
+from .wire import DONE, FREED, FULL, SERVICE, Connection, Progress, UnitAddress
 
 DYING_S = 1.0
 """Seconds for which a unit with broken connections is asked whether it still listens."""
@@ -47,17 +48,19 @@ class UnitLink:
 
     @contextlib.contextmanager
     def exchange(
-        self, op: str, request: str, head: bytes, raw: Sequence[memoryview], deadline: float
+        self, op: str, request: str, head: bytes, raw: Sequence[memoryview], deadline: float, *, expected: int = 0
     ) -> Iterator[tuple[Connection, bytes, int]]:
         """Send a request and receive the beginning of its reply. The context's value is the connection, the reply's
-        head, and the number of raw bytes to receive from the connection.
+        head, and the number of raw bytes to receive from the connection. expected: number of raw bytes of the reply,
+        for errors.
 
         Raises RowsCleared when a block was freed, CapacityExceeded when the unit has no room, UnitDied when its address
-        refuses connections, and StoreLost when the unit does not answer by the deadline or breaks the connection.
+        refuses connections, DataPlaneTimeout when the deadline passes, and StoreLost when it passes after SILENT_S
+        seconds without a byte, or when the unit breaks the connection.
         """
-        started = time.monotonic()
+        started, progress = time.monotonic(), Progress(expected)
         try:
-            connection = self._sent(request, head, raw, deadline)
+            connection = self._sent(request, head, raw, deadline, progress)
             try:
                 reply = connection.receive(deadline)
                 if reply is None:
@@ -77,15 +80,15 @@ class UnitLink:
         except (OSError, ValueError) as error:
             if isinstance(error, DataPlaneError):
                 raise
-            raise self._lost(op, error, started, deadline) from None
+            raise self._lost(op, error, started, deadline, progress) from None
         if answer != DONE:
             kind = {FREED: RowsCleared, FULL: CapacityExceeded}.get(answer, StoreLost)
             text = text.decode(errors="replace")
             raise kind(text, op=op, peer=self.address.peer, elapsed_s=time.monotonic() - started)
 
     def check_alive(self, op: str, deadline: float) -> None:
-        """Raise UnitDied or StoreLost unless the unit's process still holds a connection. The check takes a
-        microsecond. op: the client's operation, for errors.
+        """Raise UnitDied, StoreLost or DataPlaneTimeout unless the unit's process still holds a connection. The check
+        takes a microsecond. op: the client's operation, for errors.
 
         The memory of a pool whose unit has died can still be read, but cleared blocks in it are no longer marked.
         """
@@ -101,7 +104,7 @@ class UnitLink:
             except (OSError, ValueError) as error:
                 if isinstance(error, DataPlaneError):
                     raise
-                raise self._lost(op, error, started, deadline) from None
+                raise self._lost(op, error, started, deadline, Progress()) from None
             with self._lock:
                 if not self._closed:
                     self._watch.append(connection)
@@ -116,13 +119,16 @@ class UnitLink:
             self._closed = True
         self._finalizer()
 
-    def _sent(self, request: str, head: bytes, raw: Sequence[memoryview], deadline: float) -> Connection:
+    def _sent(
+        self, request: str, head: bytes, raw: Sequence[memoryview], deadline: float, progress: Progress
+    ) -> Connection:
         """Send a request over a pooled connection, or over a new one if the pooled one has ended. Returns the
         connection."""
         while True:
             connection = self._take()
             pooled = connection is not None
             connection = connection or self._connected(deadline)
+            progress.sent, connection.progress = 0, progress
             try:
                 connection.send(request, head, raw, deadline)
                 return connection
@@ -161,17 +167,18 @@ class UnitLink:
     def _closed_error(self) -> StoreLost:
         return StoreLost("this client is closed", op="connect", peer=self.address.peer)
 
-    def _lost(self, op: str, error: Exception, started: float, deadline: float) -> StoreLost:
-        kind = StoreLost
+    def _lost(self, op: str, error: Exception, started: float, deadline: float, progress: Progress) -> DataPlaneError:
+        kind, peer = StoreLost, self.address.peer
         if isinstance(error, TimeoutError):
-            what = "did not answer"
-        elif isinstance(error, HandshakeError | ValueError):
+            return unanswered("the storage unit", op, peer, started, moved=progress.moved, progress=str(progress))
+        if isinstance(error, HandshakeError | ValueError):
             what = f"is lost: {error}"
         elif isinstance(error, ConnectionRefusedError) or isinstance(error, ConnectionError) and self._died(deadline):
             kind, what = UnitDied, "has died: no process listens at its address"
         else:
-            what = f"is lost: the connection broke ({error.strerror if isinstance(error, OSError) else error})"
-        return kind(f"the storage unit {what}", op=op, peer=self.address.peer, elapsed_s=time.monotonic() - started)
+            reason = (isinstance(error, OSError) and error.strerror) or str(error) or "closed by the unit"
+            what = f"is lost: the connection broke ({reason})"
+        return kind(f"the storage unit {what}", op=op, peer=peer, elapsed_s=time.monotonic() - started)
 
     def _died(self, deadline: float) -> bool:
         """Return whether the unit's address refuses connections after one to it broke.

@@ -6,6 +6,9 @@ reads blocks of this host's units in place, and asks other units only for the by
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -18,18 +21,15 @@ import torch
 from ....codecs.blocks import BlockLayout, BlockPieces, part_bytes
 from ....codecs.integers import ALIGN, distinct, round_up
 from ....codecs.memory import as_bytes, fresh
-from ...block_store import ByteRanges, PutsAll, StoreSpec, Want
+from ...block_store import HOLDER_BYTES, ByteRanges, PutsAll, StoreSpec, Want, holder_of
 from ...directory.requests import body_of
-from ...errors import CapacityExceeded, RowsCleared, StoreLost
+from ...errors import CapacityExceeded, DataPlaneError, RowsCleared, StoreLost
 from ...meta import BlockRef
 from ...rpc.links import Link
 from ..shared_memory import SharedMemoryStore
 from .link import UnitDied, UnitLink
 from .wire import Cut, Get, Put, Reserve, UnitAddress, column, decode, encode, locations, memory_id
 
-UNIT_BYTES = 2
-"""Number of bytes at the beginning of a block's location that hold the number of its unit. The location in the unit's
-pool follows."""
 _PAD = memoryview(bytes(ALIGN))
 _ASK_TIMEOUT_S = 10.0
 
@@ -48,10 +48,17 @@ class TcpStore(PutsAll):
         self._near: dict[int, SharedMemoryStore] = {}
         """Pools of the units that are on this process's host, by the unit's number."""
         self._dead: set[int] = set()
+        self._turns = itertools.count(os.getpid())
+        """Numbers of this client's puts, so that they go to the units in turn. Clients begin at different units."""
         self._asked = False
         self._closed = False
         units: Any = spec.address["units"]
         self._add([UnitAddress(*unit) for unit in units])
+
+    @property
+    def holders(self) -> list[str]:
+        """Names of the units; see `NamesHolders`."""
+        return [unit.address.peer for unit in self._units]
 
     # ---------------- These methods write blocks.
 
@@ -60,12 +67,12 @@ class TcpStore(PutsAll):
         or has died.
 
         Raises RowsCleared when the put's reservation has ended, CapacityExceeded when no unit has room in time, and
-        StoreLost when a unit does not answer or all have died.
+        StoreLost when a unit does not answer or all have died, and DataPlaneTimeout when the time limit passes first.
         """
         started = time.monotonic()
         deadline = started + timeout_s
         layouts = [BlockLayout((), 0, 0, part_bytes(parts)) for parts in blocks]
-        order = self._order(first_block_id, deadline)
+        order = self._order(deadline)
         full: CapacityExceeded | None = None
         died: StoreLost | None = None
         for attempt in range(2):  # In the first attempt, no unit waits for room.
@@ -78,8 +85,9 @@ class TcpStore(PutsAll):
                 except UnitDied as error:
                     self._dead.add(number)
                     died = error
+                    self._tell_directory(deadline)
                 else:
-                    return tuple(number.to_bytes(UNIT_BYTES) + location for location in found)
+                    return tuple(number.to_bytes(HOLDER_BYTES) + location for location in found)
             order = [number for number in order if number not in self._dead][:1]
         if full is not None:
             raise full
@@ -112,9 +120,9 @@ class TcpStore(PutsAll):
         near.put(first_block_id, room, pieces, offsets, 0.0)
         return locations(unit.ask("put", "cut", encode(Cut(first_block_id, sizes)), (), deadline))
 
-    def _order(self, first_block_id: int, deadline: float) -> list[int]:
+    def _order(self, deadline: float) -> list[int]:
         """Return the numbers of the units in the order in which a put tries them. Those of this host come first, then
-        the others, beginning at a unit that varies with the put."""
+        the others; each begin at the unit whose turn it is."""
         if not self._asked:
             self._ask_directory(deadline)
         alive = [number for number in range(len(self._units)) if number not in self._dead]
@@ -123,8 +131,8 @@ class TcpStore(PutsAll):
             alive = [number for number in range(len(self._units)) if number not in self._dead]
         near = [number for number in alive if number in self._near]
         far = [number for number in alive if number not in self._near]
-        turn = first_block_id % max(1, len(far))
-        return near + far[turn:] + far[:turn]
+        turn = next(self._turns)
+        return _from_turn(near, turn) + _from_turn(far, turn)
 
     # ---------------- These methods read blocks.
 
@@ -173,8 +181,8 @@ class TcpStore(PutsAll):
         """Receive ranges of bytes of blocks straight into their destination memory. Every block is checked for whether
         it still exists, even a block without ranges.
 
-        Raises RowsCleared when a block was freed, before or while it was read, and StoreLost naming the unit that has
-        died or does not answer.
+        Raises RowsCleared when a block was freed, before or while it was read, StoreLost naming the unit that has died
+        or does not answer, and DataPlaneTimeout with the bytes received so far when the time limit passes first.
         """
         self._read(blocks, ranges, time.monotonic() + timeout_s)
 
@@ -211,7 +219,8 @@ class TcpStore(PutsAll):
         )
         expected = int(columns.nbytes[chosen].sum()) + 1
         state = bytearray(1)
-        with unit.exchange("get", "get", encode(request), (), deadline) as (connection, _, raw_bytes):
+        with unit.exchange("get", "get", encode(request), (), deadline, expected=expected) as answer:
+            connection, _, raw_bytes = answer
             if raw_bytes != expected:
                 raise ValueError(f"got a reply of {raw_bytes} bytes, expected {expected}")
             connection.receive_into([*columns.targets(chosen), memoryview(state)], deadline)
@@ -257,12 +266,18 @@ class TcpStore(PutsAll):
 
     def _number(self, block: BlockRef, deadline: float) -> int:
         """Return the number of the unit that holds a block. Raises StoreLost if no such unit exists."""
-        number = int.from_bytes(block.location[:UNIT_BYTES])
+        number = holder_of(block.location)
         if number >= len(self._units):
             self._ask_directory(deadline)
             if number >= len(self._units):
                 raise StoreLost(f"block {block.block_id} is in storage unit {number}, which is not listed", op="get")
         return number
+
+    def _tell_directory(self, deadline: float) -> None:
+        """Make the directory look for dead units, so that their rows count as lost. A failure is not raised, because
+        the next reader of such a row reports it, too."""
+        with contextlib.suppress(DataPlaneError):
+            self._link.call("find_lost", b"", max(0.1, min(_ASK_TIMEOUT_S, deadline - time.monotonic())))
 
     def _ask_directory(self, deadline: float) -> None:
         """Ask the directory for the units, because some may have joined since the data plane was opened."""
@@ -323,10 +338,16 @@ class _Columns:
         return [memory[i][a:b] for i, a, b in zip(item.tolist(), start.tolist(), stop.tolist(), strict=True)]
 
 
+def _from_turn(numbers: list[int], turn: int) -> list[int]:
+    """Return the numbers in turn, beginning with the one whose turn it is."""
+    first = turn % max(1, len(numbers))
+    return numbers[first:] + numbers[:first]
+
+
 def _in_pool(want: Want) -> Want:
     """Return the same request with the block's location in its unit's pool."""
     block = want.block
-    return Want(BlockRef(block.block_id, block.location[UNIT_BYTES:], block.layout), want.parts)
+    return Want(BlockRef(block.block_id, block.location[HOLDER_BYTES:], block.layout), want.parts)
 
 
 def _laid_out(blocks: Sequence[BlockPieces], layouts: Sequence[BlockLayout]) -> list[memoryview]:

@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,6 +36,32 @@ _MOST_VIEWS = 1024
 """Largest number of pieces of memory that one system call takes (IOV_MAX of Linux)."""
 
 
+@dataclass(slots=True)
+class Progress:
+    """Counts the bytes of one request and its reply, so that a time-out can say how far they came."""
+
+    to_receive: int = 0
+    """Number of bytes of the reply, as far as it is known."""
+    to_send: int = 0
+    sent: int = 0
+    received: int = 0
+    moved: float = field(default_factory=time.monotonic)
+    """Time at which the last byte was moved, by `time.monotonic()`."""
+
+    def count(self, *, sent: int = 0, received: int = 0) -> None:
+        """Count bytes that were sent or received just now."""
+        self.sent += sent
+        self.received += received
+        self.moved = time.monotonic()
+
+    def __str__(self) -> str:
+        if not self.to_send:
+            return "the connection was not made"
+        if self.sent < self.to_send:
+            return f"{self.sent} of {self.to_send} bytes of the request were sent"
+        return f"{self.received} of {self.to_receive or 'the'} bytes of the reply were received"
+
+
 class Connection:
     """One end of a connection that has passed the handshake. Not thread-safe. After any error it must be closed."""
 
@@ -46,6 +72,8 @@ class Connection:
         # a timeout of Python's, the interpreter would run in between.
         connection.settimeout(None)
         self.socket = connection
+        self.progress = Progress()
+        """Count of the bytes of the current message; the client replaces it with each request."""
         self._limits_s: dict[int, float] = {}
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
@@ -62,6 +90,7 @@ class Connection:
         """
         nbytes = _HEAD_BYTES.size + len(text) + sum([piece.nbytes for piece in raw]) + later_bytes
         first = memoryview(head(0, nbytes, op) + _HEAD_BYTES.pack(len(text)) + text)
+        self.progress.to_send = nbytes
         self.send_raw([first, *raw], deadline)
 
     def send_raw(self, pieces: Sequence[memoryview], deadline: float) -> None:
@@ -76,6 +105,7 @@ class Connection:
                 except BlockingIOError:
                     continue
                 left_bytes -= sent
+                self.progress.count(sent=sent)
                 left = _rest(left, sent) if left_bytes else ()
 
     def receive(self, deadline: float | None) -> tuple[str, bytes, int] | None:
@@ -93,6 +123,7 @@ class Connection:
             raise ValueError(
                 f"got a frame of {nbytes} bytes, expected {op_bytes + _HEAD_BYTES.size} to {MAX_FRAME_BYTES}"
             )
+        self.progress.to_receive = HEADER.size + nbytes
         self._fill(op_bytes + _HEAD_BYTES.size, deadline)
         op = bytes(self._take(op_bytes)).decode()
         (head_bytes,) = _HEAD_BYTES.unpack(self._take(_HEAD_BYTES.size))
@@ -119,6 +150,7 @@ class Connection:
                 continue
             if not count:
                 raise ConnectionResetError("the connection ended within a message")
+            self.progress.count(received=count)
             left = _rest(left, count)
 
     def skip(self, nbytes: int, deadline: float) -> None:
@@ -167,6 +199,7 @@ class Connection:
                     return False
                 raise ConnectionResetError("the connection ended within a message")
             self._end += count
+            self.progress.count(received=count)
         return True
 
     def _take(self, nbytes: int) -> memoryview:

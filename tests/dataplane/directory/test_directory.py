@@ -18,7 +18,9 @@ from headrace.dataplane.errors import (
     DuplicateKeys,
     KeysNotFound,
     SchemaMismatch,
+    StoreLost,
 )
+from headrace.dataplane.status import PartitionRows
 from headrace.tests.dataplane.directory.directory_rows import (
     FIELDS,
     GROUP,
@@ -68,6 +70,35 @@ def test_the_second_of_two_writers_of_a_key_is_refused_at_commit(directory: Dire
     with pytest.raises(AlreadyWritten, match="'ids'.*g.0"):
         commit(directory, second, made)
     assert directory.abort(second.reservation_id) is second
+
+
+def test_rows_of_a_dead_holder_are_passed_over_counted_named_and_cleared(directory: Directory) -> None:
+    made = make_put(["g.0", "g.1", "h.0", "h.1"], ("ids", "score"), lengths=[3, 4, 5, 6])
+    reservation = directory.reserve(made, 0.0)
+    assert reservation is not None
+    holders = [(number).to_bytes(2) + b"at" for number in (7, 2)]  # Blocks of 3 rows and of 1.
+    directory.commit(reservation.reservation_id, made, lambda ids, _: holders)
+    claimed = directory.claim(ClaimRows("p", "b", ("ids",), 4), 0.0)
+    assert claimed is not None
+    number, blocks = directory.lose({7})
+    assert number == 3 and [block.location for block in blocks] == holders[:1]
+    status = directory.status("p", 0.0)
+    assert (status.lost_rows, status.ready, status.bytes_used) == (3, {"ids": 1, "logp": 0, "score": 1}, 64)
+    found = directory.claim(ClaimRows("p", "a", ("ids",), 4, at_least=1), 0.0)
+    assert found is not None and found.keys == ("h.1",)
+    assert "3 lost" in directory.shortage(ClaimRows("p", "a", ("ids",), 4))
+    with pytest.raises(StoreLost, match="3 of 4 rows were lost") as lost:
+        directory.lookup("p", ["h.1", "g.0", "g.1", "h.0"], None)
+    assert lost.value.keys == ("g.0", "g.1", "h.0")
+    directory.release("p", "b", claimed.lease_id, ["g.0"], "retry")
+    listing = directory.rows("p", None)
+    assert listing.keys[listing.lost].tolist() == ["g.0", "g.1", "h.0"] and not listing.written["ids"][0]
+    assert PartitionRows.from_bytes(listing.to_bytes()).lost.tolist() == listing.lost.tolist()
+    put(directory, ["g.0"], ("ids", "score"), lengths=[9])  # The row is put again, even with another length.
+    assert directory.lookup("p", ["g.0"], ("score",)).lengths.tolist() == [9]
+    assert directory.clear("p", ["g.1", "h.0"]) == (2, [])
+    assert directory.status("p", 0.0).lost_rows == 0
+    assert directory.lose({7}) == (0, [])
 
 
 def test_credit_is_counted_bounded_and_taken_back_first() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import socket
 import threading
@@ -19,7 +20,7 @@ from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.block_store import StoreSpec
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
-from headrace.dataplane.errors import CapacityExceeded, RowsCleared, StoreLost
+from headrace.dataplane.errors import CapacityExceeded, DataPlaneTimeout, RowsCleared, StoreLost
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
 from headrace.dataplane.security.authenticated_listener import listen
 from headrace.dataplane.security.handshake import new_key
@@ -244,9 +245,9 @@ def test_a_message_in_drops_and_a_mad_size(unit: StorageUnit, link: UnitLink) ->
 # ------------------------------------------------------------------ planes whose units are processes
 
 
-def rows(count: int, value: int = 0) -> dict[str, Any]:
+def rows(count: int, value: int = 0, length: int = 100) -> dict[str, Any]:
     return {
-        "ids": [torch.full((100,), value, dtype=torch.int32) for _ in range(count)],
+        "ids": [torch.full((length,), value, dtype=torch.int32) for _ in range(count)],
         "image": [torch.full((number % 3, 50), value, dtype=torch.uint8) for number in range(count)],
     }
 
@@ -306,10 +307,13 @@ def test_a_stopped_unit_is_named_and_goes_on_where_it_was(
     for pid in pids:
         suspend(pid)
     try:
-        with pytest.raises(StoreLost, match=r"unit-\d pid=\d+ .*did not answer|did not answer.*unit-\d pid=\d+"):
-            client.get(meta, timeout_s=0.3)
-        with pytest.raises(StoreLost, match="did not answer"):
+        with pytest.raises(DataPlaneTimeout, match=r"had not answered in full.*unit-\d pid=\d+"):
+            client.get(meta, timeout_s=0.3)  # A short time limit is no sign of a death.
+        with pytest.raises(DataPlaneTimeout, match="had not answered in full"):
             client.put(name, ["late.0"], rows(1), timeout_s=0.5)
+        monkeypatch.setattr("headrace.dataplane.stores.deadline.SILENT_S", 0.2)
+        with pytest.raises(StoreLost, match=r"did not answer for 0\.[345] s.*unit-\d pid=\d+"):
+            client.get(meta, timeout_s=0.3)
         client.clear(name, meta.keys, timeout_s=30)
         assert client.status(timeout_s=30).bytes_unfreed > 0
     finally:
@@ -320,6 +324,45 @@ def test_a_stopped_unit_is_named_and_goes_on_where_it_was(
         client.get(meta)
     assert client.get(kept).jagged("ids").values.unique().tolist() == [5]
     wait_until(lambda: client.status().store_bytes == client.status().bytes_used)
+
+
+@pytest.mark.processes
+def test_a_dead_unit_is_noticed_without_any_reader() -> None:
+    store = StoreConfig(kind="tcp", capacity_mib=4, num_units=2)
+    config = DataPlaneConfig(store=store, timeout_s=10)
+    with (
+        open_data_plane(config, run_id=fresh_run_id(), process=True) as plane,
+        connect(plane.handle.over_sockets()) as client,
+    ):
+        client.register("p", SCHEMA)
+        for number in range(2):
+            client.put("p", [f"k.{number}"], rows(1, number, length=400_000))
+        kill(plane.processes()["unit-0"])
+        client.put("p", ["new.0"], rows(1, 0, length=400_000), timeout_s=5)  # The dead unit's room is free.
+        assert client.status().lost_rows == 1
+
+
+def test_a_slow_answer_is_a_timeout_that_says_how_far_it_came(
+    unit: StorageUnit, link: UnitLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(link, 1, bytes(1 << 19))
+    places, looks, go_on = unit._pool.places, [0], threading.Event()
+
+    def second_is_slow(block_ids: list[int]) -> Any:
+        looks[0] += 1
+        if looks[0] == 2:  # The bytes of the block are sent, and the one after them is not.
+            go_on.wait(10)
+        return places(block_ids)
+
+    monkeypatch.setattr(unit._pool, "places", second_is_slow)
+    request = encode(Get(column([1]), column([0]), column([0]), column([1 << 19])))
+    with pytest.raises(DataPlaneTimeout, match=r"of the reply were received .*op=get.*unit-0") as late:
+        deadline = time.monotonic() + 0.5
+        with link.exchange("get", "get", request, (), deadline, expected=(1 << 19) + 1) as (connection, _, raw_bytes):
+            connection.receive_into([memoryview(bytearray(raw_bytes))], deadline)
+    got, expected = map(int, re.findall(r"(\d+) of (\d+) bytes", str(late.value))[0])
+    assert got == expected - 1 > 1 << 19
+    go_on.set()
 
 
 @pytest.mark.processes
@@ -365,16 +408,29 @@ def test_the_death_of_a_unit_takes_its_rows_and_no_others() -> None:
         units = [int.from_bytes(meta.blocks[0].location[:2]) for meta in metas]
         assert set(units) == {0, 1}, "puts are spread over the units"
         kill(plane.processes()["unit-0"])
+        lost = [f"k.{number}" for number in range(8) if units[number] == 0]
+        everything = near.lookup("p", [f"k.{number}" for number in range(8)])
         for meta, unit, client in zip(metas, units, [far, near] * 4, strict=True):
             if unit == 1:
                 assert client.get(meta).num_rows == 1
                 continue
             with pytest.raises(StoreLost, match="has died.*unit-0 pid="):
                 client.get(meta)
+        with pytest.raises(StoreLost, match=r"4 of 8 rows are lost: .*has died") as error:
+            far.get(everything)
+        assert error.value.keys == tuple(lost)
+        status = near.status("p")
+        assert (status.lost_rows, status.ready["ids"], status.blocks) == (4, 4, 4), "their bytes are given back"
+        claimed = near.claim("p", "a", ["ids"], 8, at_least=1)
+        assert set(claimed.keys) == {f"k.{number}" for number in range(8)} - set(lost)
+        with pytest.raises(StoreLost, match="4 of 8 rows were lost") as error:
+            near.get_keys("p", everything.keys, ["ids"])
+        listing = near.rows("p")
+        assert near.clear("p", listing.keys[listing.lost]) == 4 and list(error.value.keys) == lost
         for number in range(4):
             assert far.get(far.put("p", [f"new.{number}"], rows(1))).num_rows == 1
             assert near.get(near.put("p", [f"near.{number}"], rows(1))).num_rows == 1
-        assert far.clear("p") == 16
+        assert far.clear("p") == 12
         assert far.status().store_bytes == 0
 
 
