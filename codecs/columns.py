@@ -1,7 +1,7 @@
 """Checks the rows of one field (tensors, arrays or lists) and converts them into one contiguous column.
 
-The schema decides what a value means; nothing is guessed from its shape. Integers of another integer dtype are
-converted if every value fits; other tensors are not cast. Every error is a ValueError that names the field, the row,
+The schema decides what a value means; nothing is guessed from its shape. Integers are converted if every value fits,
+and float64, the dtype of numpy's floats, is rounded as Python's floats are; other tensors are not cast. Every error is a ValueError that names the field, the row,
 the given value and the expected one.
 """
 
@@ -39,12 +39,12 @@ def to_column(field: Field, value: Any) -> Column:
     PER_SAMPLE  N rows `[*trailing]`, or dense `[N, *trailing]`
     RAGGED      N rows of `ndim` dimensions, or dense `[N, *shape]`
     OBJECT      a list of N objects (or NonTensorStack, or an array of objects or strings)
-    Python numbers, and integer tensors and arrays of another integer dtype, are converted to the field's dtype if every
-    value fits; Python floats are rounded.
+    Numbers of Python, and tensors and arrays of integers, are converted to the field's dtype if every value fits. Floats
+    of Python, and tensors and arrays of float64, are rounded to a field of floats, whose range they must not exceed.
     Raises ValueError for any other value.
     """
     if isinstance(value, tensordict_types("NonTensorData", "NonTensorStack")):
-        value = value.tolist()
+        value = _unstacked(value)
     if field.kind is Kind.OBJECT:
         return _objects(field, value)
     if isinstance(value, np.ndarray) and value.dtype == object:
@@ -59,6 +59,15 @@ def to_column(field: Field, value: Any) -> Column:
     if field.kind is Kind.PER_SAMPLE:
         return _per_sample(field, value)
     return _ragged(field, value)
+
+
+def _unstacked(value: Any) -> Any:
+    """Return the rows of a column that tensordict holds as data without tensors. A TensorDict repeats a whole array of
+    objects or strings for each of its N rows; such an array `[N]` is taken as the column that it was given as."""
+    array = getattr(value, "data", None)
+    if isinstance(array, np.ndarray) and array.dtype.kind in "OUS" and array.shape == tuple(value.batch_size):
+        return array
+    return value.tolist()
 
 
 def num_rows(column: Column) -> int:
@@ -215,7 +224,7 @@ def _row(field: Field, row: Any, index: int, shape: tuple[int | str, ...]) -> to
 
 def _tensor(field: Field, value: Any, where: str, row_of: Callable[[int], int] | None = None) -> torch.Tensor:
     """Return `value` as a contiguous CPU tensor without grad. Raises ValueError when it is not a strided tensor or an
-    array of the field's dtype. Integers of another integer dtype are converted if all values fit.
+    array of the field's dtype, or of one that is converted (see `to_column`).
 
     row_of: function that maps an index along the first dimension of `value` to its row, for errors; None when `where`
     already names the row.
@@ -227,19 +236,23 @@ def _tensor(field: Field, value: Any, where: str, row_of: Callable[[int], int] |
     if value.dtype != field.dtype and not _converts(field, value.dtype):
         raise ValueError(
             f"field {field.name!r}: {where} has dtype {value.dtype}, expected {field.dtype}; "
-            f"cast it where it is made, because only integers are converted"
+            f"cast it where it is made, because only integers and float64 are converted"
         )
+    if value.is_meta:
+        raise ValueError(f"field {field.name!r}: {where} is on the device meta, which has no values, expected a tensor")
     if value.is_nested or value.layout is not torch.strided:
         raise ValueError(f"field {field.name!r}: {where} has layout {value.layout}, expected a plain (strided) tensor")
     plain = value.detach().cpu()
     if plain.dtype != field.dtype:
-        return _from_numpy(field, plain.numpy(), where, row_of)
+        return _from_numpy(field, plain.resolve_neg().numpy(), where, row_of)
     return plain.contiguous().resolve_neg()
 
 
 def _converts(field: Field, dtype: torch.dtype) -> bool:
-    """Return whether both `dtype` and the field's dtype are integers, so that values that fit can be converted."""
+    """Return whether values of `dtype` that fit are converted to the field's dtype."""
     assert field.dtype is not None
+    if field.dtype.is_floating_point:
+        return dtype == torch.float64 or _is_integer(dtype)
     return _is_integer(dtype) and _is_integer(field.dtype)
 
 
@@ -256,6 +269,8 @@ def _from_numpy(field: Field, array: np.ndarray, where: str, row_of: Callable[[i
         native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape)
         # torch warns about read-only arrays, so these are copied.
         return torch.from_numpy(native if native.flags.writeable else native.copy())
+    if target.is_floating_point and (array.dtype.kind in "iu" or name == "float64"):
+        return _rounded(field, array, where, row_of)
     if array.dtype.kind not in "iu" or not _is_integer(target):
         raise ValueError(f"field {field.name!r}: {where} is a numpy array of dtype {name}, expected {field.dtype_name}")
     _expect_range(field, array, where, row_of)
@@ -284,18 +299,31 @@ def _from_python(field: Field, value: Any, where: str) -> torch.Tensor:
         _expect_range(field, array, where)
         return torch.from_numpy(array.astype(np.dtype(field.dtype_name)))
     if target.is_floating_point and kind in "iuf":
-        tensor = torch.from_numpy(np.asarray(array, dtype=np.float64)).to(target)
-        back = tensor.to(torch.float64).numpy()
-        wrong = (back != array) if kind in "iu" else (np.isfinite(array) & ~np.isfinite(back))
-        if wrong.any():
-            raise ValueError(
-                f"field {field.name!r}: {where} holds {array[wrong].flat[0]}, which {field.dtype_name} cannot hold"
-            )
-        return tensor
+        return _rounded(field, array, where)
     raise ValueError(
         f"field {field.name!r}: {where} is {_what(value)} with values of type {array.dtype.name}, "
         f"expected {field.dtype_name}"
     )
+
+
+def _rounded(field: Field, array: np.ndarray, where: str, row_of: Callable[[int], int] | None = None) -> torch.Tensor:
+    """Convert an array of integers or float64 to the field's dtype, a type of floats. Raises ValueError for an integer
+    that the dtype cannot hold exactly, and for a float beyond its range. row_of: as in `_tensor`."""
+    assert field.dtype is not None
+    wide = np.ascontiguousarray(array, dtype=np.float64).reshape(array.shape)
+    tensor = torch.from_numpy(wide).to(field.dtype)
+    back = tensor.to(torch.float64).numpy()
+    if array.dtype.kind == "f":
+        wrong = np.isfinite(wide) & ~np.isfinite(back)
+    else:  # float64 itself holds only integers up to 2^53 exactly.
+        inside = np.abs(back) < 2.0**63
+        wrong = ~inside | (np.where(inside, back, 0).astype(np.int64) != array)
+    if wrong.any():
+        if row_of is not None:
+            where = f"row {row_of(int(np.argwhere(wrong)[0, 0]))}"
+        what = array[wrong].flat[0]
+        raise ValueError(f"field {field.name!r}: {where} holds {what}, which {field.dtype_name} cannot hold")
+    return tensor
 
 
 def _is_integer(dtype: torch.dtype) -> bool:
