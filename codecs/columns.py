@@ -1,8 +1,8 @@
 """Checks the rows of one field (tensors, arrays or lists) and converts them into one contiguous column.
 
 The schema decides what a value means; nothing is guessed from its shape. Integers are converted if every value fits,
-and float64, the dtype of numpy's floats, is rounded as Python's floats are; other tensors are not cast. Every error is a ValueError that names the field, the row,
-the given value and the expected one.
+and float64, the dtype of numpy's floats, is rounded as Python's floats are; other tensors are not cast. Every error is
+a ValueError that names the field, the row, the given value and the expected one.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def to_column(field: Field, value: Any) -> Column:
     PER_SAMPLE  N rows `[*trailing]`, or dense `[N, *trailing]`
     RAGGED      N rows of `ndim` dimensions, or dense `[N, *shape]`
     OBJECT      a list of N objects (or NonTensorStack, or an array of objects or strings)
-    Numbers of Python, and tensors and arrays of integers, are converted to the field's dtype if every value fits. Floats
-    of Python, and tensors and arrays of float64, are rounded to a field of floats, whose range they must not exceed.
+    Numbers of Python, and tensors and arrays of integers, are converted to the field's dtype if every value fits.
+    Floats of Python, and tensors and arrays of float64, are rounded for a field of floats, whose range they must not
+    exceed.
     Raises ValueError for any other value.
     """
     if isinstance(value, tensordict_types("NonTensorData", "NonTensorStack")):

@@ -13,6 +13,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
+
+class UnstorableObject(ValueError):
+    """An object of an OBJECT column cannot be encoded. The message names the field and the row."""
+
+    def __init__(self, message: str, row: int) -> None:
+        super().__init__(message)
+        self.row = row
+
+
 MAX_DEPTH = 200
 """Largest nesting depth of lists and dicts. The limit also catches an object that contains itself."""
 
@@ -45,13 +54,13 @@ def decode(data: bytes | memoryview) -> Any:
 
 def encode_column(name: str, rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     """Encode all rows of an OBJECT column. Returns their bytes one after another, uint8 1-D, and the offset at which
-    each row ends, int64 `[N]`. Raises TypeError or ValueError as `encode` does, naming the field and the row."""
+    each row ends, int64 `[N]`. Raises UnstorableObject where `encode` raises an error."""
     parts = []
     for index, obj in enumerate(rows):
         try:
             parts.append(encode(obj))
         except (TypeError, ValueError) as error:
-            raise type(error)(f"field {name!r}, row {index}: {error}") from None
+            raise UnstorableObject(f"field {name!r}, row {index}: {error}", index) from None
     ends = np.cumsum(np.fromiter(map(len, parts), dtype=np.int64, count=len(parts)), dtype=np.int64)
     return np.frombuffer(b"".join(parts), dtype=np.uint8), ends
 

@@ -69,6 +69,8 @@ class Field:
     def __post_init__(self) -> None:
         if not self.name or not isinstance(self.name, str):
             raise ValueError(f"field name: got {self.name!r}, expected a non-empty string")
+        if not isinstance(self.kind, Kind):
+            raise ValueError(f"field {self.name!r}: kind {self.kind!r}, expected a Kind, such as Kind.PER_TOKEN")
         if (self.dtype is None) != (self.kind is Kind.OBJECT):
             raise ValueError(
                 f"field {self.name!r}: dtype {self.dtype} does not fit kind {self.kind.value}; "
@@ -80,13 +82,14 @@ class Field:
             raise ValueError(f"field {self.name!r}: kind {self.kind.value} takes no trailing shape")
         if self.shared and self.kind is not Kind.PER_TOKEN:
             raise ValueError(f"field {self.name!r}: only per_token fields share tokens, got kind {self.kind.value}")
-        if any(extent < 0 for extent in self.trailing):
-            raise ValueError(f"field {self.name!r}: trailing shape {self.trailing}, expected sizes of 0 or more")
-        if self.ndim < 1:
+        if not isinstance(self.trailing, tuple) or any(type(size) is not int or size < 0 for size in self.trailing):
+            raise ValueError(f"field {self.name!r}: trailing shape {self.trailing}, expected a tuple of sizes from 0")
+        if type(self.ndim) is not int or self.ndim < 1:
             raise ValueError(
                 f"field {self.name!r}: ndim {self.ndim}, expected at least 1; use per_sample for single numbers"
             )
-        if self.dtype is not None and not _holds(self.dtype, self.pad_value):
+        is_number = isinstance(self.pad_value, int | float)
+        if not is_number or self.dtype is not None and not _holds(self.dtype, self.pad_value):
             raise ValueError(f"field {self.name!r}: pad value {self.pad_value!r} does not fit dtype {self.dtype}")
 
     @property
@@ -147,7 +150,11 @@ class Schema(Mapping[str, Field]):
 
     def __init__(self, fields: Iterable[Field]) -> None:
         self._fields: dict[str, Field] = {}
+        if isinstance(fields, Mapping | Field | str) or not isinstance(fields, Iterable):
+            raise ValueError(f"schema: got a {type(fields).__name__}, expected a list of Fields")
         for field in fields:
+            if not isinstance(field, Field):
+                raise ValueError(f"schema: got {field!r} in the list, expected Fields")
             if field.name in self._fields:
                 raise ValueError(f"schema: field {field.name!r} is declared twice")
             self._fields[field.name] = field

@@ -1,6 +1,7 @@
 """Defines the data plane's exceptions.
 
 DataPlaneError
+├── InvalidArgument      (also ValueError)  an argument of a call is wrong, or names what does not exist
 ├── SchemaMismatch       (also ValueError)  a put or read is not allowed by the partition's schema
 ├── DuplicateKeys        (also ValueError)  a key occurs twice in one put
 ├── AlreadyWritten       (also ValueError)  a put would write a field that its row has, without replace=True
@@ -92,6 +93,11 @@ class DataPlaneError(Exception):
 
 def _rebuild(cls: type[DataPlaneError], message: str, fields: dict) -> DataPlaneError:
     return cls(message, **fields)
+
+
+class InvalidArgument(DataPlaneError, ValueError):
+    """An argument of a call is wrong, or names a partition or task that does not exist. The message gives the
+    argument's name, its value and what was expected."""
 
 
 class SchemaMismatch(DataPlaneError, ValueError):

@@ -302,7 +302,8 @@ def check_tags(tags: Tags, num_rows: int) -> dict[str, np.ndarray]:
     checked = {}
     for name, values in tags.items():
         array = _tag_column(name, values)
-        if array.dtype.kind not in "biufO" or array.shape != (num_rows,):
+        holds_others = array.dtype.kind == "O" and any(type(item) is not str for item in array.tolist())
+        if array.dtype.kind not in "biufO" or holds_others or array.shape != (num_rows,):
             raise ValueError(
                 f"tag {name!r}: got {array.dtype} {list(array.shape)}, "
                 f"expected one number or string for each of {num_rows} rows"

@@ -1,25 +1,40 @@
-"""Checks the arguments of the operations of data-plane clients, and brings them into the form of requests."""
+"""Checks the arguments of the operations of data-plane clients, and brings them into the form of requests.
+
+Each argument is checked where it enters, by the table CHECKS, so that a wrong value is named with its argument and
+never reaches the code that encodes it.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import math
 import operator
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
 from ...codecs.batch import Batch
 from ...codecs.block_header import MAX_TOKENS
+from ...codecs.columns import tensordict_types
 from ...codecs.gather import RowSource
 from ...codecs.jagged import pack
+from ...codecs.objects import UnstorableObject
 from ...codecs.schema import Schema
-from ..directory.samplers import TaskConfig
-from ..errors import SchemaMismatch
-from ..meta import KVBatchMeta
+from ..compact import check_keys, plain_strings
+from ..directory.calls import Outcome
+from ..directory.samplers import TaskConfig, check_arguments
+from ..errors import DataPlaneError, InvalidArgument, SchemaMismatch
+from ..meta import KVBatchMeta, Tags
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
+_SHOWN = 80
+"""Largest number of letters of a wrong value that an error shows."""
 _MAX_VERSION = (1 << 63) - 1
 """Highest policy version, and highest position in the prompt stream."""
 
@@ -30,21 +45,121 @@ Keys: TypeAlias = "Sequence[str] | np.ndarray"
 """Type of keys and names of groups: strings, including those of numpy, or an array `[N]` of strings."""
 
 
-def task_configs(tasks: Sequence[str | TaskConfig]) -> tuple[TaskConfig, ...]:
+def _refused(name: str, value: Any, expected: str) -> ValueError:
+    """Return the error for an argument: its name, a short form of the value, and what was expected."""
+    is_plain = value is None or isinstance(value, str | bytes | int | float | list | tuple | dict | type)
+    got = repr(value) if is_plain else f"a {type(value).__name__}"
+    return ValueError(f"{name}: got {got if len(got) <= _SHOWN else got[:_SHOWN] + '...'}, expected {expected}")
+
+
+def as_text(name: str, value: Any) -> str:
+    """Return a non-empty string. Like all functions here, raises ValueError naming the argument for anything else."""
+    if not isinstance(value, str) or not value:
+        raise _refused(name, value, "a non-empty string")
+    return str(value)
+
+
+def as_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise _refused(name, value, "True or False")
+    return bool(value)
+
+
+def as_count(name: str, value: Any) -> int:
+    """Return an integer from 1."""
+    count = as_integer(name, value)
+    if count < 1:
+        raise _refused(name, value, "an integer from 1")
+    return count
+
+
+def as_seconds(name: str, value: Any) -> float:
+    """Return a number of seconds, which is finite and not negative."""
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not is_number or not (value >= 0 and math.isfinite(value)):
+        raise _refused(name, value, "a finite number of seconds >= 0")
+    return float(value)
+
+
+def as_receipt(name: str, value: Any) -> KVBatchMeta:
+    if not isinstance(value, KVBatchMeta):
+        raise _refused(name, value, "a receipt (KVBatchMeta) from put, claim or lookup; get_keys reads rows by key")
+    return value
+
+
+def as_names(name: str, value: Any) -> tuple[str, ...]:
+    """Return names of fields. One string is refused, as for keys, because it would be read as its letters."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise _refused(name, value, "a sequence of names, such as ['reward']")
+    names = tuple(plain_strings(list(value)))
+    if not all(isinstance(item, str) for item in names):
+        raise _refused(name, value, "a sequence of names, such as ['reward']")
+    return names
+
+
+def as_rows(name: str, value: Any) -> Fields:
+    """Return the rows of a put, of any type that `pack` takes."""
+    if not isinstance(value, Mapping | Batch | tensordict_types("TensorDictBase")):
+        raise _refused(name, value, "a mapping from field to rows, a Batch or a TensorDict")
+    return value
+
+
+def as_schema(name: str, value: Any) -> Schema:
+    return value if isinstance(value, Schema) else Schema(value)
+
+
+def as_tags(name: str, value: Any) -> Tags:
+    if not isinstance(value, Mapping) or not all(isinstance(tag, str) for tag in value):
+        raise _refused(name, value, "a mapping from tag to a value for each key")
+    return value
+
+
+def as_outcome(name: str, value: Any) -> Outcome:
+    if value not in ("done", "retry"):
+        raise _refused(name, value, "'done' or 'retry'")
+    return value
+
+
+def as_path(name: str, value: Any) -> str | os.PathLike[str]:
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise _refused(name, value, "a path")
+    return value
+
+
+def as_sampler_arguments(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _refused(name, value, "a mapping from name to plain value")
+    return check_arguments(value)
+
+
+def task_configs(name: str, tasks: Any) -> tuple[TaskConfig, ...]:
     """Return the settings of tasks. A name alone stands for a task with default settings."""
-    if isinstance(tasks, str):
-        raise ValueError(f"tasks: got the string {tasks!r}, expected a sequence of names")
-    return tuple(TaskConfig(task) if isinstance(task, str) else task for task in tasks)
+    if isinstance(tasks, str) or not isinstance(tasks, Iterable):
+        raise _refused(name, tasks, "a sequence of names or TaskConfigs")
+    listed = tuple(tasks)
+    wrong = [task for task in listed if not isinstance(task, str | TaskConfig)]
+    if wrong:
+        raise _refused(name, wrong[0], "a name or a TaskConfig")
+    return tuple(TaskConfig(task) if isinstance(task, str) else task for task in listed)
+
+
+def _unchecked(name: str, value: Any) -> Any:
+    """Return an argument that only the operation can check, because its form depends on another argument."""
+    return value
+
+
+def _keys(name: str, value: Any) -> list[str]:
+    if not isinstance(value, Iterable):
+        raise _refused(name, value, "a sequence of strings")
+    return check_keys(value, name)
 
 
 def packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str]) -> Batch:
     """Return the fields of a put as a batch. Raises SchemaMismatch when they do not fit the schema, when there are no
     fields, and when a row has too many tokens."""
-    try:
+    with mismatch(partition, keys):
         batch = pack(schema, fields, len(keys))
-    except ValueError as error:
-        raise SchemaMismatch(str(error), op="put", partition=partition, keys=keys) from None
-    if not len(batch):
+    if not len(batch) and keys:
         raise SchemaMismatch("put: got no fields", op="put", partition=partition, keys=keys)
     lengths = batch.lengths
     if lengths is not None and len(lengths) and lengths.max() > MAX_TOKENS:
@@ -62,13 +177,13 @@ def as_integer(name: str, value: int) -> int:
         raise ValueError(f"{name}: got {value!r}, expected an integer") from None
 
 
-def as_positions(positions: Sequence[int] | np.ndarray) -> np.ndarray:
+def as_positions(name: str, positions: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return positions in the prompt stream as int64 `[N]`. Raises ValueError for anything but one dimension of
     integers, and for integers of more than 63 bits."""
     array = np.asarray(positions)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or (array.size and array.max() > _MAX_VERSION):
         raise ValueError(
-            f"positions: got {array.dtype} {list(array.shape)}, expected one dimension of integers up to {_MAX_VERSION}"
+            f"{name}: got {array.dtype} {list(array.shape)}, expected one dimension of integers up to {_MAX_VERSION}"
         )
     return array.astype(np.int64)
 
@@ -102,3 +217,77 @@ def empty_receipt(partition: str, schema: Schema, fields: tuple[str, ...], plane
     none, places = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
     sources = (RowSource(fields, places, places, none),)
     return KVBatchMeta(partition, (), fields, none, none, none, {}, (), sources, schema=schema, plane_id=plane_id)
+
+
+# ---------------- The table of the checks, and the decorator that applies it.
+
+Check: TypeAlias = Callable[[str, Any], Any]
+"""Type of a check: (name of the argument, value) -> the value in the form of requests. Raises ValueError."""
+
+
+def _or_none(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+CHECKS: dict[str, Check] = {
+    "arguments": _or_none(as_sampler_arguments), "at_least": _or_none(as_integer), "fields": as_names,
+    "group_size": as_count, "groups": _or_none(_keys), "keys": _keys, "max_version": _or_none(as_version),
+    "meta": as_receipt, "min_version": _or_none(as_version), "n": as_integer, "outcome": as_outcome,
+    "partition": as_text, "path": as_path, "positions": as_positions, "redefine": as_flag, "replace": as_flag,
+    "schema": as_schema, "tags": as_tags, "task": as_text, "tasks": task_configs, "timeout_s": _or_none(as_seconds),
+    "versions": _unchecked, "wait": as_flag, "whole_groups": as_flag,
+}  # fmt: skip
+"""Check of each argument of the clients' operations, by the argument's name."""
+SPECIAL: dict[str, Check] = {
+    "add_fields.fields": as_schema, "clear.keys": _or_none(_keys), "get.fields": _or_none(as_names),
+    "load.partition": _or_none(as_text), "lookup.fields": _or_none(as_names), "put.fields": as_rows,
+    "put.tags": _or_none(as_tags), "reset.keys": _or_none(_keys), "rows.keys": _or_none(_keys),
+    "status.partition": _or_none(as_text), "task_status.fields": _or_none(as_names),
+}  # fmt: skip
+"""Checks of arguments that differ from CHECKS in one operation, as `operation.argument`."""
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+_Y = TypeVar("_Y")
+
+
+def checked(operation: Callable[_P, Generator[_Y, Any, _T]]) -> Callable[_P, Generator[_Y, Any, _T]]:
+    """Return an operation of the clients whose arguments are checked by CHECKS and SPECIAL before it begins. What is
+    wrong with them, there or later, is raised as InvalidArgument. The first parameter is not checked."""
+    op = operation.__name__
+    names = list(inspect.signature(operation).parameters)[1:]
+    checks = [(name, SPECIAL.get(f"{op}.{name}") or CHECKS[name]) for name in names]
+
+    @functools.wraps(operation)
+    def steps(*arguments: _P.args, **named: _P.kwargs) -> Generator[_Y, Any, _T]:
+        with invalid_arguments(op):
+            owner, *values = arguments
+            assert not named, "the clients pass all arguments by position"
+            found = [check(name, value) for (name, check), value in zip(checks, values, strict=True)]
+            return (yield from operation(owner, *found))  # type: ignore[call-arg]
+
+    return steps
+
+
+@contextmanager
+def invalid_arguments(op: str) -> Iterator[None]:
+    """Raise InvalidArgument for a plain ValueError of the context. op: the operation, for the error."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, DataPlaneError):
+            raise
+        raise InvalidArgument(str(error), op=op) from error.__cause__
+
+
+@contextmanager
+def mismatch(partition: str, keys: Sequence[str]) -> Iterator[None]:
+    """Raise SchemaMismatch for an error of the codecs about the rows of a put. It names the row's key, if it is known
+    which row is wrong."""
+    try:
+        yield
+    except UnstorableObject as error:
+        raise SchemaMismatch(str(error), op="put", partition=partition, keys=[keys[error.row]]) from None
+    except (TypeError, ValueError) as error:
+        if isinstance(error, DataPlaneError):
+            raise
+        raise SchemaMismatch(str(error), op="put", partition=partition, keys=keys) from None

@@ -6,11 +6,10 @@ A step is a request to the directory or a piece of work. The blocking client and
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -20,13 +19,13 @@ import numpy as np
 from ...codecs import messages
 from ...codecs.batch import Batch
 from ...codecs.blocks import BatchEncoder, EncodedBlock
-from ...codecs.schema import Field, Schema
+from ...codecs.schema import Schema
 from ...codecs.shared_rows import shared_fields
 from ..block_store import BlockStore
-from ..compact import check_keys, pack_keys, unpack_keys
+from ..compact import pack_keys, unpack_keys
 from ..directory import requests
 from ..directory.calls import ClaimRows, Committed, Grouping, Outcome, PutRows, check_distinct, schema_id
-from ..directory.samplers import TaskConfig, check_arguments
+from ..directory.samplers import TaskConfig
 from ..errors import (
     DataPlaneError,
     DataPlaneTimeout,
@@ -41,17 +40,7 @@ from ..meta import KVBatchMeta, Tags, check_tags
 from ..rpc.links import Link, Undo
 from ..status import DataPlaneStatus, PartitionRows, TaskReset, TaskStatus
 from ..traffic import ClientStats
-from .arguments import (
-    Fields,
-    Keys,
-    as_integer,
-    as_positions,
-    as_version,
-    as_versions,
-    empty_receipt,
-    packed,
-    task_configs,
-)
+from .arguments import Fields, as_versions, checked, empty_receipt, mismatch, packed
 from .block_io import check_readable, column_bytes, cut, naming_lost, read_rows, rows_per_block, write_blocks
 from .lease_renewal import LeaseRenewal
 from .put_credit import Credit
@@ -134,46 +123,45 @@ class Operations:
         self._credit = Credit(handle.config.reserve_s / 2)
 
     def timeout(self, timeout_s: float | None) -> float:
-        """Return a call's time limit in seconds: `timeout_s`, or the configured one for None. Raises ValueError when it
-        is negative or not finite."""
-        if timeout_s is None:
-            return self.handle.config.timeout_s
-        if not (timeout_s >= 0 and math.isfinite(timeout_s)):
-            raise ValueError(f"timeout_s: got {timeout_s}, expected a finite number of seconds >= 0")
-        return float(timeout_s)
+        """Return a call's time limit in seconds: `timeout_s`, or the configured one for None."""
+        return self.handle.config.timeout_s if timeout_s is None else timeout_s
 
     def _ask(self, op: str, request: object, timeout_s: float | None) -> Steps[bytes]:
         if op in requests.TAKE_EFFECT:
             yield SHIELD
         return (yield Ask(op, requests.encode(request), self.timeout(timeout_s)))
 
+    @checked
     def register(
-        self, partition: str, schema: Schema, tasks: Sequence[str | TaskConfig], group_size: int, redefine: bool
+        self, partition: str, schema: Schema, tasks: Sequence[TaskConfig], group_size: int, redefine: bool
     ) -> Steps[None]:
-        request = requests.Register(partition, schema, task_configs(tasks), group_size, redefine)
+        request = requests.Register(partition, schema, tuple(tasks), group_size, redefine)
         yield from self._ask("register", request, None)
         self._schemas[partition] = schema
 
-    def add_tasks(self, partition: str, tasks: Sequence[str | TaskConfig], timeout_s: float | None) -> Steps[None]:
-        yield from self._ask("add_tasks", requests.AddTasks(partition, task_configs(tasks)), timeout_s)
+    @checked
+    def add_tasks(self, partition: str, tasks: Sequence[TaskConfig], timeout_s: float | None) -> Steps[None]:
+        yield from self._ask("add_tasks", requests.AddTasks(partition, tuple(tasks)), timeout_s)
 
+    @checked
     def unregister(self, partition: str, timeout_s: float | None) -> Steps[int]:
         reply = yield from self._ask("unregister", requests.OnePartition(partition), timeout_s)
         self._schemas.pop(partition, None)
         return messages.decode(reply, int)
 
-    def add_fields(self, partition: str, fields: Schema | Iterable[Field], timeout_s: float | None) -> Steps[None]:
-        added = fields if isinstance(fields, Schema) else Schema(fields)
-        reply = yield from self._ask("add_fields", requests.AddFields(partition, added), timeout_s)
+    @checked
+    def add_fields(self, partition: str, fields: Schema, timeout_s: float | None) -> Steps[None]:
+        reply = yield from self._ask("add_fields", requests.AddFields(partition, fields), timeout_s)
         self._schemas[partition] = messages.decode(reply, Schema)
 
+    @checked
     def put(
         self,
         partition: str,
-        keys: Keys,
+        keys: list[str],
         fields: Fields,
         versions: int | np.ndarray | None,
-        groups: Keys | None,
+        groups: list[str] | None,
         tags: Tags | None,
         replace: bool,
         timeout_s: float | None,
@@ -182,24 +170,23 @@ class Operations:
         deadline = time.monotonic() + bound
         cached = self._schemas.get(partition)
         schema = cached or (yield from self._schema(partition, bound))
-        names = check_keys(keys)
-        check_distinct(names, partition)
-        group_names = None if groups is None else check_keys(groups, "groups")
-        if group_names is not None and len(group_names) != len(names):
-            raise ValueError(f"groups: got {len(group_names)} names, expected one for each of {len(names)} keys")
+        check_distinct(keys, partition)
+        if groups is not None and len(groups) != len(keys):
+            raise ValueError(f"groups: got {len(groups)} names, expected one for each of {len(keys)} keys")
 
         def prepare(schema: Schema) -> tuple[PutRows, list[EncodedBlock]]:
-            batch = packed(partition, schema, fields, names)
-            grouping = Grouping.of(names, group_names)
-            blocks = self._encoded(batch, grouping)
+            batch = packed(partition, schema, fields, keys)
+            grouping = Grouping.of(keys, groups)
+            with mismatch(partition, keys):
+                blocks = self._encoded(batch, grouping) if keys else []
             put = PutRows(
                 partition,
-                names,
+                keys,
                 tuple(batch),
                 batch.lengths,
-                as_versions(versions, len(names)),
+                as_versions(versions, len(keys)),
                 grouping,
-                check_tags(tags or {}, len(names)),
+                check_tags(tags or {}, len(keys)),
                 tuple(block.layout for block in blocks),
                 replace,
                 self.label,
@@ -219,7 +206,7 @@ class Operations:
                     raise
                 # Fields were added meanwhile, or the partition was registered again.
                 put, blocks = yield Work("put", lambda: prepare(schema), deadline)
-            if not names:
+            if not keys:
                 return Moved(empty_receipt(partition, schema, put.fields, self._plane_id), 0)
             yield SHIELD
             written = yield from self._place(put, blocks, deadline)
@@ -314,9 +301,10 @@ class Operations:
             yield from self._give_back(space_ids)
         yield Work("close", self.store.close)
 
-    def get(self, meta: KVBatchMeta, fields: Sequence[str] | None, timeout_s: float | None) -> Steps[Moved[Batch]]:
+    @checked
+    def get(self, meta: KVBatchMeta, fields: tuple[str, ...] | None, timeout_s: float | None) -> Steps[Moved[Batch]]:
         deadline = time.monotonic() + self.timeout(timeout_s)
-        names = meta.fields if fields is None else tuple(fields)
+        names = meta.fields if fields is None else fields
         self._check_origin(meta, "get")
         check_readable(meta, names)
         check = self.handle.config.integrity == "verify"
@@ -332,53 +320,56 @@ class Operations:
             raise naming_lost(error, meta, names, dead) from error.__cause__
         return Moved(batch, sum(map(column_bytes, batch.values())))
 
+    @checked
     def lookup(
-        self, partition: str, keys: Keys, fields: Sequence[str] | None, wait: bool, timeout_s: float | None
+        self, partition: str, keys: list[str], fields: tuple[str, ...] | None, wait: bool, timeout_s: float | None
     ) -> Steps[KVBatchMeta]:
-        names = None if fields is None else tuple(fields)
         bound = self.timeout(timeout_s)
-        request = requests.Lookup(partition, pack_keys(check_keys(keys)), names, bound if wait else None)
+        request = requests.Lookup(partition, pack_keys(keys), fields, bound if wait else None)
         reply = yield Ask("lookup", requests.encode(request), bound)
         return KVBatchMeta.from_bytes(reply)
 
-    def rows(self, partition: str, keys: Keys | None, timeout_s: float | None) -> Steps[PartitionRows]:
+    @checked
+    def rows(self, partition: str, keys: list[str] | None, timeout_s: float | None) -> Steps[PartitionRows]:
         reply = yield from self._ask("rows", requests.SomeRows(partition, _packed(keys)), timeout_s)
         return PartitionRows.from_bytes(reply)
 
-    def tag(self, partition: str, keys: Keys, tags: Tags, timeout_s: float | None) -> Steps[None]:
-        names = check_keys(keys)
-        yield from self._ask("tag", requests.Tag(partition, pack_keys(names), check_tags(tags, len(names))), timeout_s)
+    @checked
+    def tag(self, partition: str, keys: list[str], tags: Tags, timeout_s: float | None) -> Steps[None]:
+        yield from self._ask("tag", requests.Tag(partition, pack_keys(keys), check_tags(tags, len(keys))), timeout_s)
 
+    @checked
     def get_keys(
-        self, partition: str, keys: Keys, fields: Sequence[str], timeout_s: float | None
+        self, partition: str, keys: list[str], fields: tuple[str, ...], timeout_s: float | None
     ) -> Steps[Moved[Batch]]:
         meta = yield from self.lookup(partition, keys, fields, False, timeout_s)
         return (yield from self.get(meta, None, timeout_s))
 
+    @checked
     def claim(
         self,
         partition: str,
         task: str,
-        fields: Sequence[str],
+        fields: tuple[str, ...],
         n: int,
         at_least: int | None,
         whole_groups: bool,
         min_version: int | None,
         max_version: int | None,
-        arguments: Mapping[str, Any] | None,
+        arguments: dict[str, Any] | None,
         timeout_s: float | None,
     ) -> Steps[Moved[KVBatchMeta]]:
         bound = self.timeout(timeout_s)
         rows = ClaimRows(
             partition,
             task,
-            tuple(fields),
-            as_integer("n", n),
+            fields,
+            n,
             whole_groups,
-            None if min_version is None else as_version("min_version", min_version),
-            None if max_version is None else as_version("max_version", max_version),
-            None if at_least is None else as_integer("at_least", at_least),
-            check_arguments(arguments or {}),
+            min_version,
+            max_version,
+            at_least,
+            arguments or {},
         )
         request = requests.Claim(rows, bound)
         yield SHIELD
@@ -391,6 +382,7 @@ class Operations:
             raise
         return Moved(meta, 0, partial(self._give_rows_back, task, reply))
 
+    @checked
     def renew(self, meta: KVBatchMeta, timeout_s: float | None) -> Steps[None]:
         self._check_origin(meta, "renew")
         if len(meta):
@@ -398,6 +390,7 @@ class Operations:
             yield from self._ask("renew_rows", request, timeout_s)
             self._leases.add(meta.lease_id, meta.keys)
 
+    @checked
     def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, timeout_s: float | None) -> Steps[None]:
         self._check_origin(meta, "release")
         if len(meta):
@@ -405,43 +398,48 @@ class Operations:
             yield from self._ask("release", request, timeout_s)
             self._leases.drop(meta.lease_id, meta.keys)
 
-    def skip(
-        self, partition: str, task: str, positions: Sequence[int] | np.ndarray, timeout_s: float | None
-    ) -> Steps[None]:
-        yield from self._ask("skip", requests.Skip(partition, task, as_positions(positions)), timeout_s)
+    @checked
+    def skip(self, partition: str, task: str, positions: np.ndarray, timeout_s: float | None) -> Steps[None]:
+        yield from self._ask("skip", requests.Skip(partition, task, positions), timeout_s)
 
-    def reset(self, partition: str, task: str, keys: Sequence[str] | None, timeout_s: float | None) -> Steps[TaskReset]:
+    @checked
+    def reset(self, partition: str, task: str, keys: list[str] | None, timeout_s: float | None) -> Steps[TaskReset]:
         reply = yield from self._ask("reset", requests.Reset(partition, task, _packed(keys)), timeout_s)
         return messages.decode(reply, TaskReset)
 
+    @checked
     def task_status(
-        self, partition: str, task: str, fields: Sequence[str] | None, timeout_s: float | None
+        self, partition: str, task: str, fields: tuple[str, ...] | None, timeout_s: float | None
     ) -> Steps[TaskStatus]:
-        request = requests.StatusOfTask(partition, task, None if fields is None else tuple(fields))
+        request = requests.StatusOfTask(partition, task, fields)
         reply = yield from self._ask("task_status", request, timeout_s)
         return messages.decode(reply, TaskStatus)
 
-    def free(self, partition: str, keys: Keys, timeout_s: float | None) -> Steps[int]:
-        reply = yield from self._ask("free", requests.FreeRows(partition, pack_keys(check_keys(keys))), timeout_s)
+    @checked
+    def free(self, partition: str, keys: list[str], timeout_s: float | None) -> Steps[int]:
+        reply = yield from self._ask("free", requests.FreeRows(partition, pack_keys(keys)), timeout_s)
         return messages.decode(reply, int)
 
-    def clear(self, partition: str, keys: Keys | None, timeout_s: float | None) -> Steps[int]:
+    @checked
+    def clear(self, partition: str, keys: list[str] | None, timeout_s: float | None) -> Steps[int]:
         reply = yield from self._ask("clear", requests.SomeRows(partition, _packed(keys)), timeout_s)
         return messages.decode(reply, int)
 
+    @checked
     def clear_stale(
         self,
         partition: str,
         task: str,
-        fields: Sequence[str],
+        fields: tuple[str, ...],
         min_version: int,
         whole_groups: bool,
         timeout_s: float | None,
     ) -> Steps[tuple[str, ...]]:
-        rows = ClaimRows(partition, task, tuple(fields), 0, whole_groups, as_version("min_version", min_version))
+        rows = ClaimRows(partition, task, fields, 0, whole_groups, min_version)
         reply = yield from self._ask("clear_stale", requests.ClearStale(rows), timeout_s)
         return tuple(unpack_keys(reply))
 
+    @checked
     def status(self, partition: str | None, timeout_s: float | None) -> Steps[DataPlaneStatus]:
         reply = yield from self._ask("status", requests.Status(partition), timeout_s)
         return DataPlaneStatus.from_bytes(reply)
@@ -544,8 +542,8 @@ class CountedClient:
         return requests.body_of(reply, step.op, elapsed_s)
 
 
-def _packed(keys: Keys | None) -> bytes | None:
-    return None if keys is None else pack_keys(check_keys(keys))
+def _packed(keys: Sequence[str] | None) -> bytes | None:
+    return None if keys is None else pack_keys(keys)
 
 
 # ---------------- These requests undo what the directory did for an interrupted caller.

@@ -32,6 +32,7 @@ from ..directory.partition import PartitionState
 from ..errors import DataPlaneError
 from ..meta import KVBatchMeta
 from ..status import PartitionRows
+from .arguments import checked
 from .operations import ABORT_TIMEOUT_S, SHIELD, Ask, Moved, Operations, Steps, Work
 
 T = TypeVar("T")
@@ -201,6 +202,7 @@ CHUNK_BYTES = 8 << 20
 CHUNK_ROWS = 1 << 16
 
 
+@checked
 def save(
     operations: Operations, partition: str, path: str | os.PathLike[str], timeout_s: float | None
 ) -> Steps[Moved[int]]:
@@ -244,6 +246,7 @@ def _chunks(meta: KVBatchMeta) -> Iterator[tuple[int, int]]:
         start = stop
 
 
+@checked
 def load(
     operations: Operations, path: str | os.PathLike[str], partition: str | None, timeout_s: float | None
 ) -> Steps[Moved[str]]:

@@ -333,13 +333,14 @@ def reply_error(error: errors.DataPlaneError | ValueError) -> bytes:
 
 
 def body_of(data: bytes, op: str, elapsed_s: float) -> bytes:
-    """Return the body of a successful reply, or raise the error that the reply carries. The error has its original
-    class, and `op` and `elapsed_s` are filled in where it lacks them."""
+    """Return the body of a successful reply, or raise the error that the reply carries. A ValueError is raised as
+    InvalidArgument; any other error has its original class, and `op` and `elapsed_s` are filled in where it lacks
+    them."""
     if data[:1] == _OK:
         return data[1:]
     name, message, fields = msgspec.msgpack.decode(data[1:])
     if name == "ValueError":
-        raise ValueError(message)
+        raise errors.InvalidArgument(message, op=op)
     fields = {**fields, "op": fields["op"] or op, "elapsed_s": fields["elapsed_s"] or elapsed_s}
     raise _ERRORS[name](message, **fields)
 

@@ -41,6 +41,15 @@ class TaskConfig:
     """Positions after `first_prompt` for which the task does not wait, because their prompts have been trained on or
     dropped."""
 
+    def __post_init__(self) -> None:
+        for name in ("name", "sampler"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise ValueError(f"task: {name} {getattr(self, name)!r}, expected a non-empty string")
+        if not isinstance(self.options, dict):
+            raise ValueError(f"task {self.name!r}: options {self.options!r}, expected a dict")
+        if type(self.first_prompt) is not int or self.first_prompt < 0:
+            raise ValueError(f"task {self.name!r}: first_prompt {self.first_prompt!r}, expected an integer from 0")
+
 
 class StreamProgress:
     """Records which positions in the prompt stream are settled. A task does not wait for a settled position.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.codecs.objects import MAX_DEPTH, decode, encode, encode_column
+from headrace.codecs.objects import MAX_DEPTH, UnstorableObject, decode, encode, encode_column
 from headrace.tests.example_counts import examples
 
 
@@ -99,8 +99,9 @@ def test_depth_is_bounded():
 def test_columns_name_field_and_row():
     data, ends = encode_column("log", ["a", "", None])
     assert ends.tolist() == [2, 3, 4] and len(data) == 4
-    with pytest.raises(TypeError, match=r"field 'log', row 1: object: cannot store set"):
+    with pytest.raises(UnstorableObject, match=r"field 'log', row 1: object: cannot store set") as error:
         encode_column("log", ["a", {1}])
+    assert error.value.row == 1
 
 
 @pytest.mark.parametrize("damaged", [b"", b"\xa5ab", b"\xc0\xc0", b"\xc1"])
