@@ -17,12 +17,14 @@ from types import TracebackType
 
 from ..codecs import messages
 from .block_store import StoreSpec
+from .client.arguments import checked_call
 from .client.async_client import AsyncDataPlaneClient
 from .client.client import DataPlaneClient
 from .config import DataPlaneConfig
 from .directory import requests
 from .directory.requests import body_of
 from .directory_process import directory_name, start_actor, stop_actor
+from .errors import InvalidArgument
 from .handle import DataPlaneHandle, PlaneText
 from .rpc.child_process import ChildProcess
 from .rpc.frames import DirectoryAddress
@@ -88,6 +90,7 @@ def _end_in(pid: int, end: Callable[[], None]) -> None:
         end()
 
 
+@checked_call
 def open_data_plane(
     config: DataPlaneConfig | None = None,
     *,
@@ -100,26 +103,25 @@ def open_data_plane(
 ) -> DataPlane:
     """Start the directory (the metadata service) and the store of a run.
 
-    config: None uses the defaults. run_id: letters, digits, `-`, `_` and `.`; None generates one. in_process: True runs
-    the directory in a thread of this process, for clients of this process only. process: True runs it without Ray in a
-    separate process that ends when this process ends. With neither, it runs in one named Ray actor that reserves no CPU
-    (Ray must be initialised). one_host: whether all clients are on the Ray actor's host. listen: with process=True, IP
-    address of this host at which clients of other hosts reach the data plane; "" when all clients are on this host. On
-    one host, no port is open to other hosts and `store.kind=auto` means `shm`; otherwise it means `tcp`.
-    start_timeout_s: seconds that the directory's process may take to start.
+    config: None uses the defaults. run_id: up to 64 letters, digits, `-`, `_` and `.`; None generates one. in_process:
+    True runs the directory in a thread of this process, for clients of this process only. process: True runs it without
+    Ray in a separate process that ends when this process ends. With neither, it runs in one named Ray actor that
+    reserves no CPU (Ray must be initialised). one_host: whether all clients are on the Ray actor's host. listen: with
+    process=True, IP address of this host at which clients of other hosts reach the data plane; "" when all clients are
+    on this host. On one host, no port is open to other hosts and `store.kind=auto` means `shm`; otherwise it means
+    `tcp`. start_timeout_s: seconds that the directory's process may take to start.
 
-    Raises ValueError for a malformed run_id or arguments that exclude each other, when Ray is needed but not
-    initialised, and when this machine cannot provide what the configuration asks for. Raises DirectoryLost or StoreLost
-    when a process does not start in time.
+    Raises InvalidArgument, a ValueError, for wrong arguments, such as a `listen` that is no address of this host, and
+    for arguments that exclude each other. Raises ValueError when Ray is needed but not initialised, and when this
+    machine cannot provide what the configuration asks for. Raises DirectoryLost or StoreLost when a process does not
+    start in time.
     """
     config = config or DataPlaneConfig()
     run_id = run_id or f"run-{uuid.uuid4().hex[:10]}"
-    if not run_id.replace("-", "").replace("_", "").replace(".", "").isalnum():
-        raise ValueError(f"run_id: got {run_id!r}, expected letters, digits, '-', '_', '.'")
     if in_process and process:
-        raise ValueError("open_data_plane: got in_process=True and process=True, expected at most one of them")
+        raise InvalidArgument("open_data_plane: got in_process=True and process=True, expected at most one of them")
     if listen and not process:
-        raise ValueError(f"open_data_plane: got listen={listen!r} without process=True, expected both or neither")
+        raise InvalidArgument(f"open_data_plane: got listen={listen!r} without process=True, expected both or neither")
     if in_process:
         return _open_in_process(config, run_id)
     if process:
@@ -180,17 +182,19 @@ def _open_actor(config: DataPlaneConfig, run_id: str, one_host: bool, timeout_s:
     return DataPlane(handle, processes, started.node, end, at_exit=None)
 
 
+@checked_call
 def connect(handle: DataPlaneHandle | str, *, name: str = "") -> DataPlaneClient:
     """Connect this process to a data plane. handle: a handle, or its text (`DataPlaneHandle.to_text`). `name`
     identifies this client in the directory's log.
 
-    Raises DirectoryLost or StoreLost when the directory or the store is not running, and ValueError for a text that is
-    not a handle.
+    Raises DirectoryLost or StoreLost when the directory or the store is not running, and InvalidArgument, a ValueError,
+    for what is not a handle, for a text with a changed letter, too.
     """
     handle, link = _joined(handle, connect_now=True)
     return DataPlaneClient(handle, link, store_entry(handle.store.kind).attach(handle.store, link), name)
 
 
+@checked_call
 def connect_async(handle: DataPlaneHandle | str, *, name: str = "") -> AsyncDataPlaneClient:
     """Return an asyncio client of a data plane. The arguments are those of `connect`.
 
@@ -202,6 +206,7 @@ def connect_async(handle: DataPlaneHandle | str, *, name: str = "") -> AsyncData
     return AsyncDataPlaneClient(handle, link, store_entry(handle.store.kind).attach(handle.store, link), name)
 
 
+@checked_call
 def open_storage_unit(handle: DataPlaneHandle | str, *, listen: str) -> StorageUnitProcess:
     """Start a storage unit on this host for a data plane with the store `tcp` that was opened on another host.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import zlib
 from dataclasses import dataclass
 
 import msgspec
@@ -13,7 +14,8 @@ from .block_store import StoreSpec
 from .config import DataPlaneConfig
 from .rpc.frames import DirectoryAddress
 
-_TEXT_PREFIX = "headrace1."
+_TEXT_PREFIX = "headrace2."
+_SUM_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class DataPlaneHandle:
             )
         address = self.address
         body = msgspec.msgpack.encode([self.run_id, address.local, address.host, address.port, self.store.key])
-        return _TEXT_PREFIX + base64.urlsafe_b64encode(body).decode().rstrip("=")
+        return _TEXT_PREFIX + base64.urlsafe_b64encode(_checksum(body) + body).decode().rstrip("=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +66,25 @@ class PlaneText:
 
     @staticmethod
     def parse(text: str) -> PlaneText:
-        """Decode what `DataPlaneHandle.to_text` returned. Raises ValueError for any other text."""
+        """Decode what `DataPlaneHandle.to_text` returned. Raises ValueError for any other text, and for one in which a
+        letter has changed."""
         text = text.strip()
         body = text.removeprefix(_TEXT_PREFIX)
         try:
             if body == text:
                 raise ValueError
             data = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
+            found, data = data[:_SUM_BYTES], data[_SUM_BYTES:]
+            if found != _checksum(data):
+                raise ValueError
             run_id, local, host, port, key = msgspec.msgpack.decode(data, type=tuple[str, str, str, int, bytes])
         except (ValueError, binascii.Error, msgspec.MsgspecError):
             raise ValueError(
-                f"handle: got a text of {len(text)} characters, expected what plane.handle.to_text() returned, which "
-                f"begins with {_TEXT_PREFIX!r}"
+                f"handle: got a text of {len(text)} characters, whose checksum is wrong or missing, expected what "
+                f"plane.handle.to_text() returned, which begins with {_TEXT_PREFIX!r}"
             ) from None
         return PlaneText(run_id, DirectoryAddress(local, host, port), key)
+
+
+def _checksum(body: bytes) -> bytes:
+    return zlib.crc32(body).to_bytes(_SUM_BYTES)

@@ -7,14 +7,50 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
-from ..codecs.jagged import unpack
+from ..codecs.batch import Batch, Column
+from ..codecs.jagged import pack, unpack
+from ..codecs.schema import Schema
+from .client.arguments import checked_call
 from .client.client import DataPlaneClient
-from .errors import ClaimTimeout, DataPlaneError
+from .directory.samplers import TaskConfig
+from .errors import ClaimTimeout, DataPlaneError, InvalidArgument
 from .factory import connect
 from .handle import DataPlaneHandle
 from .meta import KVBatchMeta
+
+
+class _Row(dict[str, Any]):
+    """One row, as a dict from field to value, with the schema of its fields."""
+
+    schema: Schema
+
+    def __reduce__(self):
+        return dict, (dict(self),)  # A process that receives a row needs no schema.
+
+
+def _collate_rows(rows: list[_Row], **_: Any) -> dict[str, Column]:
+    """Return rows as a dict of the columns that a batch of them has."""
+    return dict(pack(rows[0].schema, {name: [row[name] for row in rows] for name in rows[0]}, len(rows)))
+
+
+def _collate_batches(batches: list[Batch], **_: Any) -> dict[str, Column]:
+    """Return the columns of a dataset's only batch, which a DataLoader without `batch_size=None` would give a further
+    dimension. Raises ValueError for several batches."""
+    if len(batches) > 1:
+        raise ValueError(
+            f"DataLoader: got batch_size={len(batches)} for a dataset that yields batches, expected batch_size=None"
+        )
+    return dict(batches[0])
+
+
+def _collate_receipts(receipts: list[KVBatchMeta], **_: Any) -> KVBatchMeta:
+    return receipts[0].concat(*receipts[1:])
+
+
+default_collate_fn_map.update({_Row: _collate_rows, Batch: _collate_batches, KVBatchMeta: _collate_receipts})
 
 _logger = logging.getLogger(__name__)
 
@@ -26,8 +62,12 @@ class StreamingDataset(IterableDataset):
     """Iterates over a partition's rows as they become ready. Each row goes to only one iteration.
 
     It yields a `Batch` for each claim or, with `batch_size=None`, each row as a dict from field to value. Give it to a
-    `DataLoader` with `batch_size=None`, whose default `collate_fn` makes each `Batch` a dict of the same columns. Each
-    worker of the loader connects for itself, and the workers share the rows among them.
+    `DataLoader` with `batch_size=None`, which makes each `Batch` a dict of the same columns. A `DataLoader` that makes
+    batches of single rows makes them such dicts, too, with a `Jagged` column for each PER_TOKEN field (`collate_fn`).
+    Each worker of the loader connects for itself, and the workers share the rows among them.
+
+    The ranks of a distributed job that step together need equally many batches. With `rank` and `world`, each rank gets
+    the same number of batches of the same size, because the dataset adds `task` with the sampler `rank_aware`.
 
     Rows are released as done when the next item is requested. When an iteration is abandoned (`break`, an error, the
     end of a worker), the rows that it yielded last are given back. So without workers every row is trained on at least
@@ -37,6 +77,7 @@ class StreamingDataset(IterableDataset):
     unless a worker dies.
     """
 
+    @checked_call
     def __init__(
         self,
         handle: DataPlaneHandle | str,
@@ -53,27 +94,27 @@ class StreamingDataset(IterableDataset):
         on_timeout: Literal["raise", "stop"] = "raise",
         clear: bool = False,
         with_receipts: bool = False,
+        rank: int | None = None,
+        world: int | None = None,
     ) -> None:
         """Nothing is claimed before the first item is requested. handle: a handle, or its text.
 
         batch_size, at_least, whole_groups, arguments, timeout_s: as `n` and the arguments of the same names of
         `DataPlaneClient.claim`; with `batch_size=None` only `arguments` and `timeout_s` can be given. stop_after:
-        number of rows after which an iteration ends, over all workers, a multiple of batch_size; None sets no end.
+        number of rows after which an iteration ends, over all workers and ranks, a multiple of batch_size times world;
+        None sets no end.
         on_timeout: with `stop`, an iteration ends when too few rows become ready within `timeout_s`; with `raise`, it
         raises ClaimTimeout. clear: whether rows are removed from the partition when they are done. with_receipts:
-        whether to yield pairs of a batch or row and its receipt. Results can be written under the receipt's keys.
+        whether to yield pairs of a batch or row and its receipt. Results can be written under the receipt's keys. rank,
+        world: this process's rank and the number of ranks; both or neither. The partition must not have `task` with
+        another sampler than `rank_aware`. Rows that do not make a whole batch for every rank stay in the partition.
 
-        An iteration raises the errors of `connect`, `claim`, `get` and `release`. Raises ValueError for arguments that
-        exclude each other.
+        An iteration raises the errors of `connect`, `add_tasks`, `claim`, `get` and `release`. Raises InvalidArgument,
+        a ValueError, for wrong arguments and for arguments that exclude each other.
         """
-        if batch_size is None and (at_least is not None or whole_groups):
-            raise ValueError("batch_size: got None with at_least or whole_groups, expected a number of rows")
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size: got {batch_size}, expected at least 1, or None for single rows")
-        if stop_after is not None and (stop_after < 1 or stop_after % (batch_size or 1)):
-            raise ValueError(f"stop_after: got {stop_after}, expected a multiple of batch_size={batch_size}")
-        if on_timeout not in ("raise", "stop"):
-            raise ValueError(f"on_timeout: got {on_timeout!r}, expected 'raise' or 'stop'")
+        wrong = _excluded(batch_size, at_least, whole_groups, arguments, stop_after, on_timeout, rank, world)
+        if wrong:
+            raise InvalidArgument(wrong, op="StreamingDataset")
         self._handle = handle
         self._partition = partition
         self._task = task
@@ -81,7 +122,8 @@ class StreamingDataset(IterableDataset):
         self._batch_size = batch_size
         self._at_least = 1 if batch_size is None else batch_size if at_least is None else at_least
         self._whole_groups = whole_groups
-        self._arguments = arguments
+        self._arguments = arguments if rank is None else {"rank": rank}
+        self._world = world
         self._stop_after = stop_after
         self._timeout_s = timeout_s
         self._on_timeout = on_timeout
@@ -91,6 +133,8 @@ class StreamingDataset(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         left = self._rows_of_worker()
         with connect(self._handle, name=f"dataset of {self._partition}") as client:
+            if self._world is not None:
+                client.add_tasks(self._partition, [TaskConfig(self._task, "rank_aware", {"num_ranks": self._world})])
             while left is None or left > 0:
                 try:
                     meta = self._claim(client, left)
@@ -101,15 +145,28 @@ class StreamingDataset(IterableDataset):
                 yield from self._items(client, meta)
                 left = None if left is None else left - len(meta)
 
+    def __len__(self) -> int:
+        """Return the number of batches or rows that this rank gets at most. Raises TypeError without `stop_after`, as
+        `len` does for what has no length."""
+        if self._stop_after is None:
+            raise TypeError("the length of the dataset is not known: it was made without stop_after")
+        return self._stop_after // (self._batch_size or 1) // (self._world or 1)
+
     def _rows_of_worker(self) -> int | None:
         """Return the number of rows after which the iteration of this worker ends; None for no end. The numbers of all
-        workers add up to `stop_after`."""
+        workers and ranks add up to `stop_after`."""
         worker = get_worker_info()
-        if self._stop_after is None or worker is None:
-            return self._stop_after
+        if self._stop_after is None:
+            return None
         unit = self._batch_size or 1
-        each, more = divmod(self._stop_after // unit, worker.num_workers)
-        return (each + (worker.id < more)) * unit
+        each, more = divmod(len(self), 1 if worker is None else worker.num_workers)
+        return (each + (worker is not None and worker.id < more)) * unit
+
+    @staticmethod
+    def collate_fn(rows: Sequence[Any]) -> Any:
+        """Return rows that a dataset with `batch_size=None` yielded as one dict of columns, those that its batches
+        would have; with receipts, a pair of it and one receipt. A DataLoader finds this function by itself."""
+        return default_collate(rows)
 
     def _claim(self, client: DataPlaneClient, left: int | None) -> KVBatchMeta:
         most = self._batch_size or ROWS_A_CLAIM
@@ -134,7 +191,8 @@ class StreamingDataset(IterableDataset):
             if self._batch_size is None:
                 columns = unpack(batch)
                 for number in range(len(meta)):
-                    row = {name: values[number] for name, values in columns.items()}
+                    row = _Row({name: values[number] for name, values in columns.items()})
+                    row.schema = batch.schema
                     yield (row, meta.select([number])) if self._with_receipts else row
                     num_done += 1
             else:
@@ -159,3 +217,28 @@ class StreamingDataset(IterableDataset):
             client.release(meta.select(np.arange(num_done, len(meta))), self._task, "retry")
         except DataPlaneError as error:
             _logger.warning("rows of an abandoned iteration return only when their lease runs out: %s", error)
+
+
+def _excluded(
+    batch_size: int | None,
+    at_least: int | None,
+    whole_groups: bool,
+    arguments: Mapping[str, Any] | None,
+    stop_after: int | None,
+    on_timeout: str,
+    rank: int | None,
+    world: int | None,
+) -> str:
+    """Return what is wrong with the arguments of a dataset together, or ""."""
+    if batch_size is None and (at_least is not None or whole_groups):
+        return "batch_size: got None with at_least or whole_groups, expected a number of rows"
+    unit = (batch_size or 1) * (world or 1)
+    if stop_after is not None and stop_after % unit:
+        return f"stop_after: got {stop_after}, expected a multiple of batch_size={batch_size} times world={world or 1}"
+    if on_timeout not in ("raise", "stop"):
+        return f"on_timeout: got {on_timeout!r}, expected 'raise' or 'stop'"
+    if (rank is None) != (world is None) or rank is not None and world is not None and not 0 <= rank < world:
+        return f"rank: got {rank} with world={world}, expected both or neither, and a rank from 0 to below world"
+    if rank is not None and (arguments is not None or at_least is not None):
+        return "rank: got it with arguments or at_least, expected neither, so that the ranks get equal batches"
+    return ""

@@ -25,19 +25,24 @@ def main() -> None:
             plane = stack.enter_context(open_data_plane(process=True))
             texts = [plane.handle.to_text()]
             client = stack.enter_context(connect(plane.handle))
-            client.register("train", SCHEMA, tasks=["trainer"])
+            client.register("train", SCHEMA)
             ids = [torch.arange(1 + number % 7) for number in range(ROWS)]
             client.put(
                 "train", [f"r.{number}" for number in range(ROWS)], {"ids": ids, "reward": torch.arange(float(ROWS))}
             )
         dist.broadcast_object_list(texts)
+        # With rank and world, each rank gets equally many batches, so that no rank waits in a collective for ever.
         rows = StreamingDataset(
-            texts[0], "train", "trainer", ["ids", "reward"], batch_size=8, timeout_s=2.0, on_timeout="stop"
-        )
-        seen = torch.zeros(ROWS)
+            texts[0], "train", "trainer", ["ids", "reward"], batch_size=8, stop_after=ROWS, timeout_s=30.0,
+            rank=dist.get_rank(), world=dist.get_world_size(),
+        )  # fmt: skip
+        seen, steps = torch.zeros(ROWS), 0
         for batch in DataLoader(rows, batch_size=None, num_workers=1):
             seen[batch["reward"].long()] += 1
-        print(f"rank {dist.get_rank()} streamed {int(seen.sum())} rows", flush=True)
+            steps += 1
+            dist.barrier()  # Where the gradients of a step would be averaged.
+        print(f"rank {dist.get_rank()} streamed {int(seen.sum())} rows in {steps} steps", flush=True)
+        assert steps == len(rows), "each rank gets the same number of batches"
         dist.all_reduce(seen)
         assert seen.eq(1).all(), "each row goes to one rank, once"
     dist.destroy_process_group()

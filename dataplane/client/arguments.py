@@ -11,6 +11,7 @@ import inspect
 import math
 import operator
 import os
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
@@ -25,9 +26,12 @@ from ...codecs.jagged import pack
 from ...codecs.objects import UnstorableObject
 from ...codecs.schema import Schema
 from ..compact import check_keys, plain_strings
+from ..config import DataPlaneConfig
 from ..directory.calls import Outcome
 from ..directory.samplers import TaskConfig, check_arguments
 from ..errors import DataPlaneError, InvalidArgument, SchemaMismatch
+from ..handle import DataPlaneHandle, PlaneText
+from ..listen_address import listen_address
 from ..meta import KVBatchMeta, Tags
 
 if TYPE_CHECKING:
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 80
 """Largest number of letters of a wrong value that an error shows."""
+MAX_RUN_ID = 64
+"""Largest number of letters of a run_id, which becomes a part of the names of sockets and folders."""
 _MAX_VERSION = (1 << 63) - 1
 """Highest policy version, and highest position in the prompt stream."""
 
@@ -111,6 +117,32 @@ def as_schema(name: str, value: Any) -> Schema:
 def as_tags(name: str, value: Any) -> Tags:
     if not isinstance(value, Mapping) or not all(isinstance(tag, str) for tag in value):
         raise _refused(name, value, "a mapping from tag to a value for each key")
+    return value
+
+
+def as_handle(name: str, value: Any) -> DataPlaneHandle | str:
+    if not isinstance(value, DataPlaneHandle | str):
+        raise _refused(name, value, "a DataPlaneHandle, such as plane.handle, or its text")
+    if isinstance(value, str):
+        PlaneText.parse(value)
+    return value
+
+
+def as_config(name: str, value: Any) -> DataPlaneConfig:
+    if not isinstance(value, DataPlaneConfig):
+        raise _refused(name, value, "a DataPlaneConfig, such as DataPlaneConfig(store=StoreConfig(kind='tcp'))")
+    return value
+
+
+def as_run_id(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[\w.-]*\w[\w.-]*", value) or len(value) > MAX_RUN_ID:
+        raise _refused(name, value, f"up to {MAX_RUN_ID} letters, digits, '-', '_', '.', with a letter or a digit")
+    return value
+
+
+def as_string(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _refused(name, value, "a string")
     return value
 
 
@@ -233,18 +265,25 @@ CHECKS: dict[str, Check] = {
     "arguments": _or_none(as_sampler_arguments), "at_least": _or_none(as_integer), "fields": as_names,
     "group_size": as_count, "groups": _or_none(_keys), "keys": _keys, "max_version": _or_none(as_version),
     "meta": as_receipt, "min_version": _or_none(as_version), "n": as_integer, "outcome": as_outcome,
-    "partition": as_text, "path": as_path, "positions": as_positions, "redefine": as_flag, "replace": as_flag,
+    "name": as_string, "partition": as_text, "path": as_path, "positions": as_positions, "redefine": as_flag,
+    "replace": as_flag,
     "schema": as_schema, "tags": as_tags, "task": as_text, "tasks": task_configs, "timeout_s": _or_none(as_seconds),
+    "config": _or_none(as_config), "handle": as_handle, "in_process": as_flag, "listen": listen_address,
+    "one_host": as_flag, "process": as_flag, "run_id": _or_none(as_run_id), "start_timeout_s": as_seconds,
+    "batch_size": _or_none(as_count), "clear": as_flag, "on_timeout": as_string,
+    "rank": _or_none(as_integer), "stop_after": _or_none(as_count), "with_receipts": as_flag,
+    "world": _or_none(as_count),
     "versions": _unchecked, "wait": as_flag, "whole_groups": as_flag,
 }  # fmt: skip
-"""Check of each argument of the clients' operations, by the argument's name."""
+"""Check of each argument of the public calls, by the argument's name."""
 SPECIAL: dict[str, Check] = {
     "add_fields.fields": as_schema, "clear.keys": _or_none(_keys), "get.fields": _or_none(as_names),
     "load.partition": _or_none(as_text), "lookup.fields": _or_none(as_names), "put.fields": as_rows,
+    "open_data_plane.listen": lambda name, value: value if value == "" else listen_address(name, value),
     "put.tags": _or_none(as_tags), "reset.keys": _or_none(_keys), "rows.keys": _or_none(_keys),
     "status.partition": _or_none(as_text), "task_status.fields": _or_none(as_names),
 }  # fmt: skip
-"""Checks of arguments that differ from CHECKS in one operation, as `operation.argument`."""
+"""Checks of arguments that differ from CHECKS in one call, as `call.argument`."""
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 _Y = TypeVar("_Y")
@@ -266,6 +305,25 @@ def checked(operation: Callable[_P, Generator[_Y, Any, _T]]) -> Callable[_P, Gen
             return (yield from operation(owner, *found))  # type: ignore[call-arg]
 
     return steps
+
+
+def checked_call(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Return a function, or a method `__init__`, whose arguments are checked as those of operations are."""
+    signature = inspect.signature(function)
+    op = function.__qualname__.removesuffix(".__init__")
+    names = [name for name in signature.parameters if name != "self"]
+    checks = {name: SPECIAL.get(f"{op}.{name}") or CHECKS[name] for name in names}
+
+    @functools.wraps(function)
+    def call(*arguments: _P.args, **named: _P.kwargs) -> _T:
+        bound = signature.bind(*arguments, **named)
+        with invalid_arguments(op):
+            for name, check in checks.items():
+                if name in bound.arguments:
+                    bound.arguments[name] = check(name, bound.arguments[name])
+        return function(*bound.args, **bound.kwargs)
+
+    return call
 
 
 @contextmanager

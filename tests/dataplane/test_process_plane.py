@@ -14,7 +14,7 @@ import torch
 
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
-from headrace.dataplane.errors import DirectoryLost, StoreLost
+from headrace.dataplane.errors import DirectoryLost, InvalidArgument, StoreLost
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
 from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.dataplane.planes import put_one
@@ -69,7 +69,9 @@ def test_processes_of_every_kind_share_a_plane_by_its_text(plane: DataPlane) -> 
 
 
 def test_a_text_that_is_none_is_refused(plane: DataPlane) -> None:
-    for text in ("", "headrace1.", "headrace1.!!", plane.handle.to_text()[:-9], "tcp://1.2.3.4:5"):
+    text = plane.handle.to_text()
+    changed = [text[:at] + ("A" if text[at] != "A" else "B") + text[at + 1 :] for at in (11, 40, len(text) - 2)]
+    for text in ("", "headrace2.", "headrace2.!!", text[:-9], text.upper(), *changed, "tcp://1.2.3.4:5"):
         with pytest.raises(ValueError, match="expected what plane.handle.to_text"):
             connect(text)
     with open_data_plane(DataPlaneConfig(), run_id=fresh_run_id(), in_process=True) as own:
@@ -82,10 +84,35 @@ def test_a_text_that_is_none_is_refused(plane: DataPlane) -> None:
 
 def test_a_process_that_cannot_start_says_why() -> None:
     taken = DataPlaneConfig(store=StoreConfig(kind="tcp", capacity_mib=16))
-    with pytest.raises(ValueError, match="cannot listen on 192.0.2.77"):
+    with pytest.raises(InvalidArgument, match="listen: got '192.0.2.77', which is no address of this host"):
         open_data_plane(taken, run_id=fresh_run_id(), process=True, listen="192.0.2.77")
     with pytest.raises(StoreLost, match="did not start within 0.01 s"):
         open_data_plane(taken, run_id=fresh_run_id(), process=True, start_timeout_s=0.01)
+
+
+def test_an_address_that_other_hosts_cannot_reach_is_refused(plane: DataPlane) -> None:
+    own = own_addresses()
+    for wrong in ("0.0.0.0", "::", "localhost", "", " ", True, None, 7, "no.such.host.invalid"):
+        if wrong != "":  # An empty text means that all clients are on this host.
+            with pytest.raises(InvalidArgument, match=r"listen: got .*expected an IP address of this host") as error:
+                open_data_plane(process=True, listen=wrong)  # pyright: ignore[reportArgumentType]
+            assert all(address in str(error.value) for address in own) and "op=open_data_plane" in str(error.value)
+        with pytest.raises(InvalidArgument, match="listen: got"):
+            open_storage_unit(plane.handle, listen=wrong)  # pyright: ignore[reportArgumentType]
+    assert [listen_address("listen", address) for address in (*own, "127.0.0.1")] == [*own, "127.0.0.1"]
+
+
+def test_names_that_become_files_and_sockets_are_checked() -> None:
+    for wrong in ("r" * 300, "..", "a/b", "", 7):
+        with pytest.raises(InvalidArgument, match="run_id: got .*expected up to 64 letters"):
+            open_data_plane(in_process=True, run_id=wrong)  # pyright: ignore[reportArgumentType]
+    with open_data_plane(DataPlaneConfig(store=StoreConfig(capacity_mib=4)), process=True, run_id="r" * 64) as longest:
+        connect(longest.handle).close()
+    for wrong in (longest, None, 7, "localhost:123"):
+        with pytest.raises(InvalidArgument, match="handle: got"):
+            connect(wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InvalidArgument, match="config: got 'tcp', expected a DataPlaneConfig"):
+        open_data_plane("tcp", process=True)  # pyright: ignore[reportArgumentType]
 
 
 SCRIPT = """
