@@ -157,6 +157,27 @@ def test_contiguous_input_is_not_copied():
     assert pack(SCHEMA, {"reward": dense}).tensor("reward").data_ptr() == dense.data_ptr()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_float64_and_integers_fit_a_field_of_floats(dtype):
+    field = Field("r", Kind.PER_SAMPLE, dtype)
+    for values in (np.array([0.5, -2.0, np.inf]), torch.tensor([0.5, -2.0, np.inf], dtype=torch.float64)):
+        assert pack(Schema([field]), {"r": values}).tensor("r").tolist() == [0.5, -2.0, np.inf]
+        assert pack(Schema([field]), {"r": values[::2]}).tensor("r").dtype == dtype
+    for values in (np.array([1, -7]), torch.tensor([1, -7]), np.array([1, 2], np.uint8), [np.int64(4), 2]):
+        assert pack(Schema([field]), {"r": values}).tensor("r").tolist() == list(values)
+    wide = pack(Schema([Field("r", Kind.PER_SAMPLE, torch.float64)]), {"r": np.array([2**60])})
+    assert wide.tensor("r").tolist() == [2.0**60]
+    with pytest.raises(ValueError, match=f"row 1 holds {2**53 + 1}, which float64 cannot hold"):
+        pack(Schema([Field("r", Kind.PER_SAMPLE, torch.float64)]), {"r": np.array([1, 2**53 + 1])})
+
+
+@pytest.mark.parametrize("column", [np.array(["a", "bc"], dtype=object), np.array(["a", "bc"])], ids=["object", "text"])
+def test_a_column_of_numpy_text_in_a_tensordict_is_one_text_a_row(column):
+    schema = Schema([Field("text", Kind.OBJECT)])
+    for data in (TensorDict({"text": column}, batch_size=2), {"text": column}):
+        assert pack(schema, data).objects("text") == ["a", "bc"]
+
+
 def test_empty_batches():
     batch = pack(SCHEMA, {name: [] for name in SCHEMA})
     assert batch.num_rows == 0 and len(batch) == len(SCHEMA)
@@ -171,10 +192,12 @@ BAD = {
         {"input_ids": [torch.zeros(2)]},
         "'input_ids': row 0 has dtype torch.float32, expected torch.int32",
     ),
-    "wider float": (
-        {"logprobs": torch.zeros(1, 2, dtype=torch.float64)},
-        "dtype torch.float64, expected torch.float32",
+    "narrower float": ({"logprobs": torch.zeros(1, 2, dtype=torch.float16)}, "dtype torch.float16, expected"),
+    "float64 too large": (
+        {"logprobs": [torch.zeros(2, dtype=torch.float64), torch.tensor([0.0, 1e300], dtype=torch.float64)]},
+        "row 1 holds 1e[+]300, which float32 cannot hold",
     ),
+    "integers not exact": ({"logprobs": np.array([[1], [2**24 + 1]])}, "row 1 holds 16777217, which float32 cannot"),
     "bool for int": ({"mask": [torch.ones(2, dtype=torch.bool)]}, "row 0 has dtype torch.bool, expected torch.uint8"),
     "second row's dtype": (
         {"input_ids": [torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.float32)]},
@@ -182,7 +205,7 @@ BAD = {
     ),
     "int too large": ({"input_ids": [[1], [2**40]]}, "row 1 holds 1099511627776, expected -2147483648 to 2147483647"),
     "float for int": ({"input_ids": [[1], [1.5]]}, "row 1 is a list with values of type float64, expected int32"),
-    "numpy float64": ({"logprobs": [np.zeros(2)]}, "row 0 is a numpy array of dtype float64, expected float32"),
+    "numpy float16": ({"logprobs": [np.zeros(2, np.float16)]}, "row 0 is a numpy array of dtype float16, expected"),
     "float too large": ({"logprobs": [[1e300]]}, "row 0 holds 1e[+]300, which float32 cannot hold"),
     "int not exact": ({"logprobs": [[2**24 + 1]]}, "row 0 holds 16777217, which float32 cannot hold"),
     "int for bool": ({"done": [[1, 0]]}, "'done': .* int64, expected bool"),

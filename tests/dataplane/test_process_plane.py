@@ -15,7 +15,8 @@ import torch
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import DirectoryLost, InvalidArgument, StoreLost
-from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
+from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane, open_storage_unit
+from headrace.dataplane.listen_address import listen_address, own_addresses
 from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.dataplane.planes import put_one
 from headrace.tests.process_pool import has_ended, kill

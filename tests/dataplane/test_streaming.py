@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from headrace.codecs.batch import Batch
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.client.client import DataPlaneClient
-from headrace.dataplane.errors import ClaimTimeout, DataPlaneError
+from headrace.dataplane.errors import ClaimTimeout, DataPlaneError, InvalidArgument
 from headrace.dataplane.factory import connect, open_data_plane
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.streaming import ROWS_A_CLAIM, StreamingDataset
@@ -37,10 +37,10 @@ def client(handle: DataPlaneHandle) -> Iterator[DataPlaneClient]:
         yield client
 
 
-def put(client: DataPlaneClient, numbers: range) -> None:
+def put(client: DataPlaneClient, numbers: range, partition: str = "p") -> None:
     """Rows with these numbers, of which each has its number modulo 4 of tokens; two in a group."""
     ids = [torch.full((number % 4,), number, dtype=torch.int32) for number in numbers]
-    client.put("p", [f"{n // 2}.{n % 2}" for n in numbers], {"ids": ids, "number": torch.tensor(list(numbers))})
+    client.put(partition, [f"{n // 2}.{n % 2}" for n in numbers], {"ids": ids, "number": torch.tensor(list(numbers))})
 
 
 def dataset(handle: DataPlaneHandle, batch_size: int | None, **options: Any) -> StreamingDataset:
@@ -105,15 +105,62 @@ def test_it_ends_after_as_many_rows_or_in_time_and_may_clear_them(
     assert [len(batch["number"]) for batch in dataset(handle, 4, at_least=1, stop_after=4)] == [2]
 
 
+def test_ranks_get_equally_many_batches_whoever_is_faster(handle: DataPlaneHandle, client: DataPlaneClient) -> None:
+    client.register("ranks", SCHEMA)
+    put(client, range(22), "ranks")
+    options: dict[str, Any] = {"batch_size": 2, "timeout_s": 0.2, "on_timeout": "stop", "world": 3}
+    ranks = [StreamingDataset(handle, "ranks", "all", FIELDS, rank=rank, **options) for rank in (0, 1, 2)]
+    fast = [batch.tensor("number").tolist() for batch in ranks[2]]
+    slow = [[batch.tensor("number").tolist() for batch in rank] for rank in ranks[:2]]
+    assert [len(batches) for batches in (*slow, fast)] == [3, 3, 3], "4 of the rows make no batch for each rank"
+    assert sorted(n for batches in (*slow, fast) for batch in batches for n in batch) == list(range(18))
+    ends = [StreamingDataset(handle, "ranks", "ends", FIELDS, rank=1, stop_after=12, **options) for _ in range(2)]
+    assert [len(end) for end in ends] == [2, 2] and len(list(ends[0])) == 2
+    with pytest.raises(InvalidArgument, match="other settings|rank_aware"):
+        list(StreamingDataset(handle, "p", "train", FIELDS, rank=0, **options))
+
+
+def test_a_loader_keeps_the_columns_of_batches_and_of_single_rows(
+    handle: DataPlaneHandle, client: DataPlaneClient
+) -> None:
+    put(client, range(12))
+    (plain,) = DataLoader(dataset(handle, 4, stop_after=4))  # Without batch_size=None.
+    assert plain["number"].tolist() == [0, 1, 2, 3] and plain["ids"].lengths.tolist() == [0, 1, 2, 3]
+    with pytest.raises(
+        ValueError, match="got batch_size=2 for a dataset that yields batches, expected batch_size=None"
+    ):
+        list(DataLoader(dataset(handle, 2, stop_after=4), batch_size=2))
+    loader = DataLoader(dataset(handle, None, stop_after=8, with_receipts=True), batch_size=4)
+    found = [(batch["ids"].values.tolist(), batch["number"].tolist(), meta.keys) for batch, meta in loader]
+    assert found[0] == ([5, 6, 6, 7, 7, 7], [4, 5, 6, 7], ("2.0", "2.1", "3.0", "3.1")) and len(found) == 2
+    client.reset("p", "train")
+    rows = list(dataset(handle, None, stop_after=2))
+    assert StreamingDataset.collate_fn(rows)["number"].tolist() == [0, 1]
+
+
+def test_a_length_is_known_where_it_is_set(handle: DataPlaneHandle) -> None:
+    assert len(dataset(handle, 4, stop_after=12)) == 3 and len(dataset(handle, None, stop_after=12)) == 12
+    assert len(DataLoader(dataset(handle, 4, stop_after=12), batch_size=None)) == 3
+    with pytest.raises(TypeError, match="made without stop_after"):
+        len(dataset(handle, 4))
+
+
 def test_arguments_that_exclude_each_other_are_refused(handle: DataPlaneHandle) -> None:
     for options, words in (
         ({"batch_size": None, "whole_groups": True}, "batch_size: got None with"),
         ({"batch_size": 0}, "batch_size: got 0"),
         ({"batch_size": 4, "stop_after": 6}, "stop_after: got 6, expected a multiple of batch_size=4"),
         ({"batch_size": 4, "on_timeout": "wait"}, "on_timeout: got 'wait'"),
+        ({"batch_size": 4, "stop_after": 12, "rank": 0, "world": 2}, "a multiple of batch_size=4 times world=2"),
+        ({"batch_size": 4, "rank": 0}, "rank: got 0 with world=None, expected both or neither"),
+        ({"batch_size": 4, "rank": 2, "world": 2}, "rank: got 2 with world=2"),
+        ({"batch_size": 4, "rank": 0, "world": 2, "at_least": 1}, "rank: got it with arguments or at_least"),
+        ({"batch_size": "4"}, "batch_size: got '4', expected an integer"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(InvalidArgument, match=words):
             dataset(handle, **options)
+    with pytest.raises(InvalidArgument, match=r"fields: got 'ids', expected a sequence of names.*op=StreamingDataset"):
+        StreamingDataset(handle, "p", "train", "ids", batch_size=1)
 
 
 # ------------------------------------------------------------------ workers

@@ -11,13 +11,17 @@ import pytest
 import torch
 
 from headrace.codecs.schema import Field, Kind, Schema
+from headrace.dataplane.client import saving
+from headrace.dataplane.client.arguments import checked
 from headrace.dataplane.client.client import DataPlaneClient
+from headrace.dataplane.client.operations import Operations
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.directory.samplers import TaskConfig
 from headrace.dataplane.errors import (
     AlreadyWritten,
     ClaimTimeout,
     FieldsNotReady,
+    InvalidArgument,
     KeysNotFound,
     RowsCleared,
     SchemaMismatch,
@@ -129,13 +133,61 @@ def test_errors_count_all_keys(client: DataPlaneClient) -> None:
         ),
         (lambda client: client.put("p", ["\udc80"], {"ids": ids(1)}), "keys: got '.udc80', expected .* valid Unicode"),
         (lambda client: client.lookup("p", ["a\0b"]), "keys: got 'a.x00b', expected .* without NUL"),
+        (lambda client: client.claim("p", "a", "score", 1), r"fields: got 'score', expected a sequence .*op=claim"),
+        (lambda client: client.lookup("p", 3), "keys: got 3, expected a sequence of strings"),
+        (lambda client: client.get(["a.0"]), r"meta: got \['a.0'\], expected a receipt .*op=get"),
+        (lambda client: client.release(None, "a", "done"), "meta: got None, expected a receipt"),
+        (lambda client: client.release(client.put("p", ["q"], {"ids": ids(1)}), "a", "fine"), "outcome: got 'fine'"),
+        (lambda client: client.put("p", ["a"], [("ids", 1)]), "fields: got .*expected a mapping from field to rows"),
+        (lambda client: client.put(3, ["a"], {"ids": ids(1)}), "partition: got 3, expected a non-empty string.*op=put"),
+        (lambda client: client.tag("p", ["a"], {"s": [None]}), r"tag 's': got object \[1\], expected one number"),
+        (lambda client: client.tag("p", ["a"], "s"), "tags: got 's', expected a mapping"),
+        (lambda client: client.register("u", {"x": torch.float32}), "schema: got a dict, expected a list of Fields"),
+        (lambda client: client.register("u", [Kind.OBJECT]), "schema: got .*in the list, expected Fields"),
+        (lambda client: client.register("u", SCHEMA, "trainer"), "tasks: got 'trainer', expected a sequence of names"),
+        (lambda client: client.register("u", SCHEMA, group_size=0), "group_size: got 0, expected an integer from 1"),
+        (lambda client: client.status(timeout_s="5"), "timeout_s: got '5', expected a finite number of seconds"),
+        (lambda client: client.lookup("p", ["a"], wait="yes"), "wait: got 'yes', expected True or False"),
+        (lambda client: client.save("p", ""), "path: got '', expected a path"),
+        (lambda client: client.claim("nope", "a", ["ids"], 1), "'nope'"),
     ],
 )
 def test_mistakes_in_arguments_are_named(client: DataPlaneClient, call: Callable[[Any], Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(InvalidArgument, match=words):
         call(client)
     assert len(client.put("p", ["\U0001f99c\n.0"], {"ids": ids(1)})) == 1
     assert len(client.claim("p", "a", ["ids"], cast(Any, np.int64(1)))) == 1
+
+
+@pytest.mark.parametrize("obj", [(1, 2), np.float32(1), {3}, 2**70, torch.ones(1), [object()]], ids=repr)
+def test_an_object_that_cannot_be_stored_is_a_mismatch_that_names_its_row(client: DataPlaneClient, obj: object) -> None:
+    client.register("objects", [Field("log", Kind.OBJECT), Field("x", Kind.PER_SAMPLE, torch.float32)])
+    with pytest.raises(SchemaMismatch, match=r"field 'log', row 1: object.*op=put partition='objects' keys=\['b'\]"):
+        client.put("objects", ["a", "b"], {"log": [{"fine": 1}, obj]})
+    with pytest.raises(SchemaMismatch, match="field 'x': the dense tensor is on the device meta"):
+        client.put("objects", ["a"], {"x": torch.ones(1, device="meta")})
+    assert client.status("objects").rows == 0
+
+
+def test_zero_rows_do_nothing_with_and_without_fields(client: DataPlaneClient) -> None:
+    assert len(client.put("p", [], {})) == len(client.put("p", [], {"ids": []})) == 0
+    with pytest.raises(SchemaMismatch, match="got no fields"):
+        client.put("p", ["a"], {})
+
+
+def test_every_argument_of_a_client_has_a_check() -> None:
+    """The blocking and the asyncio client share the operations, whose decorator needs a check for each argument."""
+
+    def operation(self: object, partition: str, novelty: int) -> Any:
+        yield
+
+    with pytest.raises(KeyError, match="novelty"):
+        checked(operation)
+    public = [name for name, member in vars(DataPlaneClient).items() if callable(member) and not name.startswith("_")]
+    owners = [vars(Operations), vars(saving)]
+    for name in public:
+        found = next(owner[name] for owner in owners if name in owner)
+        assert name == "close" or hasattr(found, "__wrapped__"), name
 
 
 def test_numbers_that_do_not_travel_are_refused(plane: DataPlane) -> None:
