@@ -197,9 +197,9 @@ class DataPlaneClient(CountedClient):
         too old. arguments: values for the task's sampler, such as `{"rank": 0}`, made of None, bool, int, float, str,
         bytes, lists and dicts.
 
-        Blocks until enough rows are ready; claims of a task with equal arguments are served first come, first served.
-        The lease lasts until
-        the rows are released or cleared. It is renewed in the background for as long as this client's process runs.
+        Blocks until enough rows are ready; claims of a task with equal arguments are served first come, first served,
+        so a claim of many rows delays those behind it until it has its n rows; `at_least` avoids that. The lease lasts
+        until the rows are released or cleared. It is renewed in the background for as long as this client's process runs.
         When the process dies or is stopped, or when the client is closed, the rows can be claimed again `lease_s` after
         the last renewal. Raises ClaimTimeout (it says what the claim waited for), SamplerError when the sampler fails
         (no row is leased then), ValueError for an unknown task or argument, and SchemaMismatch for an unknown field.

@@ -200,15 +200,16 @@ class DirectoryService:
         credit = self._space.grant(put.writer, request.next_bytes, request.next_blocks)
         return messages.encode(requests.Written(committed, credit and _space(credit))), freed
 
-    async def _abort(self, request: requests.Abort) -> bytes:
+    def _abort(self, request: requests.Abort) -> bytes:
         found = [self._directory.abort(space_id) for space_id in request.space_ids]
-        await self._space.take_back([item for item in found if item is not None])
+        # The writer does not wait for the store, because one of its processes may have stopped.
+        self._store.take_back([item for item in found if item is not None])
         return b""
 
     async def _withdraw(self, request: requests.Withdraw) -> bytes:
         reservation = self._directory.abort(request.space_id)
-        if reservation is not None:  # The reservation was not committed.
-            await self._space.take_back([reservation])
+        if reservation is not None:  # The reservation was not committed, so nothing is readable.
+            self._store.take_back([reservation])
             return b""
         keys = unpack_keys(request.keys)
         freed = self._directory.withdraw(request.partition, keys, request.first_block_id, request.num_blocks)

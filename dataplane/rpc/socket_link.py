@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from ..directory.requests import CANCELLED
-from ..errors import DirectoryLost
+from ..errors import DataPlaneError, DataPlaneTimeout, DirectoryLost
 from ..security.handshake import HandshakeError, prove_to_server, prove_to_server_async
 from .cancellation import CallCancelled, Cancellation
 from .frames import CANCEL, HEADER, SERVICE, DirectoryAddress, FrameReader, head, set_up_tcp
@@ -206,7 +206,10 @@ class SocketLink:
         if self._closed:
             raise DirectoryLost("this client is closed", op=op, peer=self.peer, elapsed_s=0.0)
 
-    def _lost(self, op: str, error: OSError, started: float, outcome: str = "") -> DirectoryLost:
+    def _lost(self, op: str, error: OSError, started: float, outcome: str = "") -> DataPlaneError:
+        elapsed_s = time.monotonic() - started
+        if isinstance(error, _Incomplete):
+            return DataPlaneTimeout(f"{error}{outcome}", op=op, peer=self.peer, elapsed_s=elapsed_s)
         if isinstance(error, TimeoutError):
             what = "the directory did not answer"
         elif isinstance(error, HandshakeError):
@@ -215,7 +218,7 @@ class SocketLink:
             what = "the directory's process has died or its data plane was closed"
         else:
             what = "the directory's process has died or closed the connection"
-        return DirectoryLost(what + outcome, op=op, peer=self.peer, elapsed_s=time.monotonic() - started)
+        return DirectoryLost(what + outcome, op=op, peer=self.peer, elapsed_s=elapsed_s)
 
 
 # ---------------- The Unix socket is tried first; a client on another host does not find it and uses TCP.
@@ -329,6 +332,13 @@ def _connects_locally(connection: socket.socket, address: DirectoryAddress) -> b
 # ---------------- Blocking calls send one request after another over a connection.
 
 
+class _Incomplete(TimeoutError):
+    """A time limit ended while the directory's reply was arriving, so that the directory is slow and not dead."""
+
+    def __init__(self, found: int, nbytes: int) -> None:
+        super().__init__(f"the time limit ended after {found} of {nbytes} bytes of the directory's reply")
+
+
 def _is_readable(connection: socket.socket) -> bool:
     """Return whether there is something to read on an idle connection, be it data or the end of the connection."""
     poll = select.poll()
@@ -359,7 +369,7 @@ def _receive(connection: socket.socket, deadline: float) -> bytes:
     """Receive one reply. Raises TimeoutError at `deadline`, and ConnectionError when the peer closes the connection.
 
     If a reply arrives only in part, the connection is closed, because the beginning of the next reply could not be
-    found.
+    found. Raises _Incomplete at `deadline` if the rest was still to come.
     """
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     data = connection.recv(_READ_BYTES)
@@ -375,7 +385,10 @@ def _receive(connection: socket.socket, deadline: float) -> bytes:
         view = memoryview(reply)
         while found < nbytes:
             connection.settimeout(max(0.001, deadline - time.monotonic()))
-            count = connection.recv_into(view[found:])
+            try:
+                count = connection.recv_into(view[found:])
+            except TimeoutError:
+                raise _Incomplete(found, nbytes) from None
             if not count:
                 raise ConnectionResetError
             found += count
