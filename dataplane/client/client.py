@@ -31,8 +31,9 @@ class DataPlaneClient(CountedClient):
 
     Threads can share it. Every call returns or raises within its `timeout_s` (None means the configured `timeout_s`)
     and a few seconds of grace. Any call can raise DirectoryLost or StoreLost, which name the process that did not
-    answer, and ValueError for an unknown partition. Calls of one thread take effect in order; calls of several threads
-    take effect in any order, each in full or not at all.
+    answer, and InvalidArgument, a ValueError, for a wrong argument or an unknown partition. All errors are
+    DataPlaneErrors, except OSError for the files of `save` and `load`. Calls of one thread take effect in order; calls
+    of several threads take effect in any order, each in full or not at all.
     """
 
     def register(
@@ -199,10 +200,11 @@ class DataPlaneClient(CountedClient):
 
         Blocks until enough rows are ready; claims of a task with equal arguments are served first come, first served,
         so a claim of many rows delays those behind it until it has its n rows; `at_least` avoids that. The lease lasts
-        until the rows are released or cleared. It is renewed in the background for as long as this client's process runs.
-        When the process dies or is stopped, or when the client is closed, the rows can be claimed again `lease_s` after
-        the last renewal. Raises ClaimTimeout (it says what the claim waited for), SamplerError when the sampler fails
-        (no row is leased then), ValueError for an unknown task or argument, and SchemaMismatch for an unknown field.
+        until the rows are released or cleared. It is renewed in the background for as long as this client's process
+        runs. When the process dies or is stopped, or when the client is closed, the rows can be claimed again `lease_s`
+        after the last renewal. Raises ClaimTimeout (it says what the claim waited for), SamplerError when the sampler
+        fails (no row is leased then), InvalidArgument for an unknown task or argument, and SchemaMismatch for an
+        unknown field.
         """
         return self._move(
             self._operations.claim(

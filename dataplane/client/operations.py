@@ -18,13 +18,12 @@ import numpy as np
 
 from ...codecs import messages
 from ...codecs.batch import Batch
-from ...codecs.blocks import BatchEncoder, EncodedBlock
+from ...codecs.blocks import EncodedBlock
 from ...codecs.schema import Schema
-from ...codecs.shared_rows import shared_fields
 from ..block_store import BlockStore
 from ..compact import pack_keys, unpack_keys
 from ..directory import requests
-from ..directory.calls import ClaimRows, Committed, Grouping, Outcome, PutRows, check_distinct, schema_id
+from ..directory.calls import ClaimRows, Committed, Outcome, PutRows, check_distinct
 from ..directory.samplers import TaskConfig
 from ..errors import (
     DataPlaneError,
@@ -40,9 +39,10 @@ from ..meta import KVBatchMeta, Tags, check_tags
 from ..rpc.links import Link, Undo
 from ..status import DataPlaneStatus, PartitionRows, TaskReset, TaskStatus
 from ..traffic import ClientStats
-from .arguments import Fields, as_versions, checked, empty_receipt, mismatch, packed
-from .block_io import check_readable, column_bytes, cut, naming_lost, read_rows, rows_per_block, write_blocks
+from .arguments import Fields, checked, empty_receipt
+from .block_io import check_readable, column_bytes, naming_lost, read_rows, write_blocks
 from .lease_renewal import LeaseRenewal
+from .prepared_put import prepared
 from .put_credit import Credit
 
 
@@ -171,28 +171,11 @@ class Operations:
         cached = self._schemas.get(partition)
         schema = cached or (yield from self._schema(partition, bound))
         check_distinct(keys, partition)
-        if groups is not None and len(groups) != len(keys):
-            raise ValueError(f"groups: got {len(groups)} names, expected one for each of {len(keys)} keys")
 
         def prepare(schema: Schema) -> tuple[PutRows, list[EncodedBlock]]:
-            batch = packed(partition, schema, fields, keys)
-            grouping = Grouping.of(keys, groups)
-            with mismatch(partition, keys):
-                blocks = self._encoded(batch, grouping) if keys else []
-            put = PutRows(
-                partition,
-                keys,
-                tuple(batch),
-                batch.lengths,
-                as_versions(versions, len(keys)),
-                grouping,
-                check_tags(tags or {}, len(keys)),
-                tuple(block.layout for block in blocks),
-                replace,
-                self.label,
-                schema_id(schema),
+            return prepared(
+                self.handle, self.label, schema, partition, keys, fields, versions, groups, tags or {}, replace
             )
-            return put, blocks
 
         try:
             try:
@@ -219,15 +202,6 @@ class Operations:
         receipt = written.receipt(put, schema, self._plane_id)
         undo = None if replace else partial(self._withdraw, put, written.first_block_id, 0)
         return Moved(receipt, put.value_bytes, undo)
-
-    def _encoded(self, batch: Batch, grouping: Grouping) -> list[EncodedBlock]:
-        """Encode a batch as blocks. A group is split over blocks only if it does not fit in one."""
-        config = self.handle.config
-        encoder = BatchEncoder(batch)
-        groups = grouping.index if shared_fields(batch) else None
-        rows = rows_per_block(batch.num_rows, encoder.column_bytes, config.block_rows, groups)
-        cuts = cut(grouping.index, rows)
-        return encoder.blocks(cuts, checksum=config.integrity == "verify", seed=self._plane_id, groups=groups)
 
     def _place(self, put: PutRows, blocks: list[EncodedBlock], deadline: float) -> Steps[Committed]:
         """Carry out a put: write its blocks and commit its rows. If no space granted in advance fits, it reserves space
