@@ -417,15 +417,16 @@ class Directory:
 
     # -------------------------------------------------------------- time
 
-    def lose(self, holders: Collection[int]) -> tuple[int, list[FreedBlock]]:
+    def lose(self, holders: Mapping[int, str]) -> tuple[int, list[FreedBlock]]:
         """Forget the blocks that dead processes of the store held. Their values count as not written from now on, and
-        their bytes are free. holders: numbers of the processes.
+        their bytes are free. holders: names of the processes, by number.
 
         Returns the number of rows that have lost a value, and the blocks.
         """
         blocks = self._blocks.lose(holders)
         block_ids = np.array([block.block_id for block in blocks], dtype=np.int64)
-        return sum(part.lose(block_ids) for part in self._partitions) if blocks else 0, blocks
+        lost = [part.lose(block_ids, holders.values()) for part in self._partitions] if blocks else []
+        return sum(lost), blocks
 
     def expire(self, now: float) -> Expired:
         """End the leases and reservations whose deadline has passed."""

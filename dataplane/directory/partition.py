@@ -67,6 +67,8 @@ class Partition:
         self.add_tasks(tasks)
         self._registered = frozenset(self.tasks)
         """Names of the tasks with which the partition was registered."""
+        self._died: list[str] = []
+        """Names of the store's processes with which rows of this partition were lost."""
         self._token_fields = [field.name for field in schema.values() if field.kind is Kind.PER_TOKEN]
 
     def add_tasks(self, tasks: Sequence[TaskConfig]) -> None:
@@ -193,7 +195,7 @@ class Partition:
                 f"{len(gone)} of {len(keys)} rows were lost with a process of the store that has died; clear them, or "
                 "put their fields again"
             )
-            raise StoreLost(message, op="lookup", partition=self.name, keys=gone)
+            raise StoreLost(message, op="lookup", partition=self.name, keys=gone, peer=" and ".join(self._died))
 
     def absent(self, keys: Sequence[str], fields: Sequence[str] | None) -> tuple[list[str], dict[str, list[str]]]:
         """Return the keys that do not exist, and for each field the existing keys without it. See
@@ -457,8 +459,9 @@ class Partition:
             cursor.refresh(rows)
         return slots
 
-    def lose(self, block_ids: np.ndarray) -> int:
-        """Mark the values in blocks that are gone as lost. Returns the number of rows that have lost a value."""
+    def lose(self, block_ids: np.ndarray, holders: Iterable[str]) -> int:
+        """Mark the values in blocks that are gone as lost. holders: names of the processes that held them, for errors.
+        Returns the number of rows that have lost a value."""
         rows = self.rows.live()
         hit, tokens_left = np.zeros((2, len(rows)), dtype=bool)
         for name, column in self.rows.slots.items():
@@ -469,7 +472,9 @@ class Partition:
             hit |= gone
             if name in self._token_fields:
                 tokens_left |= (slots >= 0) & ~gone
-        self.rows.any_lost |= bool(hit.any())
+        if hit.any():
+            self.rows.any_lost = True
+            self._died += holders
         self.rows.lengths[rows[hit & ~tokens_left]] = UNKNOWN
         for cursor in self.tasks.values():
             cursor.refresh(rows[hit])

@@ -80,14 +80,14 @@ def test_rows_of_a_dead_holder_are_passed_over_counted_named_and_cleared(directo
     directory.commit(reservation.reservation_id, made, lambda ids, _: holders)
     claimed = directory.claim(ClaimRows("p", "b", ("ids",), 4), 0.0)
     assert claimed is not None
-    number, blocks = directory.lose({7})
+    number, blocks = directory.lose({7: "unit-7 pid=1"})
     assert number == 3 and [block.location for block in blocks] == holders[:1]
     status = directory.status("p", 0.0)
     assert (status.lost_rows, status.ready, status.bytes_used) == (3, {"ids": 1, "logp": 0, "score": 1}, 64)
     found = directory.claim(ClaimRows("p", "a", ("ids",), 4, at_least=1), 0.0)
     assert found is not None and found.keys == ("h.1",)
     assert "3 lost" in directory.shortage(ClaimRows("p", "a", ("ids",), 4))
-    with pytest.raises(StoreLost, match="3 of 4 rows were lost") as lost:
+    with pytest.raises(StoreLost, match="3 of 4 rows were lost.*peer=unit-7 pid=1") as lost:
         directory.lookup("p", ["h.1", "g.0", "g.1", "h.0"], None)
     assert lost.value.keys == ("g.0", "g.1", "h.0")
     directory.release("p", "b", claimed.lease_id, ["g.0"], "retry")
@@ -98,7 +98,7 @@ def test_rows_of_a_dead_holder_are_passed_over_counted_named_and_cleared(directo
     assert directory.lookup("p", ["g.0"], ("score",)).lengths.tolist() == [9]
     assert directory.clear("p", ["g.1", "h.0"]) == (2, [])
     assert directory.status("p", 0.0).lost_rows == 0
-    assert directory.lose({7}) == (0, [])
+    assert directory.lose({7: "unit-7 pid=1"}) == (0, [])
 
 
 def test_credit_is_counted_bounded_and_taken_back_first() -> None:

@@ -18,7 +18,7 @@ from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.directory import requests
 from headrace.dataplane.directory.calls import ClaimRows
 from headrace.dataplane.directory.requests import body_of
-from headrace.dataplane.errors import ClaimTimeout, DataPlaneError, DirectoryLost
+from headrace.dataplane.errors import ClaimTimeout, DataPlaneError, DataPlaneTimeout, DirectoryLost
 from headrace.dataplane.factory import connect, connect_async
 from headrace.dataplane.rpc import links, server
 from headrace.dataplane.rpc.frames import HEADER, MAX_FRAME_BYTES, SERVICE, DirectoryAddress, FrameReader, frame, head
@@ -220,6 +220,17 @@ def test_a_directory_that_does_not_answer_is_lost_within_the_bound(monkeypatch: 
 
         asyncio.run(ask())
         assert 0.3 < time.monotonic() - started < 2
+
+
+def test_a_reply_that_the_time_limit_cuts_off_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "GRACE_S", 0.1)
+    near, far = socket.socketpair()
+    with near, far:
+        monkeypatch.setattr(SocketLink, "_connect", lambda *_: near)
+        link = SocketLink(DirectoryAddress("nowhere", "", 0), KEY, "directory pid=7", connect_s=None)
+        far.sendall(HEADER.pack(100, 1, 0) + bytes(10))
+        with pytest.raises(DataPlaneTimeout, match="ended after 10 of 100 bytes of the directory's reply.*op=status"):
+            link.call("status", b"", 0.1)
 
 
 def test_what_a_client_waits_for_ends_with_its_connection(served: Served, client: DataPlaneClient) -> None:

@@ -17,7 +17,7 @@ import ray
 
 from headrace.dataplane.block_store import Want
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
-from headrace.dataplane.errors import IntegrityError, RowsCleared, StoreLost
+from headrace.dataplane.errors import DataPlaneTimeout, IntegrityError, RowsCleared, StoreLost
 from headrace.dataplane.factory import connect, open_data_plane
 from headrace.dataplane.meta import BlockRef
 from headrace.testing.data_plane import fresh_run_id
@@ -182,8 +182,8 @@ def test_stopped_then_killed_process_is_named_within_the_bound(kind: str, ray_se
     suspend(pid)
     started = time.monotonic()
     try:
-        with pytest.raises(StoreLost, match=rf"{name} pid={pid}") as caught:
-            store.get(wants[:1], 1.0)
+        with pytest.raises(DataPlaneTimeout, match=rf"{name} pid={pid}") as caught:
+            store.get(wants[:1], 1.0)  # A short time limit is no sign of a death.
     finally:
         os.kill(pid, signal.SIGCONT)
     assert 0.9 < time.monotonic() - started < 2.0 and caught.value.elapsed_s
@@ -202,6 +202,8 @@ def test_stopped_then_killed_process_is_named_within_the_bound(kind: str, ray_se
     free(host, *wants)
     host.free(wants[0].block.block_id, b"")
     assert time.monotonic() - started < 5.0
+    host.look()
+    assert list(host.dead) == [wants[0].block.block_id % len(peers)] and name in host.dead[list(host.dead)[0]]
     wait_until(lambda: not host.unfreed_bytes(), "the blocks of a dead process are gone")
     if kind == "simple":
         number = next(number for number in NEXT_BLOCK if number % 2 == wants[1].block.block_id % 2)
@@ -277,6 +279,7 @@ def test_storage_units_of_a_cluster_are_actors_on_its_nodes(ray_session: None) -
     with pytest.raises(StoreLost, match="unit-0 pid="):
         client.get(lost[0])
     client.put("p", ["new.0"], block_of(7, 1))
+    assert client.status("p").lost_rows == len(lost) == 2
     assert client.clear("p", timeout_s=20) == 5
     client.close()
     plane.close()
