@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ray.exceptions import RayError, RayTaskError
 
 from ...dataplane.client.client import DataPlaneClient
-from ...dataplane.errors import DataPlaneError, PeerLost
+from ...dataplane.errors import DataPlaneError, DataPlaneTimeout, PeerLost
 from ..cluster.calls import ActorFailed, gather_each
 from ..cluster.run_actors import RunActors
 from ..grpo.weight_sync import HEALTH_S
@@ -52,15 +52,17 @@ def is_about_another(error: Exception) -> bool:
 
 
 def lost_process(error: Exception) -> str | None:
-    """Return a sentence about the lost process that caused `error`. Returns None if the cause is the code of an actor
-    or of the driver, because the error would then recur after a restart. error: result of `root_cause` if the actors
-    had been started.
+    """Return a sentence about the lost process, or the slow transfer of rows, that caused `error`. Returns None if the
+    cause is the code of an actor or of the driver, because the error would then recur after a restart. error: result of
+    `root_cause` if the actors had been started.
     """
     cause = error.cause if isinstance(error, ActorFailed) and not error.died else None
     if isinstance(error, ActorFailed) and cause is None:  # The actor died, or does not answer.
         return str(error)
     cause = cause or error
-    if isinstance(cause, PeerLost) or (isinstance(cause, RayError) and not isinstance(cause, RayTaskError)):
+    # The exact type is a transfer that was too slow. A claim that waited in vain would do so again.
+    is_of_plane = isinstance(cause, PeerLost) or type(cause) is DataPlaneTimeout
+    if is_of_plane or (isinstance(cause, RayError) and not isinstance(cause, RayTaskError)):
         return str(error)
     return None
 

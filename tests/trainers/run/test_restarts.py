@@ -13,7 +13,7 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
 from headrace.actors.engines.protocol import EngineDied
-from headrace.dataplane.errors import ClaimTimeout, DirectoryLost, StoreLost
+from headrace.dataplane.errors import ClaimTimeout, DataPlaneTimeout, DirectoryLost, StoreLost
 from headrace.testing import FakeCluster
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import EnginePool
@@ -35,6 +35,7 @@ RESET = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by p
         ActorFailed("rollout 0 failed", EngineDied("vLLM's engine process died")),
         DirectoryLost("gone", op="claim"),
         StoreLost("gone", op="get"),
+        DataPlaneTimeout("3 of 4 bytes", op="get"),
         RayActorError(),
     ],
 )
