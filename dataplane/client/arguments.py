@@ -105,7 +105,7 @@ def as_names(name: str, value: Any) -> tuple[str, ...]:
 
 def as_rows(name: str, value: Any) -> Fields:
     """Return the rows of a put, of any type that `pack` takes."""
-    if not isinstance(value, Mapping | Batch | tensordict_types("TensorDictBase")):
+    if not isinstance(value, (Mapping, Batch, *tensordict_types("TensorDictBase"))):
         raise _refused(name, value, "a mapping from field to rows, a Batch or a TensorDict")
     return value
 
@@ -277,7 +277,8 @@ CHECKS: dict[str, Check] = {
 }  # fmt: skip
 """Check of each argument of the public calls, by the argument's name."""
 SPECIAL: dict[str, Check] = {
-    "add_fields.fields": as_schema, "clear.keys": _or_none(_keys), "get.fields": _or_none(as_names),
+    "add_fields.fields": as_schema, "clear.keys": _or_none(_keys), "clear_stale.min_version": as_version,
+    "get.fields": _or_none(as_names),
     "load.partition": _or_none(as_text), "lookup.fields": _or_none(as_names), "put.fields": as_rows,
     "open_data_plane.listen": lambda name, value: value if value == "" else listen_address(name, value),
     "put.tags": _or_none(as_tags), "reset.keys": _or_none(_keys), "rows.keys": _or_none(_keys),

@@ -257,7 +257,9 @@ class Operations:
             if asked and not taken_back and isinstance(error, DirectoryLost):
                 context = error.fields() | {"op": "put", "partition": put.partition, "keys": put.keys}
                 context["num_keys"] = len(put.keys)
-                raise type(error)(f"{error.message}; it is not known whether the put took effect", **context) from error
+                raise DirectoryLost(
+                    f"{error.message}; it is not known whether the put took effect", **context
+                ) from error
             raise
         if written is None:
             return None

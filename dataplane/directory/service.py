@@ -382,7 +382,8 @@ class DirectoryService:
         return b""
 
     async def _status(self, request: requests.Status) -> bytes:
-        self._directory.status(request.partition, self._now())  # An unknown partition is refused before the wait.
+        if request.partition is not None:
+            self._directory.schema(request.partition)  # An unknown partition is refused before the wait.
         store_bytes, unfreed_bytes = await self._store.usage()
         status = self._directory.status(request.partition, self._now())
         return replace(
