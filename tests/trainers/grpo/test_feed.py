@@ -7,13 +7,14 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from headrace.actors.engines.config import RouterReplayConfig
 from headrace.actors.rollout.rows import RouteCounts
 from headrace.dataplane.client.lease_renewal import LeaseRenewal
-from headrace.dataplane.errors import LeaseLost
+from headrace.dataplane.errors import LeaseLost, StoreLost
 from headrace.dataplane.factory import DataPlane
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.testing.data_plane import open_plane
@@ -176,6 +177,14 @@ def test_a_step_longer_than_the_lease_trains_each_row_once(short_leases: DataPla
     claimed += [feed.claim(1) for _ in range(PROMPTS - 1)]
     positions = [position for meta in claimed for position in positions_of(meta)]
     assert sorted(positions) == list(range(PROMPTS))
+
+
+def test_a_wait_for_rows_that_are_lost_ends(short_leases: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(short_leases, settings("sync"), random.Random(1))
+    feed = world.begin(State())
+    monkeypatch.setattr(world, "status", lambda *_: replace(world.inner.status(), lost_rows=2), raising=False)
+    with pytest.raises(StoreLost, match="2 rows were lost"):
+        feed.claim(1)
 
 
 @pytest.mark.long

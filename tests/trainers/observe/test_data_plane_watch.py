@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headrace.dataplane.errors import StoreLost
 from headrace.dataplane.status import DataPlaneStatus
 from headrace.dataplane.traffic import ClientStats, Traffic
 from headrace.trainers.observe.data_plane_watch import DataPlaneWatch
@@ -64,6 +65,13 @@ def test_a_step_has_the_calls_of_all_processes() -> None:
     standing["bytes_unfreed"] = 0
     for name, value in (standing | {"waiting_claims": 3, "waiting_puts": 1}).items():
         assert figures[f"dataplane/{name}"] == value
+
+
+def test_lost_rows_end_the_step_because_nothing_else_would_tell() -> None:
+    client = FakeClient()
+    client.state = replace(STATUS, lost_rows=3)
+    with pytest.raises(StoreLost, match="3 rows were lost with a process of the store"):
+        watch_of(client).end_step(8)
 
 
 def test_the_next_step_starts_at_nothing_and_the_line_goes_on() -> None:
