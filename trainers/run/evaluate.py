@@ -60,7 +60,7 @@ def evaluate_model(
     """
     sets = {name: one.model_copy(update={"every": 1}) for name, one in config.evaluation.items()}
     path = config.model.model_copy(update={} if model is None else {"path": model})
-    # With these sections, the engine has room for all sets.
+    # The engine's context length counts only sets with `every` above 0, so every named set gets 1.
     config = config.model_copy(update={"model": path, "evaluation": sets})
     if config.model.builtin:
         raise UserError(
