@@ -134,7 +134,7 @@ QUOTES: dict[str, list[str]] = {
         f"keep_checkpoints: {RUN.keep_checkpoints} #",
     ],
     "reliability/what-a-run-survives.md": [
-        f"or when in {WHOLE_MINUTES:g} minutes fewer than",
+        f"A drill of {WHOLE_MINUTES:g} minutes or more also exits",
         f"SIGCONT after {LASTS_S[0]:g} to {LASTS_S[1]:g} s",
         f"takes {SLOW_S:g} s longer",
         f"finishes no step for {RECOVERY_S:g} s",
