@@ -100,7 +100,8 @@ QUOTES: dict[str, list[str]] = {
         f"timeout_s: {PLANE.timeout_s:g} #",
         f"lease_s: {PLANE.lease_s:g} #",
         f"reserve_s: {PLANE.reserve_s:g} #",
-        f"(null: {BLOCK_ROWS}, fewer if a field has {MOST_BYTES >> 20} MiB, more if a block has under {LEAST_BYTES >> 10} KiB)",
+        f"(null: {BLOCK_ROWS}, fewer if a field has {MOST_BYTES >> 20} MiB, "
+        f"more if a block has under {LEAST_BYTES >> 10} KiB)",
     ],
     "internals/weights.md": [
         f"or of {NUM_SAMPLED} that differ by version",
