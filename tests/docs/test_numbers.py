@@ -94,7 +94,8 @@ QUOTES: dict[str, list[str]] = {
         f"largest of the writer's last {RECENT_PUTS} puts, and up to a {PARTS[SLACK_PART]} larger",
         f"from the last {PARTS[SPARE_PART]} of the capacity",
         f"together {ROLLOUT_TOKEN_BYTES} bytes per token of a rollout",
-        f"capacity by an {PARTS[SHM_SPARE_PART]} and {SPARE_BYTES >> 20} MiB, in whole pieces of {PIECE_BYTES >> 20} MiB",
+        f"capacity by an {PARTS[SHM_SPARE_PART]} and {SPARE_BYTES >> 20} MiB, in whole pieces of "
+        f"{PIECE_BYTES >> 20} MiB",
         f"for `timeout_s` + {GRACE_S:g} s",
         f"capacity_mib: {PLANE.store.capacity_mib}}} #",
         f"timeout_s: {PLANE.timeout_s:g} #",
