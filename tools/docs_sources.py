@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-FOLDERS = ("codecs", "dataplane", "actors", "trainers", "bench", "cli")
+FOLDERS = ("codecs", "dataplane", "actors", "trainers", "bench", "cli", "testing")
 KEYS_BEGIN, KEYS_END = "<!-- keys: made by tools/docs_sources.py -->\n", "<!-- end of the keys -->\n"
 TABLES_BEGIN, TABLES_END = "<!-- tables: made by tools/docs_sources.py -->\n", "<!-- end of the tables -->\n"
 

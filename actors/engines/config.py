@@ -71,8 +71,8 @@ class EngineKeys(Section):
     and each of them contains one engine."""
     max_model_len: Count | None = None
     """Largest number of tokens of a prompt and its answer together that an engine takes. The size of its key-value
-    cache depends on it. Unset: `data.max_prompt_tokens` plus the larger one of `rollout.max_new_tokens` and
-    `validation.max_new_tokens`."""
+    cache depends on it. Unset: the longest prompt and answer together that training, validation and evaluations can
+    have."""
     kv_cache: Literal["auto"] | Count = "auto"
     """Size in MiB of the key-value cache in each process of an engine. With `auto`, an engine on GPUs takes what
     `rollout.gpu_memory_utilization` leaves beside the weights, and an engine on CPUs takes 256 MiB, or more if a few

@@ -152,7 +152,9 @@ class ReasoningGymReward:
         Errors of the library's scorer are passed on."""
         name = prompt.fields.get("source_dataset")
         if not isinstance(name, str):
-            raise ValueError(f"prompt {prompt.uid!r} is not of reasoning-gym, expected data.train=reasoning-gym:NAME")
+            raise ValueError(
+                f"prompt {prompt.uid!r} does not come from reasoning-gym, expected data.train=reasoning-gym:NAME"
+            )
         entry = {"question": prompt.text, "answer": prompt.answer, "metadata": dict(prompt.fields)}
         return float(self._gym.get_score_answer_fn(name)(response.strip(), entry))
 

@@ -62,8 +62,8 @@ class RewardFunctionConfig(Section):
     def _has_its_own_metric(self) -> RewardFunctionConfig:
         if self.label in TOTALS or re.search(r"[/\s]", self.label):
             raise ValueError(
-                f"got the name {self.label!r}, expected another one (key `name`), because metrics are named after it "
-                f"and {', '.join(TOTALS)} are of the total reward"
+                f"got the name {self.label!r}, expected one without / and whitespace, other than {', '.join(TOTALS)} "
+                "(key `name`), because it becomes the metric reward/NAME, and those are metrics of the total reward"
             )
         return self
 

@@ -1,7 +1,7 @@
 """Implements the store `mooncake`: a block is one object of a Mooncake store, over TCP or RDMA.
 
-It uses Mooncake's own client instead of TransferQueue's MooncakeStore, because that is faster: 16 blocks of 11 MB
-together take 5 to 7 ms to put and 5 ms to get, whereas TransferQueue, with one object for each row and field, took 182
+It uses Mooncake's own client instead of TransferQueue's MooncakeStore, because that is faster: 16 blocks with 11
+MB in all take 5 to 7 ms to put and 5 ms to get, whereas TransferQueue, with one object for each row and field, took 182
 and 116 ms for 12 MB (TCP loopback, 2 cores, separate runs). TransferQueue's store also retries for 2 s on missing
 objects, returns uninitialised memory for repeated keys, and kills the masters of other runs.
 
@@ -9,8 +9,8 @@ A separate process lends Mooncake the memory (`mooncake_processes.py`). Producer
 are lost when they die. Every run has its own Mooncake master (metadata server). Reads are safe, even if a block is
 freed during a read: keys are never used twice, and `settle` checks after the read whether the block still exists.
 
-Mooncake's data and handshake ports (15000-17000, per process) listen on all interfaces without a password, so that
-network must be private. The master listens on the run's interface only.
+Mooncake's data and handshake ports (15000-17000, per process) listen on all interfaces without a password, so
+every network of the host must be private. The master listens on the run's interface only.
 """
 
 from __future__ import annotations

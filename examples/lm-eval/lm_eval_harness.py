@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class LmEval:
-    """Runs lm-eval on its tasks, and returns the metric of the first as the episode's reward."""
+    """Runs lm-eval on its tasks, and returns `exact_match` of the first as the reward of the episode."""
 
     def __init__(self, tasks, command="lm-eval", include_path=None, limit=None, chat=True, concurrent=16):
         """tasks: names of tasks that generate text; tasks that compare log-probs of given answers need another engine.

@@ -2,7 +2,7 @@
 
 python examples/reasoning-gym/make_model.py tiny-sums
 
-The model has 0.4 million parameters and a vocabulary of words and single digits. What it reads answers a sum in one of
+The model has 0.5 million parameters and a vocabulary of words and single digits. What it reads answers a sum in one of
 several wordings, of which the bare number is the rarest, and three numbers in ten are wrong.
 """
 

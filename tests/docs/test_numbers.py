@@ -26,7 +26,7 @@ from headrace.codecs.block_header import CHECKSUM_ROWS
 from headrace.codecs.tokens.routes import MOST_BYTE_EXPERTS
 from headrace.codecs.weights.parameter_digests import NUM_SAMPLED
 from headrace.dataplane.client.block_io import BLOCK_ROWS, LEAST_BYTES, MOST_BYTES
-from headrace.dataplane.client.put_credit import MAX_BYTES
+from headrace.dataplane.client.put_credit import MAX_BYTES, RECENT_PUTS, SLACK_PART
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.directory.directory import SPARE_PART
 from headrace.dataplane.rpc.links import GRACE_S
@@ -34,6 +34,7 @@ from headrace.dataplane.security.authenticated_listener import HANDSHAKE_TIMEOUT
 from headrace.dataplane.security.handshake import HELLO_BYTES, KEY_BYTES
 from headrace.dataplane.stores.shared_memory import SPARE_BYTES
 from headrace.dataplane.stores.shared_memory import SPARE_PART as SHM_SPARE_PART
+from headrace.dataplane.stores.shm_folder import PIECE_BYTES
 from headrace.dataplane.traffic import MIN_CALLS, MIN_ERRORS, MIN_SPREAD, STEPS_PER_OCTAVE
 from headrace.tests.drills.chaos.drill import WHOLE_MINUTES
 from headrace.tests.drills.chaos.faults import LASTS_S
@@ -89,16 +90,19 @@ QUOTES: dict[str, list[str]] = {
         f"(of the first {READ_PROMPTS:,} of a source)",
     ],
     "data-plane/index.md": [
-        f"when it is over {MAX_BYTES >> 20} MiB",
+        f"would be over {MAX_BYTES >> 20} MiB",
+        f"largest of the writer's last {RECENT_PUTS} puts, and up to a {PARTS[SLACK_PART]} larger",
         f"from the last {PARTS[SPARE_PART]} of the capacity",
-        f"{TOKEN_BYTES} bytes per token with both log-prob columns and advantages",
-        f"at most an {PARTS[SHM_SPARE_PART]} of that and {SPARE_BYTES >> 20} MiB more",
+        f"together {ROLLOUT_TOKEN_BYTES} bytes per token of a rollout",
+        f"capacity by an {PARTS[SHM_SPARE_PART]} and {SPARE_BYTES >> 20} MiB, in whole pieces of "
+        f"{PIECE_BYTES >> 20} MiB",
         f"for `timeout_s` + {GRACE_S:g} s",
         f"capacity_mib: {PLANE.store.capacity_mib}}} #",
         f"timeout_s: {PLANE.timeout_s:g} #",
         f"lease_s: {PLANE.lease_s:g} #",
         f"reserve_s: {PLANE.reserve_s:g} #",
-        f"(null: {BLOCK_ROWS}, fewer if a field has {MOST_BYTES >> 20} MiB)",
+        f"(null: {BLOCK_ROWS}, fewer if a field has {MOST_BYTES >> 20} MiB, "
+        f"more if a block has under {LEAST_BYTES >> 10} KiB)",
     ],
     "internals/weights.md": [
         f"or of {NUM_SAMPLED} that differ by version",
@@ -132,7 +136,7 @@ QUOTES: dict[str, list[str]] = {
         f"keep_checkpoints: {RUN.keep_checkpoints} #",
     ],
     "reliability/what-a-run-survives.md": [
-        f"or when in {WHOLE_MINUTES:g} minutes fewer than",
+        f"A drill of {WHOLE_MINUTES:g} minutes or more also exits",
         f"SIGCONT after {LASTS_S[0]:g} to {LASTS_S[1]:g} s",
         f"takes {SLOW_S:g} s longer",
         f"finishes no step for {RECOVERY_S:g} s",

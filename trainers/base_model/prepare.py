@@ -175,13 +175,7 @@ def check_model(config: Config) -> None:
     tp, heads = config.rollout.tp, model.get("num_attention_heads")
     if config.rollout.engine == "vllm" and heads and heads % tp:
         raise UserError(f"rollout.tp: got {tp}, expected a divisor of the model's num_attention_heads = {heads}")
-    context, prompt = model.get("max_position_embeddings"), config.data.max_prompt_tokens
-    of_train, of_validation = config.rollout.max_new_tokens, config.validation.max_new_tokens
-    longest = config.rollout.max_model_len or 0
-    for key, got, length in (
-        ("data.max_prompt_tokens + rollout.max_new_tokens", f"{prompt} + {of_train}", prompt + of_train),
-        ("data.max_prompt_tokens + validation.max_new_tokens", f"{prompt} + {of_validation}", config.longest_sequence),
-        ("rollout.max_model_len", longest, longest),
-    ):
+    context = model.get("max_position_embeddings")
+    for key, length in (config.sequence_lengths | {"rollout.max_model_len": config.rollout.max_model_len or 0}).items():
         if context is not None and length > context:
-            raise UserError(f"{key}: got {got}, expected at most {context}, the context of {config.model.path}")
+            raise UserError(f"{key}: got {length}, expected at most {context}, the context of {config.model.path}")

@@ -343,18 +343,24 @@ class Config(Section):
         return self.algorithm.prompts_per_step * self.algorithm.group_size
 
     @property
+    def sequence_lengths(self) -> dict[str, int]:
+        """Largest number of tokens of a prompt and its answer together, of training, of validation, and of each
+        evaluation set with `every` above 0, by the keys that decide it."""
+        prompt, answer = self.data.max_prompt_tokens, self.rollout.max_new_tokens
+        lengths = {"data.max_prompt_tokens + rollout.max_new_tokens": prompt + answer}
+        if self.validation.every:
+            length = prompt + (self.validation.max_new_tokens or answer)
+            lengths["data.max_prompt_tokens + validation.max_new_tokens"] = length
+        for name, one in self.evaluation.items():
+            if one.every:
+                length = evaluation_data(self.data, one.data).max_prompt_tokens + (one.max_new_tokens or answer)
+                lengths[f"evaluation.{name}: data.max_prompt_tokens + max_new_tokens"] = length
+        return lengths
+
+    @property
     def longest_sequence(self) -> int:
         """Largest number of tokens of a prompt and its answer together, in training, validation and evaluations."""
-        validation = self.validation.max_new_tokens if self.validation.every else None
-        answer, prompt = self.rollout.max_new_tokens, self.data.max_prompt_tokens
-        sets = (self.evaluation_length(name) for name, one in self.evaluation.items() if one.every)
-        return max(prompt + answer, prompt + (validation or 0), *sets)
-
-    def evaluation_length(self, name: str) -> int:
-        """Return the largest number of tokens of a prompt and its answer together in the evaluation set `name`."""
-        one = self.evaluation[name]
-        answer = one.max_new_tokens or self.rollout.max_new_tokens
-        return evaluation_data(self.data, one.data).max_prompt_tokens + answer
+        return max(self.sequence_lengths.values())
 
     @property
     def engine_length(self) -> int:

@@ -26,7 +26,7 @@ class ValidationConfig(Section):
     metric: str = REWARD
     """Metric that judges a policy; higher is better. `run.keep_best`, `validation.stop_at`, the report and Prometheus
     use this metric. Valid values are `val/reward`, `val/exact_match` and the name of a reward function, and if
-    `validation.n` is above 1 also `val/best@K`, `val/pass@K` and `val/reward/NAME/best@K`."""
+    `validation.n` is above 1 also `val/best@K`, `val/pass@K`, `val/maj@n` and `val/reward/NAME/best@K`."""
     max_new_tokens: Count | None = None
     """Largest number of tokens of an answer. Unset: `rollout.max_new_tokens`."""
     background: bool = False

@@ -73,7 +73,8 @@ def parse_yaml(text: str, where: str, annotation: Any = None) -> Any:
         raise ConfigError([f"{where}{line}: {error.problem or 'broken'}, expected YAML{hint}"]) from error
     except RecursionError as error:
         raise ConfigError([f"{where}: its values are nested too deeply or contain themselves"]) from error
-    except (yaml.YAMLError, ValueError) as error:  # A tag such as `!!int` can stand before any text.
+    except (yaml.YAMLError, ValueError) as error:
+        # PyYAML raises ValueError for text that does not fit its tag, such as `!!int abc`.
         raise ConfigError([f"{where}: {error}, expected YAML".replace("\n", " ")]) from error
 
 

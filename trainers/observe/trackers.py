@@ -162,7 +162,7 @@ class TensorboardTracker:
     def __init__(self, options: TensorboardOptions) -> None:
         self._options = options
         self._writer: Any = None
-        self._summary: Any = None  # This becomes the class of tensorboard's message.
+        self._summary: Any = None  # `start` sets this to TensorBoard's protobuf class Summary.
 
     def start(self, run: TrackedRun) -> str:
         try:

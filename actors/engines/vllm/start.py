@@ -110,8 +110,8 @@ class CoreLog:
                 os.close(own)
 
     def trim(self) -> None:
-        """Cut the file down to its newer half if it has grown above MAX_BYTES. Lines that are written at that moment
-        can get lost."""
+        """If the file has grown beyond MAX_BYTES, keep only the whole lines in its last MAX_BYTES / 2 bytes. Lines
+        written at that moment can be lost."""
         size = os.fstat(self._descriptor).st_size
         if size <= MAX_BYTES:
             return

@@ -63,7 +63,7 @@ class WeightNames:
 
     def check(self, named: Mapping[str, torch.Tensor]) -> None:
         """Raise ValueError if a weight is unknown, missing, or of the wrong shape or dtype, or if tied weights differ.
-        The error names the weights."""
+        The error names the first such weight, or both names of tied weights."""
         for name, tensor in named.items():
             self.check_one(name, tensor)
         self.check_complete(named)

@@ -458,7 +458,7 @@ def test_tasks_of_reasoning_gym_are_scored_by_it() -> None:
         assert rubric.score(prompt, f" {row.answer}\n", "stop").reward == 1.0
         assert rubric.score(prompt, "many", "stop").reward < 0.1
     wrong = rubric.score(Prompt("p", "1+1", "2", {}), "2", "stop")
-    assert not wrong.valid and "is not of reasoning-gym" in wrong.error
+    assert not wrong.valid and "does not come from reasoning-gym" in wrong.error
     with pytest.raises(ValueError, match="no data set 'chain_summ'; did you mean 'chain_sum'"):
         open_source(DataConfig(train="reasoning-gym:chain_summ"))
     with pytest.raises(ValueError, match=r"data.options: .* do not fit reasoning-gym:chain_sum"):

@@ -32,7 +32,8 @@ _log = logging.getLogger(__name__)
 
 
 class PoolLost(RuntimeError):
-    """The pool's process is gone and was not restarted in time. The message names the pool and the call."""
+    """The pool did not answer a call in time, for example because its process died and was not restarted. The message
+    names the pool and the call."""
 
 
 def actor_name(pool: str) -> str:
