@@ -18,7 +18,7 @@ def apply_chat_template(
     prompted: bool = True,
     refusal: str = "the chat template does not take the messages",
 ) -> str:
-    """Return the text of a conversation. It has its special tokens already, so that it is tokenised as it is.
+    """Return the text of a conversation. The text already has its special tokens, so it must be tokenised as it is.
 
     arguments: arguments of the template. tools: declarations of tools; with None the template gets no argument `tools`.
     prompted: True ends the text where the model begins to answer: in a message of its own, or at the end of the last

@@ -118,7 +118,8 @@ def memory_share(rollout: EngineKeys, *, shared: bool, kept_free: int = 0, gpu_b
 
     shared: whether train workers use the same GPUs at the same time. kept_free: number of bytes that the engine leaves
     for sleeping processes on a GPU of `gpu_bytes` bytes. If `gpu_bytes` is 0, the size is unknown and no memory is left
-    for them. Raises ValueError if too little is left for an engine.
+    for them. A configured `gpu_memory_utilization` is returned unchanged. Raises ValueError if too little is left for
+    an engine.
     """
     if rollout.gpu_memory_utilization is not None:
         return rollout.gpu_memory_utilization

@@ -214,8 +214,9 @@ class Router:
         """Generate completions with one of the engines. When that engine dies or breaks, another one repeats the whole
         request.
 
-        Raises NoEngineAvailable when no engine is available for `timeout_s` seconds, and any error of a healthy engine.
-        It never raises EngineDied or EngineBroken.
+        Raises NoEngineAvailable when no engine is available for `timeout_s` seconds, ValueError if the id is already in
+        flight, RuntimeError if the router is closed, and any error of a healthy engine. It never raises EngineDied or
+        EngineBroken.
         """
         if self._closed:
             raise RuntimeError(f"request {request_id!r}: the router is closed")

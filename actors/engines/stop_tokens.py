@@ -73,9 +73,10 @@ def _config_ends(path: str) -> tuple[int, ...]:
 
 
 def _template_end(tokenizer: Any) -> tuple[int, ...]:
-    """Return the token that the chat template puts after an answer, if it is one that was added to the vocabulary.
+    """Return the token that the chat template puts after an answer; () unless it is a token added to the vocabulary.
 
-    A template that ends its turns with nothing, as that of GLM-4 does, puts the mark of the next message there.
+    Some templates, such as that of GLM-4, end a turn with nothing. The mark of the next message then follows the
+    answer.
     """
     if not getattr(tokenizer, "chat_template", None):
         return ()

@@ -98,9 +98,9 @@ def checked_prompt(
 ) -> np.ndarray:
     """Check a prompt and return its token ids as int64 `[L]`.
 
-    Raises ValueError if the prompt is empty, has ids outside the vocabulary (as stop token ids can), does not reach
-    `params.routes_from`, or is too long: prompt plus `params.max_new_tokens` must fit into `context` tokens. With
-    `context=None` no prompt is too long.
+    Raises ValueError if a token of the prompt or a stop token is outside the vocabulary, or if the prompt is empty,
+    does not reach `params.routes_from`, or is too long: prompt plus `params.max_new_tokens` must fit into `context`
+    tokens. With `context=None` no prompt is too long.
     """
     prompt = np.asarray(prompt_ids, dtype=np.int64)
     if prompt.ndim != 1 or not len(prompt):

@@ -56,8 +56,8 @@ def encode_prompts(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool
     """Return the token ids of each text, int64 `[L]`.
 
     A text gets the tokens that the tokenizer puts in front of it, such as the beginning-of-sequence token, unless it
-    begins with them already. It never gets the end token that some tokenizers append. rendered: whether a chat template
-    made the text, which is then tokenised as it is; () for texts that all are plain.
+    begins with them already. It never gets the end token that some tokenizers append. rendered: for each text, whether
+    a chat template made it; such a text is tokenised as it is. () if all texts are plain.
     """
     front, fronted = _front(tokenizer, texts, rendered)
     encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if len(texts) else []

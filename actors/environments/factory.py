@@ -63,7 +63,8 @@ def build_endpoint(config: EndpointConfig) -> EpisodeEndpoint | None:
 
 
 def check_environment(config: EnvironmentConfig, endpoint: EndpointConfig) -> None:
-    """Check the configured environment without creating it. A user's object could start processes or load data.
+    """Check the configured environment. A user's environment is not created, because it could start processes or load
+    data.
 
     Raises ValueError with a one-sentence message for a path that cannot be imported or options that do not fit.
     """

@@ -142,8 +142,9 @@ class EpisodeHost:
     async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
         """Play `params.n` episodes of the prompt and return their samples, in order.
 
-        If the environment raises an error or takes too long, only that episode fails. Errors of the engine are raised,
-        unless their type is in EPISODE_ERRORS. Raises TooManyHang if too many episodes or blocking functions hang.
+        If the environment raises an error or takes too long in an episode, only that episode fails; with `play_group`,
+        all episodes of the prompt fail together. Errors of the engine are raised, unless their type is in
+        EPISODE_ERRORS. Raises TooManyHang if too many episodes or blocking functions hang.
         """
         services = EpisodeServices(engine, tokenizer, self._chat, self._threads, self._max_prompt_tokens, self._columns)
         own = replace(params, n=1)

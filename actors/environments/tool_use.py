@@ -52,7 +52,7 @@ def calculator(expression: str) -> str:
     """Return the value, as text, of an arithmetic expression of numbers, brackets and + - * / // % **.
 
     Raises ValueError for anything else and for more than 200 characters, ZeroDivisionError for a division by zero, and
-    OverflowError for integers above 4096 bits.
+    OverflowError for integers above 4096 bits and for floats that are too large.
     """
     if len(expression) > _MAX_LENGTH:
         raise ValueError(f"the expression has {len(expression)} characters, expected at most {_MAX_LENGTH}")
@@ -149,9 +149,9 @@ class ToolUse:
         """tools: names or import paths of the tools (see `build_tools`), or the tools by name. max_turns: largest
         number of turns of an episode. runs: place where tools given by an import path run. `thread`: in threads.
         `process`: in separate processes, which are killed when a call takes too long. timeout_s: time limit in seconds
-        for a call of a tool's function; with threads, awaiting the result of an `async def` has the same limit once
-        more. If the limit is exceeded, the policy gets an error text as the result. retries: number of times that a
-        call in a process is tried again when it fails or takes too long."""
+        for a call of a tool's function; with threads, awaiting the result of an `async def` has another limit of the
+        same length. If a limit is exceeded, the policy gets an error text as the result. retries: number of times
+        that a call in a process is tried again when it fails or takes too long."""
         for name, number, least in (("max_turns", max_turns, 1), ("retries", retries, 0)):
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise ValueError(f"environment.options.{name}: got {number!r}, expected a whole number >= {least}")

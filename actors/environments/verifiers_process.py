@@ -40,7 +40,7 @@ class VerifiersEnvironment:
         my-taskset}, agent: {runtime: {type: subprocess}}}`. python: path of a Python interpreter with verifiers; None
         uses the run's interpreter. path: folders that are put in front of the child's import path.
 
-        Raises ValueError if `env` names no taskset or `python` is not a file.
+        Raises ValueError if `env` names no taskset or `python` is not executable.
         """
         taskset = env.get("taskset") if isinstance(env, Mapping) else None
         if not isinstance(taskset, Mapping) or not taskset.get("id"):

@@ -1,7 +1,7 @@
 """Appends JSON lines to a file and reads them back; a line torn by a kill or a full disk harms no other line.
 
 encoded, append   write all lines or none, after the half line of a killed writer is cut off
-read_lines        reads a whole file; lines that are not whole are skipped, counted and logged
+read_lines        reads a whole file; lines that are not JSON objects are skipped, and their count is logged
 LineTail          reads what other processes have appended since the last call
 """
 
@@ -29,8 +29,8 @@ def encoded(lines: Iterable[Mapping[str, Any]]) -> bytes:
 def append(path: str | os.PathLike[str], data: bytes) -> None:
     """Append whole lines to the file at `path`, all of them or none. There must be one writer at a time.
 
-    The file is created if necessary. If it ends with an incomplete line, of a writer that was killed, that line is cut
-    off first. Raises an OSError that names the file when it cannot be written; it then has no part of `data`.
+    The file is created if necessary. An incomplete last line, which a killed writer can have left, is cut off first.
+    Raises an OSError that names the file when it cannot be written; it then has no part of `data`.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -67,8 +67,8 @@ def read_lines(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, Any]]]
     """Return the JSON objects of a file, each with the number of its line from 1. Raises OSError if the file cannot be
     read.
 
-    An incomplete last line, which may still be being written, is left out. Other lines that are no JSON objects are
-    left out too, and logged with their number.
+    An incomplete last line, which may still be being written, is left out. Other lines that are not JSON objects are
+    left out too; a warning gives their count.
     """
     return _parsed(path, Path(path).read_bytes().split(b"\n")[:-1])
 
@@ -102,8 +102,9 @@ class LineTail:
     def read(self, *, skip: bool = False) -> list[dict[str, Any]]:
         """Return the objects that were appended since the last call; with `skip`, pass over them and return [].
 
-        An incomplete last line is left for the next call, and torn lines are left out and logged. If the file was
-        replaced or has become shorter, reading continues at its end. A file that cannot be read has nothing new.
+        An incomplete last line is left for the next call, and torn lines are left out and counted in a warning. If the
+        file was replaced or has become shorter, reading continues at its end. A file that cannot be read has nothing
+        new.
         """
         try:
             with open(self._path, "rb") as file:

@@ -167,7 +167,7 @@ def total_memory() -> int:
 def available_memory(root: Path = CGROUP) -> int:
     """Return the number of bytes that can be allocated without swapping and without exceeding the container's limit.
 
-    File pages in the container's cache that have not been used lately count as free, because the kernel gives them up
+    File pages in the container's cache that have not been used lately count as free, because the kernel reclaims them
     when memory is needed.
     """
     free = psutil.virtual_memory().available

@@ -17,11 +17,11 @@ SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def short_folder(folder: str, variable: str, below: int, choices: Sequence[str] = SHORT_FOLDERS) -> str | None:
-    """Return a folder for sockets whose paths would be too long in `folder`; None if they fit there. Batch systems set
-    a deep folder for temporary files for each job.
+    """Return a folder for sockets whose paths would be too long in `folder`; None if they fit there. Batch systems
+    often give each job a deeply nested folder for temporary files.
 
     variable: environment variable that names `folder`. below: number of bytes of a socket's path below the folder.
-    Raises ValueError if none of `choices` can be written.
+    Raises ValueError if a shorter folder is needed and none of `choices` can be written.
     """
     size = len(os.fsencode(folder))
     if size + below <= LONGEST:

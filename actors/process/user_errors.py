@@ -1,7 +1,7 @@
-"""Describes what functions of users raise, and keeps it from ending the process: `SystemExit` and the like.
+"""Describes the errors of users' functions, and keeps errors such as `SystemExit` from ending the process.
 
-Some libraries end a call by an error that is no `Exception`, as math-verify does at its time limit. In an event loop,
-`SystemExit` would end the loop with all its tasks.
+Some libraries end a call with an error that is not an `Exception`, as math-verify does at its time limit. In an event
+loop, `SystemExit` would end the loop with all its tasks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LIBRARIES = (*(sysconfig.get_path(name) + os.sep for name in ("stdlib", "pureli
 
 
 class UserCodeStopped(RuntimeError):
-    """Stands for an error of a user's function that is no `Exception`. The message has its type and text."""
+    """Stands for an error of a user's function that is not an `Exception`. The message has its type and text."""
 
 
 def contained(error: BaseException) -> Exception:

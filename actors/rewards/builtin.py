@@ -1,6 +1,6 @@
 """Defines the built-in reward functions, from `exact_match` and `boxed` to `math_verify` and `reasoning_gym`.
 
-`math_verify` compares mathematical answers by value, in processes that do nothing else and are killed at their
+`math_verify` compares mathematical answers by value, in separate processes that do nothing else and are killed at their
 deadline. The package math-verify limits its own time with the signal SIGALRM, which works in the main thread of a
 process only. These processes import this module, which therefore imports neither torch nor Ray.
 """

@@ -1,7 +1,7 @@
-"""Checks the rows of files and datasets: columns, chat messages and answers, before a chat template makes text of them.
+"""Checks the columns, chat messages and answers of rows of files and datasets, before a chat template renders them.
 
-A chat template is forgiving: it renders what a message lacks as nothing. A row that is no prompt would thus become an
-empty prompt.
+Most chat templates render a missing part of a message as nothing, so a row that is not a prompt would become an empty
+prompt.
 """
 
 from __future__ import annotations

@@ -251,8 +251,8 @@ def prompt_lengths(source: PromptSource, tokenizer: Any) -> np.ndarray:
 def check_prompt_lengths(source: PromptSource, tokenizer: Any, max_tokens: int) -> int:
     """Tokenise the source's prompts, the first 1000 of an endless one, and return the longest length in tokens.
 
-    Raises ValueError if prompts have more than `max_tokens` tokens. The message names the first of them with their
-    lengths, and says how many there are.
+    Raises ValueError if prompts have more than `max_tokens` tokens. The message names the first three with their
+    lengths, and says how many more there are.
     """
     lengths = prompt_lengths(source, tokenizer)
     too_long = np.flatnonzero(lengths > max_tokens)

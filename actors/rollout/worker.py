@@ -123,8 +123,9 @@ class RolloutWorker:
         Positions are those of the prompt stream; each sample is one or more rows of the data plane's partition.
 
         Each finished group (all rows of one prompt) is written as a whole, and its rows have the keys
-        `{prompt_uid}.{sample}`. Groups that are in the journal are written unchanged, unless `fresh` is True: then all
-        groups are generated, and replace those in the journal. traced: True if the report should contain spans.
+        `{prompt_uid}.{sample}`, with `+{row}` after those of a sample's further rows. Groups that are in the journal
+        are written unchanged, unless `fresh` is True: then all groups are generated, and replace those in the journal.
+        traced: True if the report should contain spans.
 
         A row fails if its rewards fail or take too long, if its generation is aborted, or if its episode fails with one
         of EPISODE_ERRORS. A failed row is also written, but masked: its response_mask, its log-probs and its tags
@@ -193,7 +194,7 @@ class RolloutWorker:
         self, name: str, part: int, parts: int, params: SamplingParams, in_flight: int
     ) -> EvaluationReport:
         """Generate and score `params.n` samples for each prompt of one part of the evaluation `name`. There are `parts`
-        equal parts. Returns the sums of its metrics. Nothing is written to the data plane.
+        parts of about equal size. Returns the sums of its metrics. Nothing is written to the data plane.
 
         part: index of the part. in_flight: largest number of prompts whose samples are generated at the same time; 0
         means no limit. Raises KeyError if the worker has no evaluation of that name.

@@ -89,7 +89,8 @@ class WeightPublisher:
         again in full, from the cache. If receivers can still read the complete version from the sender, nothing is
         sent, and the version is only announced to `receivers`.
 
-        Raises what `WeightSender.begin` raises, and ValueError for a cached version that the cache does not hold.
+        Raises what `WeightSender.begin` and `BucketCache.reserve` raise, ValueError for a cached version that the cache
+        does not hold, and WeightTransferError if another thread publishes for too long.
         """
         with self._turn(f"open version {version}"):
             self._opened = None

@@ -104,9 +104,9 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return `params.n` completions, in order. Cancelling the call ends the request at the next decoding step.
 
-        Raises ValueError if the prompt does not fit (empty, too long, unknown token ids) or the request id is already
-        in flight, FloatingPointError if the model's logits are not finite, EngineBroken if `sleep` has dropped the
-        weights, and RuntimeError if the engine is asleep or closed.
+        Raises ValueError if the prompt does not fit (empty, too long, unknown token ids), a stop text cannot be found,
+        or the request id is already in flight, FloatingPointError if the model's logits are not finite, EngineBroken if
+        `sleep` has dropped the weights, and RuntimeError if the engine is asleep or closed.
         """
         self._expect_usable(request_id, self._in_flight)
         params = resolve_stops(params, self._tokenizer)

@@ -132,7 +132,8 @@ class ParameterSet:
         to replace.
 
         Tied parameters give one pair. Changes nothing. Raises ValueError if parameters are unknown, missing, or of the
-        wrong shape or dtype, or if tied parameters are sent with different values; the message names the parameters.
+        wrong shape or dtype, or if tied parameters are sent with different values. The message names the first such
+        parameter; for tied parameters it gives both names.
         """
         unknown = [name for name in named if name not in self._tensors]
         if unknown:

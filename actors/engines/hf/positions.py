@@ -22,7 +22,8 @@ def fix_rotary_length(model: Any, length: int | None) -> int | None:
     batch; vLLM decides once, by the largest context of the engine.
 
     model: a Hugging Face causal LM, possibly on the meta device. length: number of tokens that no row exceeds; None:
-    the model's own limit. Returns the length that rows must not exceed, None if the model has no such embeddings.
+    the model's own limit. Returns the length that rows must not exceed; None if the model has no such embeddings or its
+    limit is unknown.
     """
     if length is None:
         length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -61,9 +62,9 @@ def _drop_position(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 def counts_columns(config: Any, columns: int) -> bool:
     """Return whether attention depends on a token's column in the batch, and not only on its position in its row.
 
-    So does Llama 4's temperature tuning in transformers, from `floor_scale` tokens on: padding on the left and packed
-    rows move a row's tokens to later columns. config: the model's config, or an object with the content of its
-    config.json. columns: largest number of columns of a batch.
+    It does with Llama 4's temperature tuning in transformers, once a batch has `floor_scale` columns: padding on the
+    left and packed rows move a row's tokens to later columns. config: the model's config, or an object with the content
+    of its config.json. columns: largest number of columns of a batch.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return bool(getattr(text, "attn_temperature_tuning", False)) and columns >= getattr(text, "floor_scale", 1)

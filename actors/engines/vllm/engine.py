@@ -1,7 +1,7 @@
 """`VllmEngine` runs vLLM with continuous batching and tensor parallelism, and replaces weights while requests run.
 
 generate   submits one vLLM request per sample, and counts tokens by version as they come in (`versions`)
-prepare    has the workers receive and verify new weights, each in a thread of its own
+prepare    makes the workers receive and verify new weights, each in a separate thread
 commit     freezes, ends or awaits requests -> loads -> drops or keeps the KV cache -> marks the version -> resumes
 """
 
@@ -280,8 +280,8 @@ class VllmEngine:
             self._anew.discard(sample_id)
 
     async def _submit_anew(self) -> None:
-        """Withdraw the samples without tokens from vLLM, which is frozen, and submit them a second time. They then read
-        no keys and values of older weights.
+        """Withdraw the samples without tokens from vLLM, which is frozen, and submit them again. They then use no keys
+        and values of older weights.
 
         Their prompts may have been computed with those weights, for themselves or for another sample of the same
         prompt. The versions of their tokens would not show it.

@@ -100,8 +100,8 @@ def on_cpu() -> bool:
 
 
 def create_config(arguments: AsyncEngineArgs) -> Any:
-    """Return vLLM's configuration made from its arguments. On GPUs, arguments that are not given get the defaults that
-    vLLM has for work in batches.
+    """Return vLLM's configuration made from its arguments. On GPUs, arguments that are not given get the defaults of
+    vLLM's class for offline batches (`LLM`).
 
     On GPUs of 70 GB and more, these let a step process 16384 tokens instead of AsyncLLM's 2048, so that prompts and
     recomputed requests take fewer steps.
@@ -292,9 +292,9 @@ def keep_prefills_whole(config: Any) -> None:
 
 
 def leave_out_tokenizer(config: Any) -> None:
-    """Configure vLLM so that its processes load no tokenizer, which takes each of them a second or more.
+    """Configure vLLM so that its processes load no tokenizer. Loading it takes each of them a second or more.
 
-    Requests are token ids. Only stop texts need the tokenizer, for which `load_tokenizer` loads it. Models that also
+    Requests are token ids. Only stop texts need the tokenizer; `load_tokenizer` then loads it. Models that also
     take other input than text load it nevertheless, because vLLM prepares that input with it.
     """
     if not config.model_config.is_multimodal_model:

@@ -168,7 +168,7 @@ if __name__ == "__main__":
 
 def token_bytes(model: Mapping[str, Any], *, value_bytes: int, tp: int) -> int | None:
     """Return the number of bytes that the keys and values of one token take in each process of an engine. Returns None
-    for a model whose layers do not all attend to all earlier tokens.
+    if the config lacks the sizes, or if not all layers attend to all earlier tokens.
 
     model: content of the model's config.json. value_bytes: bytes of one number of the cache. tp: tensor-parallel size
     of the engine.
@@ -208,9 +208,9 @@ def check_cache(size_bytes: int, per_token: int | None, length: int) -> None:
 def default_on_cpu(per_token: int | None, length: int, max_batch: int, available: int) -> int:
     """Return the default size in bytes of an engine's key-value cache on CPUs.
 
-    It has 256 MiB, or what CPU_SEQUENCES sequences of `length` tokens need if that is more, but then at most a quarter
-    of the `available` bytes of memory, and never less than one sequence needs. per_token: see `token_bytes`; with None
-    the cache has 256 MiB.
+    It has 256 MiB, or what CPU_SEQUENCES sequences of `length` tokens (`max_batch`, if fewer) need if that is more, but
+    then at most a quarter of the `available` bytes of memory, and never less than one sequence needs. per_token: see
+    `token_bytes`; with None the cache has 256 MiB.
     """
     if per_token is None:
         return CPU_BYTES

@@ -245,8 +245,8 @@ class VllmProcess:
         """Take back device memory that `sleep` released. tags: kinds of memory, `weights` or `kv_cache`; without tags,
         all memory that was released.
 
-        vLLM is asked only for memory that it has released, because it would map memory that it still holds a second
-        time.
+        Only memory that vLLM has released is requested. For memory that it still holds, vLLM would create a second
+        mapping.
         """
         if wanted := self._asleep & (set(tags) or self._asleep):
             await self._bounded("wake_up", self.llm.wake_up(sorted(wanted)))

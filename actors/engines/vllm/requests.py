@@ -129,8 +129,9 @@ def reported_routes(output: Any, num_prompt: int, spec: RouteSpec, request_id: s
     + T - 1, layers, k]`.
 
     num_prompt: number of prompt tokens whose routes were asked for. vLLM reports all decoder layers, with zeros for
-    layers without experts; the result leaves those layers out. If vLLM reported too few routes, the result is shorter.
-    Raises ValueError if vLLM reported more routes than there are tokens, or routes of another model.
+    layers without experts; the result leaves those layers out. Tokens whose routes vLLM did not report have missing
+    routes in the result. Raises ValueError if vLLM reported more routes than there are tokens, or routes of another
+    model.
     """
     if not output.token_ids:
         return None

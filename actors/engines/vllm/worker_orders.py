@@ -355,7 +355,8 @@ class WeightUpdates:
     async def verify(self, digests: ParameterDigests) -> int:
         """Make the workers compare their weights with the trainer's. Returns the smallest number of weights that a
         worker has compared; 0 if the weights did not come from an update. Raises EngineDied if a worker has died, and
-        RuntimeError, which names a weight, if a weight differs or cannot be read."""
+        RuntimeError if the workers do not answer in time, or if a weight differs or cannot be read; the error then
+        names the weight."""
         if not self._opened:
             return 0
         try:
