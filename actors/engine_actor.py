@@ -333,7 +333,7 @@ class RemoteEngine:
         if self._health is not None:
             self._health.cancel()
 
-    # ---------------------------------------------------------------- calls
+    # ---------------- These private methods send the calls and watch the actor.
 
     async def _call(
         self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs

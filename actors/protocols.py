@@ -18,7 +18,7 @@ from ..codecs.tokens.routes import ROUTES, RouteSpec
 from .columns import ColumnConfig, TokenValues
 from .engines.protocol import Generator, SamplingParams
 
-# ---------------------------------------------------------------- spans
+# ---------------- Spans are timed pieces of work, for the trace of a run.
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class SpanTable:
         return [Span(name, self.origin_s + start / 1e6, length / 1e6) for name, start, length in self.spans]
 
 
-# ---------------------------------------------------------------- rows
+# ---------------- Rows of the data plane have these fields.
 
 ROLLOUT_SCHEMA = Schema(
     [
@@ -110,7 +110,7 @@ def written_fields(routes: RouteSpec | None, columns: Sequence[ColumnConfig] = (
     return (*ROLLOUT_FIELDS, *([] if routes is None else [ROUTES]), *(column.name for column in columns))
 
 
-# ---------------------------------------------------------------- prompts, environments, rewards
+# ---------------- These classes describe prompts, samples and rewards.
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,7 @@ class Reward(Protocol):
     def __call__(self, prompt: Prompt, response: str, finish_reason: str, /) -> float: ...
 
 
-# ---------------------------------------------------------------- environments
+# ---------------- Environments play the episodes of prompts.
 
 EPISODE_ERRORS = (ValueError, ArithmeticError, LookupError, TypeError)
 """Types of errors that make only a single episode fail, such as a prompt that exceeds the model's context or log-probs
@@ -325,7 +325,7 @@ class GroupPlayer(Protocol):
         ...
 
 
-# ---------------------------------------------------------------- train backends
+# ---------------- Train backends compute and apply gradients.
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-# ---------------------------------------------------------------- lines
+# ---------------- These functions make the lines of the file.
 
 
 def episode_line(

@@ -218,7 +218,7 @@ def save_config(shape: Shape, folder: Path, dtype: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(folder)
 
 
-# ---------------------------------------------------------------- weights without a model
+# ---------------- Benchmarks of weight transfer need only tensors of a model's shapes.
 
 
 def _square(hidden: int, intermediate: int, layers: int, vocabulary: int) -> Shape:

@@ -90,7 +90,7 @@ def _cpu() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-# ---------------------------------------------------------------- files
+# ---------------- These functions write files.
 
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any]], conditions: Mapping[str, Any]) -> None:
@@ -119,7 +119,7 @@ def finite(figures: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------- tables and pages
+# ---------------- These functions write tables and pages.
 
 
 def table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ()) -> Table:

@@ -21,7 +21,7 @@ import xxhash
 from .integers import distinct
 from .schema import Schema
 
-# ---------------- The bytes of a header.
+# ---------------- A header has these bytes.
 #
 # bytes 0-7    the magic bytes, which end in the version of the format
 # bytes 8-15   xxh3 of all later bytes, seeded with a number that the reader must know (0 outside a data plane)

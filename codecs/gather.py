@@ -259,7 +259,7 @@ def gather_objects(
     return out
 
 
-# ---------------- The plan of a read.
+# ---------------- These classes and functions plan a read.
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,7 +192,7 @@ class FakeCluster(Cluster):
         self._thread: threading.Thread | None = None
         self._trainers: list[HostedTrainer] = []
 
-    # ------------------------------------------------------------ handles
+    # ---------------- These methods make the handles of actors.
 
     def trainer(self, target: Answer | object, rank: int = 0) -> TrainHandle:
         """Return the handle of a train rank. target: function that answers the rank's calls, or an object with the
@@ -219,7 +219,7 @@ class FakeCluster(Cluster):
     def _engine_process(self, target: Any, name: str) -> FakeActor:
         return FakeActor(target) if callable(target) else HostedEngine(name, target, self.loop)
 
-    # ------------------------------------------------------------ what handles ask
+    # ---------------- Handles call these methods instead of Ray's functions.
 
     def ready(self, references: list[Any], timeout_s: float) -> list[Any]:
         """Return the calls that have ended. Waits up to `timeout_s` if all calls still run in the background."""
@@ -246,7 +246,7 @@ class FakeCluster(Cluster):
         """Kill an actor's process."""
         ray_actor.kill()
 
-    # ------------------------------------------------------------ the event loop of engines
+    # ---------------- Engines run in this event loop.
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

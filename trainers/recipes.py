@@ -201,7 +201,7 @@ def _write_weights(path: Path, seed: int) -> None:
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).save_pretrained(path)
 
 
-# ---------------------------------------------------------------- dotted keys
+# ---------------- These functions read and change values by dotted keys.
 
 
 def _get(config: Mapping[str, Any], key: str) -> Any:

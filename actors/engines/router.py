@@ -97,7 +97,7 @@ class Router:
         self._closed = False
         self._past = EngineStats()  # These counters belong to removed engines.
 
-    # ---------------------------------------------------------------- engines
+    # ---------------- These methods add, remove and suspend engines.
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -208,7 +208,7 @@ class Router:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    # ---------------------------------------------------------------- requests
+    # ---------------- These methods route requests to engines.
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Generate completions with one of the engines. When that engine dies or breaks, another one repeats the whole
@@ -295,7 +295,7 @@ class Router:
         except (EngineDied, EngineBroken) as error:
             self._exclude(member, error)
 
-    # ---------------------------------------------------------------- all engines at once
+    # ---------------- These methods concern all engines together.
 
     @property
     def version(self) -> int:

@@ -155,7 +155,7 @@ class ScriptedEngine(InProcessEngine[dict[str, torch.Tensor]]):
     def _latency(self, request_id: str) -> float:
         return request_latency(request_id, self._seed, self._latency_s, self._latency_sigma)
 
-    # ---------------------------------------------------------------- the flow of tokens
+    # ---------------- These private methods produce the tokens of requests over time.
 
     async def _admit(self, request: _Request) -> None:
         """Wait until the engine is not paused, and then until all tokens of the request have appeared. An abort ends
@@ -230,7 +230,7 @@ class ScriptedEngine(InProcessEngine[dict[str, torch.Tensor]]):
             return tokens, False
         return tokens[: min(ends)], True
 
-    # ---------------------------------------------------------------- control
+    # ---------------- These methods control the engine.
 
     async def abort(self, request_id: str) -> None:
         request = self._requests.get(request_id)

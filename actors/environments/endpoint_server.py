@@ -95,7 +95,7 @@ class EndpointServer:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
 
-    # ------------------------------------------------------------ start
+    # ---------------- These private methods start the server.
 
     async def _start(self) -> None:
         if self._server is None:
@@ -134,7 +134,7 @@ class EndpointServer:
             exception_handlers={404: _no_such_path, 405: _no_such_path},
         )
 
-    # ------------------------------------------------------------ requests
+    # ---------------- These private methods answer requests.
 
     async def _chat(self, request: Request) -> Response:
         return await self._answered(request, chat=True)

@@ -173,7 +173,7 @@ class Session:
         self._open.clear()
         self._calls.clear()
 
-    # ------------------------------------------------------------ inside
+    # ---------------- These methods are private.
 
     async def _answer(self, call: Call) -> CallAnswer:
         request, episode = call.request, self.episode

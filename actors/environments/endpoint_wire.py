@@ -184,7 +184,7 @@ def _whole(given: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
-# ---------------------------------------------------------------- answers
+# ---------------- Answers to clients are made here.
 
 
 @dataclass(frozen=True, slots=True)

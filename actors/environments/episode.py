@@ -193,7 +193,7 @@ class Episode:
         """Number of tokens that the policy and the environment may still add after the prompt."""
         return self._room(self._row())
 
-    # ---------------------------------------------------------------- text
+    # ---------------- These methods add text to the episode.
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text that is to be added, without special tokens."""
@@ -222,8 +222,6 @@ class Episode:
         )
         return self.record(row, completion, text, routes_from)
 
-    # ---------------------------------------------------------------- chat
-
     async def say(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
         """Append chat messages, let the policy answer, and return its answer as a message.
 
@@ -251,7 +249,7 @@ class Episode:
         self.record(row, completion, text, routes_from)
         return chat.parse(completion.token_ids.tolist(), tools)
 
-    # ---------------------------------------------------------------- rewards and blocking work
+    # ---------------- These methods set rewards and columns, and run blocking functions.
 
     def reward(self, value: float, name: str = REWARD) -> None:
         """Set a reward of the episode. It replaces an earlier reward of the same name. An episode that runs out of time
@@ -295,7 +293,7 @@ class Episode:
             self.fatal = error
             raise
 
-    # ---------------------------------------------------------------- for hosts of environments
+    # ---------------- Hosts of environments use these attributes and methods.
 
     @property
     def services(self) -> EpisodeServices:

@@ -172,7 +172,7 @@ class EpisodeHost:
             async with asyncio.timeout(2 * GRACE_S):
                 await awaited(close)
 
-    # ------------------------------------------------------------ inside
+    # ---------------- These methods are private.
 
     def _new_clock(self) -> Clock:
         return Clock(self._config.turn_timeout_s, self._config.episode_timeout_s)

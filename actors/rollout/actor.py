@@ -210,7 +210,7 @@ class RolloutActor(EngineHost):
         For example, they name the split that was chosen and the number of prompts left out."""
         return self._data_notes
 
-    # ---------------------------------------------------------------- engine actors
+    # ---------------- These methods change which engine actors get requests.
 
     async def set_engines(self, names: Sequence[str], handles: Sequence[Any]) -> None:
         """Send requests to exactly these engine actors. `build` must have been called on each of them. handles: Ray
@@ -273,8 +273,6 @@ class RolloutActor(EngineHost):
         """Return a number that changes whenever the engine or the worker makes progress. It distinguishes a slow actor
         from one that hangs. Raises EngineDied if the engine is known to have died."""
         return self._engine.progress + self.worker.progress
-
-    # ---------------------------------------------------------------- closing
 
     async def close(self) -> None:
         """Close the worker, and the engine if it runs in this process. Engine actors keep running. Idempotent."""

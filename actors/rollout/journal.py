@@ -330,7 +330,7 @@ class GroupJournal:
         with self._lock:
             self._end_segment()
 
-    # ------------------------------------------------------------ private methods
+    # ---------------- These methods are private.
 
     def _refresh(self) -> None:
         sizes = _sizes(self._folder)

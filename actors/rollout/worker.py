@@ -238,7 +238,7 @@ class RolloutWorker:
                 self._journal.close()
             await self._client.close()
 
-    # ------------------------------------------------------------ private methods
+    # ---------------- These methods are private.
 
     async def _episodes(self, prompts: PromptStream, position: int, params: SamplingParams) -> list[Sample]:
         prompt = prompts[position]

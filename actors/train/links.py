@@ -140,8 +140,6 @@ class ReplicaLinks:
         the leader calls this."""
         return [part for part in self.parts if len(part.ranks) > 1]
 
-    # ------------------------------------------------------------ collectives on the host
-
     def send(
         self,
         frames: Sequence[tuple[Part, Sequence[torch.Tensor]]],
@@ -206,8 +204,6 @@ class ReplicaLinks:
         elapsed_s = time.monotonic() - started
         reason = f" ({str(error).strip().splitlines()[0]})" if error is not None else ""
         return ReplicaLost(f"{self.name(self.rank)}: {what} after {elapsed_s:.1f} s{reason}")
-
-    # ------------------------------------------------------------ collectives on the device
 
     def share(self, part: Part, buffer: torch.Tensor) -> None:
         """Broadcast `buffer`, a GPU tensor, from the leader to the ranks of `part`, in the order of the CUDA stream.

@@ -266,7 +266,7 @@ class ProcessGroups:
         if self.formed:
             dist.destroy_process_group()
 
-    # ------------------------------------------------------------ private methods
+    # ---------------- These methods are private.
 
     @property
     def _prefix(self) -> str:

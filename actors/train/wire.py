@@ -232,7 +232,7 @@ def _items(kind: Kind, lengths: np.ndarray, num_rows: int, shapes: np.ndarray | 
     return num_rows
 
 
-# ---------------------------------------------------------------- errors
+# ---------------- A leader that fails sends its error instead of rows.
 
 
 def encode_error(error: BaseException) -> bytes:

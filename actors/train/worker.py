@@ -202,7 +202,7 @@ class TrainWorker:
         self._open = False
         """True while a train step has begun in the backend and is not finished."""
 
-    # ------------------------------------------------------------ one step
+    # ---------------- These methods run one train step.
 
     def begin(self, shard: TrainShard) -> None:
         """Start working on `shard`, this rank's share of a step, and drop the rows cached for an earlier shard."""
@@ -275,7 +275,7 @@ class TrainWorker:
         self._open = False
         self._backend.abort_step()
 
-    # ------------------------------------------------------------ weights and state
+    # ---------------- These methods publish weights and keep the training state.
 
     @in_thread_of("weights")
     def open_update(self, version: int, receivers: Sequence[ReceiverGroup], base: int | None) -> WeightUpdate:
@@ -402,7 +402,7 @@ class TrainWorker:
         is raised once all have been closed."""
         self._parts.close()
 
-    # ------------------------------------------------------------ private methods
+    # ---------------- These methods are private.
 
     def _holders(self) -> tuple[object, ...]:
         return (self._reader, *self._backend.group_holders())

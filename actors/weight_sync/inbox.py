@@ -240,7 +240,7 @@ class WeightInbox:
         for receiver in receivers.values():
             receiver.close()
 
-    # ------------------------------------------------------------ receiving
+    # ---------------- These private methods receive a version.
 
     def _receiver(self, kind: str) -> Receiver:
         if kind not in self._receivers:
@@ -336,7 +336,7 @@ class WeightInbox:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         return spare
 
-    # ------------------------------------------------------------ releasing
+    # ---------------- These private methods release a version.
 
     def _forget_prepared(self) -> None:
         for prepared in (self._staged, self._arriving):

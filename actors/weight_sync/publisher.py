@@ -210,7 +210,7 @@ class WeightPublisher:
             if self._cache is not None:
                 self._cache.close()
 
-    # ------------------------------------------------------------ private methods
+    # ---------------- These methods are private.
 
     def _plan(self, specs: WeightSpecs) -> BucketPlan:
         if self._planned is None or self._planned[0] != list(specs.items()):

@@ -172,7 +172,7 @@ class BucketStream:
             num_sparse=self._num_sent["sparse"],
         )
 
-    # ------------------------------------------------------------ private methods
+    # ---------------- These methods are private.
 
     @property
     def _label(self) -> str:

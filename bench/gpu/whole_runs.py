@@ -220,7 +220,7 @@ def _conditions(options: GpuOptions, gpus: list[str], bounds: Bounds, versions: 
     return facts | {"versions": {**facts["versions"], **versions}}
 
 
-# ---------------------------------------------------------------- the report
+# ---------------- These functions write the report.
 
 
 def train_record(work: str, outcome: TrainOutcome) -> dict[str, Any]:

@@ -284,7 +284,7 @@ def _rows(task: TrainTask, seed: int) -> Rows:
     return random_rows(seed, lengths.tolist(), config.vocab_size)
 
 
-# ---------------------------------------------------------------- the check
+# ---------------- These functions compare two steps with float32 on the CPU.
 
 
 def _check(rank: int, world: int, task: TrainTask) -> dict[str, float]:
@@ -356,7 +356,7 @@ def _flat(state: dict[str, Any], prefix: str = "") -> Any:
             yield f"{prefix}{name}", value
 
 
-# ---------------------------------------------------------------- plain torch
+# ---------------- These functions measure the same steps in plain torch.
 
 
 def _plain(device: torch.device, task: TrainTask, drawn: Sequence[Rows]) -> tuple[dict[str, float], str]:

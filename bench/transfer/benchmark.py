@@ -187,7 +187,7 @@ def why_absent(kind: str, in_process: bool) -> str:
     return f"{finding.detail}; to get it: {finding.fix}" if finding.fix else finding.detail
 
 
-# ---------------------------------------------------------------- runs
+# ---------------- These functions run the parts of the benchmark.
 
 
 def _first_run(

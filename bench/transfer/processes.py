@@ -80,7 +80,7 @@ class BenchProcess:
         self._open: dict[str, OpenEndpoint] = {}
         self._servers: dict[str, Server] = {}
 
-    # -------------------------------------------------------------- set-up
+    # ---------------- These methods set up the process.
 
     def size(self, spec: LoadSpec) -> LoadSize:
         """Build the workload's rows in this process, and return their size. Other processes build rows when they need
@@ -115,7 +115,7 @@ class BenchProcess:
         if server is not None:
             server.close()
 
-    # -------------------------------------------------------------- timed
+    # ---------------- These methods carry out timed operations and their preparations.
 
     def put(self, label: str, run: str) -> tuple[Any, Span]:
         """Write the fields of the workload's first put. `run` makes the keys of the rows unique. Returns the endpoint's
@@ -210,7 +210,7 @@ class BenchProcess:
         """Time `from_padded` and `to_padded` on the workload's columns, in turn with a baseline."""
         return measure_padding(self._load(spec), repeats)
 
-    # -------------------------------------------------------------- verification and counts
+    # ---------------- These methods verify and count what was moved.
 
     def expected(self, label: str, share: Share, fields: Sequence[str] | None) -> Digests:
         """Return the digests of a correct read of a share. `fields` None means the fields of the workload's first

@@ -151,7 +151,7 @@ def _nested(values: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
-# ---------------------------------------------------------------- the rows
+# ---------------- These functions make the rows of the workloads.
 
 
 def _rows(count: int, share: float, multiple: int) -> int:

@@ -203,7 +203,7 @@ def weights_table(results: Sequence[WeightResult]) -> Table:
     return table("headrace bench weights", header, rows, left=("transport", "params", "of the limit"))
 
 
-# ---------------------------------------------------------------- one case
+# ---------------- These functions measure one case.
 
 
 def _measure(case: WeightCase, nbytes: int, options: WeightOptions) -> WeightResult:

@@ -152,7 +152,7 @@ class _Host:
         line = next(text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith("VmHWM"))
         return int(line.split()[1]) << 10
 
-    # ------------------------------------------------------------ limits
+    # ---------------- These methods measure the limits of the machine.
 
     def join(self, path: str, world: int) -> None:
         """Join the default process group of `world` processes, for `broadcast`."""

@@ -185,7 +185,7 @@ def setups(size: str, gpus: int) -> dict[str, Setup]:
     }
 
 
-# ---------------------------------------------------------------- one engine
+# ---------------- These functions measure one engine.
 
 
 async def measure_setup(setup: Setup, device: str, updates: int, folder: Path, log: Log) -> None:
@@ -287,7 +287,7 @@ async def _measure_limits(session: Session, folder: Path) -> None:
         session.log.tell("limit", name=name, seconds=median, gb_per_s=nbytes / median / 1e9)
 
 
-# ---------------------------------------------------------------- updates
+# ---------------- These functions measure weight updates.
 
 
 async def start_publisher(session: Session, case: Case) -> None:
@@ -390,7 +390,7 @@ async def _wait_for_tokens(session: Session, engine: VllmEngine) -> None:
             await asyncio.sleep(0.005)
 
 
-# ---------------------------------------------------------------- checks
+# ---------------- These functions check the weights and tokens of an engine.
 
 
 async def check_bytes(session: Session, engine: VllmEngine, trainer: int, *, exact: bool = True) -> None:
@@ -444,9 +444,6 @@ async def _check_tokens(session: Session, case: Case, first: int, completions: l
         other_versions=float(control.mean()),
     )
     session.log.expect(bool(difference.mean() < NOISE[0] and difference.max() < NOISE[1]), f"{case}: log-probs differ")
-
-
-# ---------------------------------------------------------------- the command
 
 
 def allow_functions() -> None:

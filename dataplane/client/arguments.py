@@ -251,7 +251,7 @@ def empty_receipt(partition: str, schema: Schema, fields: tuple[str, ...], plane
     return KVBatchMeta(partition, (), fields, none, none, none, {}, (), sources, schema=schema, plane_id=plane_id)
 
 
-# ---------------- The table of the checks, and the decorator that applies it.
+# ---------------- A table lists the checks, and a decorator applies them.
 
 Check: TypeAlias = Callable[[str, Any], Any]
 """Type of a check: (name of the argument, value) -> the value in the form of requests. Raises ValueError."""

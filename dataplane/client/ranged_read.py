@@ -122,7 +122,7 @@ class RangedReader:
         second.ranges.append(self._ranges(as_bytes(out), wanted, pieces))
         return lambda: Ragged(out, shapes)
 
-    # -------------------------------------------------------------- inside
+    # ---------------- These methods are private.
 
     def _verify(self, reads: _Reads, seed: int) -> None:
         for rows in self._plan.sources:

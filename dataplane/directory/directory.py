@@ -68,7 +68,7 @@ class Directory:
         self._leases = LeaseBook()
         self._partitions = PartitionRegistry(samplers)
 
-    # -------------------------------------------------------------- partitions
+    # ---------------- These methods manage partitions.
 
     def register(
         self,
@@ -134,7 +134,7 @@ class Directory:
         is registered then."""
         self._partitions.restore(name, state, rows)
 
-    # -------------------------------------------------------------- put
+    # ---------------- These methods carry out puts.
 
     def reserve(self, put: PutRows, now: float) -> Reservation | None:
         """Check a put and reserve space for it. Returns None when there is not enough space at the moment. Raises the
@@ -245,7 +245,7 @@ class Directory:
         """
         self._partitions[partition].tag(keys, tags)
 
-    # -------------------------------------------------------------- read and consume
+    # ---------------- These methods read, claim and clear rows.
 
     def lookup(self, partition: str, keys: Sequence[str], fields: Sequence[str] | None) -> KVBatchMeta:
         """Return a receipt (the keys and locations of rows) for the rows of `keys`, in that order. With `fields` None
@@ -415,7 +415,7 @@ class Directory:
         keys: list[str] = part.rows.keys[rows[~held]].tolist()
         return keys, self.clear(part.name, keys)[1]
 
-    # -------------------------------------------------------------- time
+    # ---------------- These methods expire what is overdue, forget what is lost, and report the state.
 
     def lose(self, holders: Mapping[int, str]) -> tuple[int, list[FreedBlock]]:
         """Forget the blocks that dead processes of the store held. Their values count as not written from now on, and
@@ -473,7 +473,7 @@ class Directory:
             lost_rows=sum(part.num_lost for part in parts),
         )
 
-    # -------------------------------------------------------------- inside
+    # ---------------- These methods are private.
 
     def _forget(self, part: Partition, rows: np.ndarray) -> list[FreedBlock]:
         """Remove rows from a partition and from the leases that hold them. The partition need not be registered any

@@ -35,7 +35,7 @@ class HostCalls:
         self._readying: Future[None] | None = None
         self._closed = False
 
-    # -------------------------------------------------------------- spaces
+    # ---------------- These methods allocate space.
 
     async def allocate(self, reservation: Reservation) -> bool:
         """Allocate a reservation's space in the store. Returns False when the store has no room at the moment. If this
@@ -96,7 +96,7 @@ class HostCalls:
             if self._host.allocate(block_id, nbytes) is None:
                 raise CapacityExceeded(f"the store has no room for block {block_id} of {nbytes} bytes", op="put")
 
-    # -------------------------------------------------------------- the end of blocks
+    # ---------------- These methods free blocks.
 
     def free(self, blocks: Sequence[FreedBlock]) -> asyncio.Task[None] | None:
         """Delete blocks from the store. If the result is None, they are gone; otherwise they are gone when the returned
@@ -150,7 +150,7 @@ class HostCalls:
             blocks += [(block_id, b"") for block_id in sorted({first, *others})]
         self._free(blocks)
 
-    # -------------------------------------------------------------- the host itself
+    # ---------------- These methods concern the store as a whole.
 
     async def usage(self) -> tuple[int, int]:
         """Return the bytes that the store holds, and how many of them belong to blocks that have been freed. The

@@ -85,7 +85,7 @@ class Partition:
         wanted = self._registered.union(names)
         return [cursor.config for name, cursor in self.tasks.items() if name in wanted]
 
-    # -------------------------------------------------------------- reading
+    # ---------------- These methods read.
 
     def cursor(self, task: str) -> TaskCursor:
         """Return the progress of a task. Raises ValueError for an unknown task."""
@@ -262,7 +262,7 @@ class Partition:
         """Return whether `schema` is the partition's schema, or an earlier state of it to which fields were added."""
         return schema in self._schemas.values()
 
-    # -------------------------------------------------------------- writing
+    # ---------------- These methods write.
 
     def add_fields(self, fields: Sequence[Field]) -> None:
         """Extend the schema by the fields that it does not have yet; no row has a value of them. Writers that know an

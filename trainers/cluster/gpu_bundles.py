@@ -132,7 +132,7 @@ def read_hosts() -> tuple[Host, ...]:
     )
 
 
-# ---------------------------------------------------------------- planning
+# ---------------- These functions plan the placement.
 
 
 def _plan(request: PlacementRequest, deadline: float) -> Placement:
@@ -177,7 +177,7 @@ def _fits_when_idle(request: PlacementRequest, hosts: Sequence[Host]) -> bool:
     return True
 
 
-# ---------------------------------------------------------------- placement groups
+# ---------------- These functions reserve GPUs in placement groups.
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,7 @@ def _pass_parts(trainer: TrainerConfig, model: Mapping[str, Any], params: int) -
     return parts
 
 
-# ---------------- Sizes that other checks use, too.
+# ---------------- Other checks use these sizes, too.
 
 
 def trained_parts(trainer: TrainerConfig, params: int, *, with_reference: bool) -> dict[str, int]:

@@ -281,7 +281,7 @@ def train_groups(topology: Topology) -> Iterator[tuple[tuple[int, ...], ...]]:
             yield tuple(tuple(groups[key]) for key in sorted(groups))
 
 
-# ---------------------------------------------------------------- counts for each host
+# ---------------- These functions choose how many ranks and engines each host gets.
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +366,7 @@ def _colocated(
     return None
 
 
-# ---------------------------------------------------------------- seats on the hosts
+# ---------------- These functions give ranks and engines their GPUs.
 
 
 def _placement(request: PlacementRequest, hosts: tuple[Host, ...], layout: str, counts: _Counts) -> Placement:
@@ -464,7 +464,7 @@ def _on_cpus(request: PlacementRequest, hosts: tuple[Host, ...], why: str) -> Pl
     )
 
 
-# ---------------------------------------------------------------- messages for the user
+# ---------------- These functions word messages for the user.
 
 
 def _reason(request: PlacementRequest, hosts: Sequence[Host], layout: str) -> str:

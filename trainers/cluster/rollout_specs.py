@@ -92,7 +92,7 @@ def sample_file(samples: SamplesConfig, run: RunConfig, prompts_per_step: int) -
     return SampleFile(os.path.join(run.dir, "samples.jsonl"), samples, prompts_per_step)
 
 
-# ---------------- the journal
+# ---------------- These functions set up the journal.
 
 
 def journal(run: RunConfig, settings: str) -> JournalConfig | None:
@@ -176,7 +176,7 @@ def _without_defaults(section: Section, later: Sequence[str]) -> dict[str, Any]:
     }
 
 
-# ---------------- evaluations
+# ---------------- The evaluations of a run are planned here.
 
 VALIDATION = "validation"
 """Name of the evaluation that the section `validation` describes."""

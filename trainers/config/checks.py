@@ -444,7 +444,7 @@ def objective_problems(
         )
 
 
-# ---------------- a run that borrows its GPUs from a pool
+# ---------------- These functions check a run that borrows its GPUs from a pool.
 
 
 def pool_problems(config: Config) -> Iterator[str]:

@@ -190,7 +190,7 @@ def _with_kind_of_advantage(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "advantage": others}
 
 
-# ---------------------------------------------------------------- messages for the user
+# ---------------- These functions word messages for the user.
 
 
 def _sentences(problem: Mapping[str, Any], root: type[BaseModel]) -> list[str]:

@@ -143,7 +143,7 @@ def _first_sentence(text: str) -> str:
     return re.split(r"(?<=[.]) (?=[A-Z`0-9])", text, maxsplit=1)[0]
 
 
-# ---------------- keys of one section
+# ---------------- These functions describe the keys of one section.
 
 
 def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[Key]:

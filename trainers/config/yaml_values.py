@@ -97,7 +97,7 @@ def _keep_texts(node: yaml.Node, annotation: Any, above: set[int]) -> None:
         _keep_texts(value, declared, {*above, id(node)})
 
 
-# ---------------------------------------------------------------- types of keys
+# ---------------- These functions find the types of keys.
 
 
 def annotation_at(location: Sequence[str | int], root: Any) -> Any:

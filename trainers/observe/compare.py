@@ -90,7 +90,7 @@ def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield prefix + key, value
 
 
-# ---------------------------------------------------------------- figures
+# ---------------- These functions compute the figures of a run.
 
 _MISSING = "-"
 
@@ -162,7 +162,7 @@ def _value(value: Any) -> str:
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# ---------------------------------------------------------------- page and tables
+# ---------------- These functions write the page and the tables.
 
 
 def write_comparison(runs: Sequence[Compared], path: Path) -> Path:

@@ -129,7 +129,7 @@ def status_metrics(status: DataPlaneStatus) -> dict[str, float]:
     return {f"dataplane/{name}": float(getattr(status, name)) for name in STATUS_FIELDS}
 
 
-# ---------------- busy time: the share of a time interval during which actors were working
+# ---------------- Busy time is the time during which actors were working.
 
 
 @dataclass(frozen=True, slots=True)

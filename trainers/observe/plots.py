@@ -87,7 +87,7 @@ def all_plots(records: Sequence[Record], judged: str = REWARD) -> list[Plot]:
     return [plot for plot in (make(records) for make in makers) if plot is not None]
 
 
-# ---------------------------------------------------------------- plots
+# ---------------- These functions draw the plots of one run.
 
 
 def _learning(judged: str, records: Sequence[Record]) -> Plot | None:
@@ -278,7 +278,7 @@ def _curves(name: str, curves: Sequence[tuple[str, str, str]], records: Sequence
     return _plot(name, "Thin: each step; thick: averaged over neighbouring steps.", [], figure, wide=True)
 
 
-# ---------------------------------------------------------------- several runs
+# ---------------- These functions plot several runs together.
 
 RUN_COLOURS = ("blue", "orange", "green", "red", "purple", "grey")
 """Colours of the lines for runs or reward functions in one plot. Further lines repeat the colours with dashes."""
@@ -327,7 +327,7 @@ def minutes(records: Sequence[Record]) -> list[float]:
     return [total / 60 for total in itertools.accumulate(spent)]
 
 
-# ---------------------------------------------------------------- drawing
+# ---------------- These functions draw the parts of plots.
 
 
 def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:

@@ -171,7 +171,7 @@ class Progress:
         """Print a line, which on a terminal appears above the panel."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    # ------------------------------------------------------------ plain lines
+    # ---------------- These private methods print plain lines.
 
     def _print(self, text: str) -> None:
         self._printed_s = time.monotonic()
@@ -239,7 +239,7 @@ class Progress:
         first, since = self._first_step
         return (time.monotonic() - since) / (self._step - first) * (self._num_steps - self._step)
 
-    # ------------------------------------------------------------ panel
+    # ---------------- These private methods draw the panel.
 
     def _render(self) -> Panel:
         share = self._phase_share if self._phase_share is not None else self._step / self._num_steps

@@ -150,7 +150,7 @@ def render(
     return page(title, body, state=state, good=finished, scripts=scripts)
 
 
-# ---------------------------------------------------------------- cards
+# ---------------- These functions make the cards of the report.
 
 
 def summary_cards(records: Sequence[Record], judged: str = REWARD) -> list[tuple[str, str, str]]:

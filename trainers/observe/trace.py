@@ -173,7 +173,7 @@ class Tracer:
         ]
 
 
-# ---------------------------------------------------------------- events
+# ---------------- These functions make the events of the trace.
 
 
 def trace_events(reports: Mapping[str, Sequence[Sequence[Span]]]) -> list[dict[str, object]]:

@@ -209,7 +209,7 @@ class Simulation:
             handler(*arguments)
         return self.run
 
-    # -------------------------------------------------------------- engines
+    # ---------------- These methods simulate engines.
 
     @property
     def _waiting(self) -> int:
@@ -288,7 +288,7 @@ class Simulation:
         if self._draining and not self._decoding:
             self._sync()
 
-    # -------------------------------------------------------------- groups
+    # ---------------- These methods simulate groups.
 
     def _became_ready(self, group: int) -> None:
         self.run.in_flight -= 1
@@ -342,7 +342,7 @@ class Simulation:
         prompts = len(groups) * self._scenario.group_size * self._scenario.prompt_tokens
         return float(self._lengths[list(groups)].sum()) + prompts
 
-    # -------------------------------------------------------------- trainer
+    # ---------------- These methods simulate the trainer.
 
     def _train(self) -> None:
         """Start to train on a chunk if the trainer is free and enough groups are ready. A chunk consists of groups that
@@ -414,7 +414,7 @@ class Simulation:
         self._engines_busy_s = busy
         self._step_groups, self._step_busy_s, self._step_staleness = 0, 0.0, []
 
-    # -------------------------------------------------------------- events and records
+    # ---------------- These methods draw the workload, schedule events and keep records.
 
     def _draw(self, num_prompts: int) -> None:
         self._lengths = self._scenario.draw_lengths(num_prompts)

@@ -76,7 +76,7 @@ class Watchdog:
             if self.is_stuck(beat) and self._stop(beat):
                 return
 
-    # ------------------------------------------------------------ messages of the driver
+    # ---------------- These methods read the driver's messages and watch it.
 
     def _listen(self, timeout_s: float) -> None:
         if not select.select([0], [], [], timeout_s)[0]:
@@ -127,7 +127,7 @@ class Watchdog:
             self._family.add((actor.pid, actor.start) for actor in actors if actor.here and actor.start)
         self._looked_s = time.monotonic()
 
-    # ------------------------------------------------------------ ending the run
+    # ---------------- These methods end the run.
 
     def _stop(self, beat: Beat) -> bool:
         """Write the report, then end the run; returns False when the run made progress while the report was written."""

@@ -99,7 +99,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         decoding = None if self._batch is None else self._batch.decoding
         return self.stats.tokens + (0 if decoding is None else decoding.num_steps) + self._incoming.num_received
 
-    # ---------------------------------------------------------------- requests
+    # ---------------- These methods serve requests.
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return `params.n` completions, in order. Cancelling the call ends the request at the next decoding step.
@@ -167,7 +167,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         self._held.clear()
         self._serve_on()
 
-    # ---------------------------------------------------------------- weights
+    # ---------------- These methods change and check weights and free memory.
 
     async def _replace_weights(self, version: int, kv: KeysAndValues) -> int:
         kept = self._num_running
@@ -250,7 +250,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
             self._thread.shutdown(wait=False)
         self._incoming.close()
 
-    # ---------------------------------------------------------------- the batch loop
+    # ---------------- These private methods decode batch after batch.
 
     @property
     def _usable(self) -> bool:

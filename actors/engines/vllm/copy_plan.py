@@ -153,7 +153,7 @@ class PlanRecorder:
         copies = {name: tuple(made) for name, made in self._copies.items()}
         return CopyPlan(copies, dict(self._specs), self._places)
 
-    # ------------------------------------------------------------ for the watch
+    # ---------------- These methods note what the loaders do with the weights.
 
     def _hinder(self, reason: str) -> None:
         self._hindrance = self._hindrance or reason

@@ -193,7 +193,7 @@ class VllmEngine:
         """
         return await self._process.call_function(function, *args)
 
-    # ---------------------------------------------------------------- generation
+    # ---------------- These methods serve requests.
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return `params.n` completions of a prompt, in order. Cancelling the call ends the request.
@@ -310,7 +310,7 @@ class VllmEngine:
             except TimeoutError:
                 continue
 
-    # ---------------------------------------------------------------- pausing
+    # ---------------- These methods pause and resume generation.
 
     async def pause(self, mode: PauseMode = "wait") -> None:
         """Stop generating until `resume`. Requests that arrive in between wait. mode: treatment of running requests,
@@ -386,7 +386,7 @@ class VllmEngine:
 
         await self._alone(reset())
 
-    # ---------------------------------------------------------------- weights
+    # ---------------- These methods change and check weights.
 
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
         """Make the workers receive and verify `update`, while the engine keeps serving the old version.
@@ -483,7 +483,7 @@ class VllmEngine:
         self._expect_alive(f"weights of version {version}")
         await self._updates.drop(version)
 
-    # ---------------------------------------------------------------- memory and the end
+    # ---------------- These methods free memory and close the engine.
 
     async def sleep(self, level: int = 1) -> None:
         """Wait until requests in flight have ended, then release device memory. A paused engine aborts its requests.
@@ -551,7 +551,7 @@ class VllmEngine:
         await self._process.end()
         await self._updates.close()
 
-    # ---------------------------------------------------------------- life and death
+    # ---------------- These private methods notice the death of vLLM's process and refuse calls that cannot succeed.
 
     def _watch_process(self) -> None:
         if self._death is None:

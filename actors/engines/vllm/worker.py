@@ -84,7 +84,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         """CUDA stream on which weights are received, so that receiving and the model's steps do not wait for each
         other; None on a CPU."""
 
-    # ---------------------------------------------------------------- vLLM's weight-transfer API
+    # ---------------- vLLM's weight-transfer API consists of these methods.
 
     def init_transfer_engine(self, init_info: InboxInfo) -> None:
         """Create the inbox that receives weights, and connect to the engine's socket."""
@@ -132,7 +132,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         if self._link is not None:
             self._link.close()
 
-    # ---------------------------------------------------------------- the engine's orders
+    # ---------------- These methods carry out the engine's orders.
 
     def drop(self, version: int) -> None:
         """Forget a prepared version. If it is still being received, stop receiving it; its `prepare` then fails with an

@@ -142,7 +142,7 @@ class CollectiveSender(Sender):
             update.deadline = Deadline("sender", update.version, self.timeout_s - min(1.0, 0.1 * self.timeout_s))
         return update.deadline
 
-    # ------------------------------------------------------------ members
+    # ---------------- These private methods manage the members of the group.
 
     def _expect_tracker(self) -> ReceiverTracker:
         assert self._tracker is not None

@@ -317,7 +317,7 @@ class ReceiverTracker:
         for link in [*self._links.values(), *self._arrivals]:
             link.close()
 
-    # ------------------------------------------------------------ error texts
+    # ---------------- These private methods word errors.
 
     def _place(self, rank: int) -> str:
         if rank not in self.groups:

@@ -27,8 +27,6 @@ from .ends import SenderUpdate, bucket_offsets
 from .ipc_base import Contents, IpcSenderBase, IpcStreamBase, Lease, SharedStatus, lease_holders
 from .protocol import BucketFrame, Deadline, WeightUpdate, worker_name
 
-# ---------------- callbacks at events of a CUDA stream
-
 
 class EventCallbacks:
     """Runs callbacks in order in one background thread, each once the work of a CUDA stream has finished. That work is

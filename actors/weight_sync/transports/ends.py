@@ -142,7 +142,7 @@ class Sender(ABC):
             self._update = None
             self._close()
 
-    # ------------------------------------------------------------ methods for subclasses
+    # ---------------- Subclasses implement or use these methods.
 
     @abstractmethod
     def _begin(self, update: SenderUpdate) -> str:
@@ -172,7 +172,7 @@ class Sender(ABC):
         if update.ended:
             raise self._deadline(update).error(f"aborted: {update.ended}")
 
-    # ------------------------------------------------------------ private methods
+    # ---------------- These methods are private.
 
     def _expect_open(self) -> SenderUpdate:
         update = self._update
@@ -188,7 +188,7 @@ class Sender(ABC):
         return error
 
 
-# ---------------- senders that write buckets in a background thread
+# ---------------- Some senders write their buckets in a background thread.
 
 
 class BackgroundSender(Sender):
@@ -272,7 +272,7 @@ class BackgroundSender(Sender):
     def _failed(self, update: SenderUpdate, what: str, error: Exception) -> WeightTransferError:
         return self._deadline(update).error(f"{what}: {error}")
 
-    # ------------------------------------------------------------ methods for subclasses
+    # ---------------- Subclasses implement or use these methods.
 
     @abstractmethod
     def _open(self, update: SenderUpdate) -> str:
@@ -367,7 +367,7 @@ class Stream(ABC):
             self.deadline.stop()
             self._close()
 
-    # ------------------------------------------------------------ methods for subclasses
+    # ---------------- Subclasses implement or use these methods.
 
     @abstractmethod
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
@@ -395,7 +395,7 @@ class Stream(ABC):
         if self.closed:
             raise self.deadline.error("the stream was closed")
 
-    # ------------------------------------------------------------ private methods
+    # ---------------- These methods are private.
 
     def _check(self, frame: BucketFrame, payload: torch.Tensor, expected: int) -> None:
         name = f"bucket {frame.bucket} of {len(self.plan.sizes)}"

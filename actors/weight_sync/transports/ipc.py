@@ -98,7 +98,7 @@ class IpcSender(IpcSenderBase):
         assert status is not None
         return status
 
-    # ------------------------------------------------------------ memory
+    # ---------------- These private methods manage the shared memory.
 
     def _free_slot(self, update: SenderUpdate, nbytes: int) -> _Slot:
         """Return a slot of at least `nbytes` bytes that no receiver reads. The caller adds it to `_slots` once its

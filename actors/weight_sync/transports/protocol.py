@@ -145,7 +145,7 @@ class WeightSender(Protocol):
         ...
 
 
-# ---------------- settings of the two ends of a transport
+# ---------------- The two ends of a transport have these settings.
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,7 +178,7 @@ def table(findings: Sequence[Finding]) -> Table:
     return drawn
 
 
-# ---------------------------------------------------------------- software
+# ---------------- These functions check the software.
 
 
 def _python() -> list[Finding]:
@@ -248,7 +248,7 @@ def _extras() -> list[Finding]:
     ]
 
 
-# ---------------------------------------------------------------- hardware
+# ---------------- These functions check the hardware.
 
 
 def _machine() -> list[Finding]:
@@ -360,7 +360,7 @@ def _gib(nbytes: float) -> str:
     return f"{nbytes / 2**30:.1f} GiB"
 
 
-# ---------------------------------------------------------------- stores and engines
+# ---------------- These functions check stores and engines.
 
 
 def _starts() -> list[Finding]:

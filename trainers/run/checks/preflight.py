@@ -153,9 +153,6 @@ def _check(checks: Sequence[Check], otherwise: Check | None = None) -> list[str]
     return left
 
 
-# ---------------------------------------------------------------- the run folder
-
-
 def _check_run_dir(run: RunConfig, *, resume: bool) -> None:
     assert run.dir is not None, "with_run_dir sets it"
     path = Path(run.dir)
@@ -180,7 +177,7 @@ def _check_run_dir(run: RunConfig, *, resume: bool) -> None:
         os.close(descriptor)
 
 
-# ---------------------------------------------------------------- the user's code
+# ---------------- These functions check the settings of engines.
 
 
 def _check_kv_cache(rollout: RolloutConfig, model: ModelConfig, longest: int) -> None:
@@ -204,7 +201,7 @@ def _check_engine_arguments(rollout: RolloutConfig) -> None:
         raise ConfigError(problems)
 
 
-# ---------------------------------------------------------------- the machine
+# ---------------- These functions check the machine.
 
 
 def _check_ray_address(given: str | None) -> None:

@@ -242,8 +242,6 @@ def _micro_batch(rows: Rows, spec: RouteSpec | None) -> tuple[MicroBatch, torch.
     return MicroBatch(batch, lengths, ones, groups, None), batch.jagged("response_mask").values > 0
 
 
-# ---------------------------------------------------------------- output
-
 LABELS = {
     "mismatch_mean": "mean difference of log-probs",
     "mismatch_max": "largest difference of log-probs",
