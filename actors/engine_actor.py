@@ -316,7 +316,8 @@ class RemoteEngine:
         def left(task: asyncio.Future[Any]) -> None:
             self._leaving.pop(request_id, None)
             if not task.cancelled():
-                # Reading the exception marks it as retrieved. A dead engine has no request to end.
+                # Reading the exception marks it as retrieved. It needs no handling, because a dead engine has no
+                # request to end.
                 task.exception()
 
         leaving = asyncio.ensure_future(self._submit(EngineActor.abandon, request_id))

@@ -52,7 +52,7 @@ def output_is_closed() -> bool:
     then dropped without a word."""
     try:
         output = sys.stdout.fileno()
-    except (OSError, ValueError):  # A notebook's output is no file.
+    except (OSError, ValueError):  # The output of a notebook has no file descriptor.
         return False
     watched = select.poll()
     watched.register(output, 0)  # An error of the pipe is always reported.

@@ -59,7 +59,7 @@ def check_trust(config: DataPlaneConfig, kind: str, *, one_host: bool) -> None:
     if kind == "simple":
         address = node_address()
         if one_host and ipaddress.ip_address(address).is_loopback:
-            # The host has no other address, because Ray replaces a loopback address that it is given.
+            # Ray prefers other addresses to a loopback address, so this host has no other one.
             return
         raise ValueError(
             f"dataplane.trusted_network: got false with dataplane.store.kind='simple', expected true, because "

@@ -148,7 +148,7 @@ class Router:
         except TimeoutError:
             for request in list(member.requests):
                 request.move()
-            await member.idle.wait()  # A cancelled call ends at once.
+            await member.idle.wait()  # `move` has cancelled the requests' calls, so this wait is short.
         self._forget(member)
         return member.engine
 

@@ -84,7 +84,7 @@ def _template_end(tokenizer: Any) -> tuple[int, ...]:
     for messages in ([asked, answer], [asked, answer, asked]):
         try:
             _, found, after = apply_chat_template(tokenizer, messages, {}, prompted=False).rpartition(ANSWER_MARK)
-        except ValueError:  # The template needs arguments or other messages, so that it names no token here.
+        except ValueError:  # The template needs arguments or other messages, so it shows no token here.
             continue
         # Texts are compared, because an unknown character can be encoded as a special token, such as a padding token.
         tokens = {token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items()}

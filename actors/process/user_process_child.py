@@ -80,7 +80,7 @@ def main() -> None:
         try:
             request = json.loads(line)
             write({"value": call(getattr(function, request["method"]), request["arguments"])})
-        except BaseException as error:  # The function can raise any error, and some libraries raise one to end a call.
+        except BaseException as error:  # The function can raise anything. Some libraries end a call by a BaseException.
             write({"error": described(error)})
 
 

@@ -440,7 +440,7 @@ class TrainWorker:
         file, step = self._setup.samples, work.shard.step
         if self._writes and meta is not None and file is not None and len(meta):
             masks = [mask.numpy() for mask in unpack(self._client.get(meta, ["response_mask"]))["response_mask"]]
-            # `columns` can be empty.
+            # `columns` is longer if other replicas have more samples, because all replicas make equally many passes.
             rows = zip(meta.keys, meta.tags["advantage"].tolist(), masks, columns, strict=False)
             most = file.config.max_tokens
             file.append([trained_line(key, step, gain, mask, own.numpy(), most) for key, gain, mask, own in rows])

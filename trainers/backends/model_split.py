@@ -74,7 +74,7 @@ def check_split(trainer: TrainerConfig, model: Any) -> None:
             f"model's vocab_size = {vocabulary}"
         )
     if trainer.packing == "packed":
-        from ...actors.engines.hf.positions import counts_columns  # imports torch, which checks do without
+        from ...actors.engines.hf.positions import counts_columns  # This imports torch, which other checks do not need.
 
         if counts_columns(model, trainer.tokens_per_microbatch):
             raise ValueError(

@@ -113,7 +113,8 @@ class TrainStep:
         self._temperature = 1.0
         self._sums = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
         self._mismatch = torch.zeros(len(MISMATCH_SUMS), dtype=torch.float64, device=self._device)
-        self._largest = torch.zeros(2, dtype=torch.float64, device=self._device)  # mismatch, gradient of one token
+        # These are the largest mismatch and the largest gradient of a token.
+        self._largest = torch.zeros(2, dtype=torch.float64, device=self._device)
         self._gradients = torch.zeros((), dtype=torch.float64, device=self._device)
         self._tokens = self._sequences = 0
         self._group_ids: set[int] = set()

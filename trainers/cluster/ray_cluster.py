@@ -177,7 +177,8 @@ def _start_ray(settings: dict[str, Any], timeout_s: float, before: set[psutil.Pr
         left_s = timeout_s - (tried - began)
         os.environ["RAY_gcs_server_port_wait_time_s"] = str(max(1, round(left_s)))
         try:
-            # Half of the time is for the first try, because a process that died in it only a second try replaces.
+            # A try gets only half of the remaining time, because a Ray process that dies is replaced only by another
+            # try.
             with lean_start(left_s / 2):
                 ray.init(address="local", include_dashboard=False, _temp_dir=folder, **settings)
             return

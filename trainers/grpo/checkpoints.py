@@ -166,7 +166,7 @@ class Checkpoints:
         Collective over the train workers; their number may differ from when the checkpoint was saved. Raises
         ActorFailed if a worker fails, dies or makes no progress.
         """
-        self._trims = []  # The called actors can be gone.
+        self._trims = []  # The actors of these calls can have been replaced.
         self._whole = self._writing = None
         self._begun_s = time.monotonic()
         if state.step:
@@ -219,9 +219,9 @@ class Checkpoints:
         kept = self._steps()[-self._settings.keep_checkpoints :]
         if not self._settings.keep_checkpoints or not kept:
             return
-        for path in sorted(
-            self.folder.iterdir(), reverse=True
-        ):  # reversed, so that `step_1.json` goes first: without it the checkpoint is ignored
+        # In reverse order, a checkpoint's .json file is deleted before its folder. Without this file, the folder does
+        # not count as a checkpoint.
+        for path in sorted(self.folder.iterdir(), reverse=True):
             match = re.fullmatch(r"step_(\d+)(\.json|\.tmp|\.old|\.json\.tmp)?", path.name)
             if match is None or int(match[1]) in kept or int(match[1]) > kept[-1]:
                 continue

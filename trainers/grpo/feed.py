@@ -529,7 +529,8 @@ class Feed:
                     self._clear_stale()
                     self._fill(self._admitted)
                 left_s = max(0.0, deadline - time.monotonic())
-                # Calls in flight end the wait: each of them makes progress, ends, or belongs to a stuck actor.
+                # While calls are in flight, the deadline does not count: each call makes progress, ends, or belongs to
+                # a stuck actor, which `_look_after` kills.
                 wait_s = LOOK_AFTER_S if self._issues else min(left_s, LOOK_AFTER_S)
                 try:
                     return self._client.claim(

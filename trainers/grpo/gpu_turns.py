@@ -309,7 +309,7 @@ class TakeTurns(_OwnGpus):
         report, none_left = None, None
         try:
             report = self._weights.sync(version, engines)
-        except NoEngineLeft as error:  # The workers must make room before new engines can start.
+        except NoEngineLeft as error:  # The workers must free their memory before new engines can start.
             none_left = error
         with self._timed("offload"):
             self._note("trainer_gib_offloaded", self._trainer.offload())

@@ -34,7 +34,7 @@ class RewardErrors:
         line = {"step": step, "failed_rows": failed, "rows": rows, "errors": list(errors)}
         try:
             append(self._path, encoded([line]))
-        except OSError as error:  # The run goes on without the line.
+        except OSError as error:  # The run continues without the line.
             _log.warning("step %d: the errors of %d failed rows are not written: %s", step, failed, error.strerror)
         for error in errors:
             kind = kind_of(error)

@@ -149,7 +149,7 @@ class RunFolder:
         now = datetime.datetime.now().isoformat(" ", "seconds")
         try:
             append(self.incidents_path, f"{now} step {step}: {' '.join(sentence.split())}\n".encode())
-        except OSError as error:  # The run goes on without the sentence.
+        except OSError as error:  # The run continues without the sentence.
             _log.warning("an incident is not written: %s", error.strerror)
 
     def close(self) -> None:

@@ -60,7 +60,8 @@ def lost_process(error: Exception) -> str | None:
     if isinstance(error, ActorFailed) and cause is None:  # The actor died, or does not answer.
         return str(error)
     cause = cause or error
-    # The exact type is a transfer that was too slow. A claim that waited in vain would do so again.
+    # Exactly this type means that a transfer was too slow. Its subclasses, such as ClaimTimeout, mean a wait in vain,
+    # which would recur after a restart.
     is_of_plane = isinstance(cause, PeerLost) or type(cause) is DataPlaneTimeout
     if is_of_plane or (isinstance(cause, RayError) and not isinstance(cause, RayTaskError)):
         return str(error)

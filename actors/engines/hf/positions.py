@@ -31,7 +31,8 @@ def fix_rotary_length(model: Any, length: int | None) -> int | None:
     if not scaled or length is None:
         return None
     for module in scaled:
-        # The embeddings look at the largest position that they get: they get one more, which is then dropped.
+        # The embeddings choose by the largest position that they get. They therefore get the position `length - 1` in
+        # addition, and its result is dropped.
         module.register_forward_pre_hook(partial(_add_position, length - 1), with_kwargs=True)
         module.register_forward_hook(_drop_position)
     return length

@@ -4,7 +4,8 @@ It works with vLLM 0.26 to 0.32; docs/internals/versions.md says where each was 
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# vLLM need not be installed where types are checked; without it pyright takes the folder above for it.
+# vLLM need not be installed where types are checked. If it is absent, pyright mistakes this folder, also named vllm,
+# for it.
 from __future__ import annotations
 
 import copy

@@ -160,7 +160,7 @@ def _tap_first(runner: Any, keep: Keep) -> Callable[[], None]:
     def sample(logits: torch.Tensor, metadata: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         tokens, every = inner(logits, metadata, *args, **kwargs)
         batch = runner.input_batch
-        if metadata is not batch.sampling_metadata:  # vLLM tries out its sampler with made-up requests.
+        if metadata is not batch.sampling_metadata:  # These are dummy requests with which vLLM warms up its sampler.
             return tokens, every
         # `every` is None if all requests are greedy.
         scores = sampler.compute_logprobs(logits) if every is None else every
@@ -192,7 +192,7 @@ def _tap_second(runner: Any, keep: Keep) -> Callable[[], None]:
 
     def sample(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, logits = inner(*args, **kwargs)
-        if not batches:  # vLLM tries out its sampler with made-up requests.
+        if not batches:  # These are dummy requests with which vLLM warms up its sampler.
             return tokens, logits
         batch = batches[0]
         index = batch.idx_mapping_np

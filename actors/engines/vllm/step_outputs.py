@@ -74,8 +74,8 @@ def joining_scheduler(**settings: Any) -> Any:
                 self.enable_return_routed_experts = True
             cached = scheduler_output.scheduled_cached_reqs
             ids = [new.req_id for new in scheduler_output.scheduled_new_reqs]
-            # Tokens that are being computed also count as output tokens. The blocks of such a prompt are listed
-            # already.
+            # A request without output tokens is still computing its prompt, so its blocks can have grown. Tokens that
+            # are being computed also count as output tokens.
             if 0 in cached.num_output_tokens:
                 ids += [one for one, tokens in zip(cached.req_ids, cached.num_output_tokens, strict=True) if not tokens]
             for request_id in ids:

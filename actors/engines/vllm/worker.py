@@ -277,6 +277,6 @@ class WeightWorker:
         self.weight_transfer_engine.shutdown()
 
 
-if BACKEND not in library.WeightTransferEngineFactory._registry:  # Every worker imports this module once.
+if BACKEND not in library.WeightTransferEngineFactory._registry:  # vLLM refuses to register a name twice.
     library.WeightTransferEngineFactory.register_engine(BACKEND, StagedWeightEngine)
     library.take_what_is_free()

@@ -259,7 +259,8 @@ def _compute_buffers(model: Any, source: WeightSource, device: torch.device) -> 
     """
     kept = model.state_dict()
     for module in model.modules():
-        # HF computes the buffers of modules without this mark, and of parameters with it computes nothing.
+        # transformers initialises only modules and parameters without this mark: here the modules that compute buffers,
+        # but no parameters.
         module._is_hf_initialized = not any(part._non_persistent_buffers_set for part in module.modules())
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = empty = torch.empty_like(buffer, device="cpu")

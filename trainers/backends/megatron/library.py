@@ -48,8 +48,9 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.utils import get_model_config, get_model_type
 
-# megatron-core 0.16: without TransformerEngine this name is never set, and every router's forward raises NameError, on
-# GPUs too (moe_utils.py, RouterGatingLinearFunction). Delete with 0.16: later releases set it.
+# Without TransformerEngine, megatron-core 0.16 never sets this name, and every router's forward raises NameError, also
+# on GPUs (moe_utils.py, RouterGatingLinearFunction). Later releases set the name, so these lines can be deleted when
+# 0.16 is no longer supported.
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
 

@@ -98,9 +98,8 @@ class PipelineReplay(RouterReplay):
 
     @contextmanager
     def _installed(self, routes: torch.Tensor | None) -> Iterator[None]:
-        if (
-            routes is not None and self._tensor_ranks > 1
-        ):  # With sequence parallelism a router gets only a part of the tokens.
+        # With sequence parallelism, a router gets only a part of the tokens.
+        if routes is not None and self._tensor_ranks > 1:
             routes = routes.chunk(self._tensor_ranks)[self._tensor_rank]
         with super()._installed(routes):
             yield
