@@ -129,14 +129,18 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _stop(arguments: argparse.Namespace) -> int:
+    from ..dataplane.owned_folder import pid_space
     from ..trainers.pool.server.folder import find_pool
     from ..trainers.supervision.cleanup import wait_until_ended
 
     served = find_pool(arguments.dir)
     if not arguments.force and (tenants := [tenant.name for tenant in _asked(served).tenants]):
         raise UserError(f"pool: it has the tenants {', '.join(tenants)}, expected none; --force stops it anyway")
+    if served.space != pid_space():
+        raise UserError(f"pool: its process (pid {served.pid}) is on another host or container, stop it there")
+    find_pool(arguments.dir)  # Its process can have ended while the status was asked for.
     os.kill(served.pid, signal.SIGTERM)
-    return DONE if wait_until_ended(lambda: [served.pid], STOP_S) else FAILED
+    return DONE if wait_until_ended(lambda: [(served.pid, served.start)], STOP_S) else FAILED
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -25,6 +25,7 @@ from .block_store import StoreHost, StoreSpec
 from .config import DataPlaneConfig
 from .directory.service import DirectoryService
 from .errors import DataPlaneError, DirectoryLost
+from .owned_folder import pid_space
 from .rpc.child_process import serve_parent
 from .rpc.frames import DirectoryAddress
 from .rpc.server import DirectoryServer
@@ -42,6 +43,8 @@ class Started:
     pid: int
     node: str
     """Name of the directory's host."""
+    space: str
+    """Space of the process ids, as `pid_space` returns it."""
     store: StoreSpec
     store_processes: dict[str, int]
     """Pids of the store's processes on the directory's host, by name."""
@@ -76,7 +79,7 @@ class HostedDirectory:
         # The first call imports numpy.ma, which takes 20 ms and would otherwise delay a put.
         np.unique(np.empty(0))
         gc.freeze()  # Imported objects stay, so the garbage collector need not look at them.
-        return Started(os.getpid(), platform.node(), self._host.spec, self._host.processes(), address)
+        return Started(os.getpid(), platform.node(), pid_space(), self._host.spec, self._host.processes(), address)
 
     async def close(self) -> None:
         """Close the store, end the processes that it started, and stop answering requests. Idempotent."""

@@ -26,6 +26,7 @@ from .directory.requests import body_of
 from .directory_process import directory_name, start_actor, stop_actor
 from .errors import InvalidArgument
 from .handle import DataPlaneHandle, PlaneText
+from .owned_folder import pid_space
 from .rpc.child_process import ChildProcess
 from .rpc.frames import DirectoryAddress
 from .rpc.links import InProcessLink, Link, call_s, in_process_link
@@ -48,6 +49,7 @@ class DataPlane:
         handle: DataPlaneHandle,
         processes: dict[str, int],
         host: str,
+        space: str,
         end: Callable[[], None],
         *,
         at_exit: Callable[[], None] | None,
@@ -58,6 +60,8 @@ class DataPlane:
         """Handle with which other processes connect; `handle.to_text()` returns it as a short text."""
         self.host = host
         """Name of the host on which the directory and all of `processes` run."""
+        self.space = space
+        """Space of the process ids of `processes`, as `pid_space` returns it."""
         self._processes = processes
         self._end: Callable[[], None] | None = end
         self._at_exit = None if at_exit is None else functools.partial(_end_in, os.getpid(), at_exit)
@@ -139,7 +143,7 @@ def _open_in_process(config: DataPlaneConfig, run_id: str) -> DataPlane:
 
     processes = {"directory": os.getpid(), **link.host.processes()}
     # At the end of the program, the directory's event loop may have ended already, so only the store's host is closed.
-    return DataPlane(handle, processes, platform.node(), end, at_exit=link.host.close)
+    return DataPlane(handle, processes, platform.node(), pid_space(), end, at_exit=link.host.close)
 
 
 def _open_process(config: DataPlaneConfig, run_id: str, listen: str, timeout_s: float) -> DataPlane:
@@ -156,7 +160,7 @@ def _open_process(config: DataPlaneConfig, run_id: str, listen: str, timeout_s: 
         store_entry(store.kind).remove_leftovers()
 
     processes = {"directory": started["pid"], **started["store_processes"]}
-    return DataPlane(handle, processes, started["node"], end, at_exit=end)
+    return DataPlane(handle, processes, started["node"], started["space"], end, at_exit=end)
 
 
 def _open_actor(config: DataPlaneConfig, run_id: str, one_host: bool, timeout_s: float) -> DataPlane:
@@ -179,7 +183,7 @@ def _open_actor(config: DataPlaneConfig, run_id: str, one_host: bool, timeout_s:
         store_entry(started.store.kind).remove_leftovers()
 
     processes = {"directory": started.pid, **started.store_processes}
-    return DataPlane(handle, processes, started.node, end, at_exit=None)
+    return DataPlane(handle, processes, started.node, started.space, end, at_exit=None)
 
 
 @checked_call

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import shutil
 import stat
@@ -122,6 +123,15 @@ def process_start(pid: int) -> int | None:
     fields = stat.rpartition(b")")[2].split()
     ended = fields[0] == b"X" or (fields[0] == b"Z" and int(fields[17]) <= 1)
     return None if ended else int(fields[19])
+
+
+@functools.cache
+def pid_space() -> str:
+    """Return the space in which this process's pid is valid: the boot of the host, and the namespace of pids.
+
+    Hosts and containers can have equal names, but never equal spaces."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _remove_stale(folder: Path) -> bool:

@@ -3,6 +3,7 @@
 encoded, append   write all lines or none, after the half line of a killed writer is cut off
 read_lines        reads a whole file; lines that are not JSON objects are skipped, and their count is logged
 LineTail          reads what other processes have appended since the last call
+replace_file      gives a small file another content, whole or not at all
 """
 
 from __future__ import annotations
@@ -49,6 +50,14 @@ def append(path: str | os.PathLike[str], data: bytes) -> None:
             os.close(descriptor)
     except OSError as error:
         raise OSError(error.errno, f"{os.fspath(path)} cannot be written: {error.strerror}") from error
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Give a file the content `data` at once. If this process is killed meanwhile, or the disk is full (OSError), the
+    file has its earlier content."""
+    draft = path.with_name(f"{path.name}.new")
+    draft.write_bytes(data)
+    draft.replace(path)
 
 
 def _end_of_whole_lines(descriptor: int) -> int:

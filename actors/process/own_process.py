@@ -12,6 +12,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...dataplane.owned_folder import pid_space, process_start
+
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Numbers of two settings of glibc's allocator, as in its `malloc.h`."""
@@ -47,11 +49,22 @@ class ActorInfo:
     host: str
     gpus: tuple[str, ...] = ()
     """CUDA's names of the GPUs that the process is limited to; () if there is no limit, or if it may use none."""
+    space: str = ""
+    """Space in which `pid` has its meaning, as `pid_space` returns it; "" while it is unknown. Hosts can have equal
+    names, but never equal spaces."""
+    start: int | None = None
+    """Start time of the process in clock ticks, which tells it from a later process with the same pid."""
 
     @staticmethod
     def here(name: str) -> ActorInfo:
         """Return the identity of the calling process, with `name` as its name."""
-        return ActorInfo(name, os.getpid(), socket.gethostname(), shown_gpus())
+        pid = os.getpid()
+        return ActorInfo(name, pid, socket.gethostname(), shown_gpus(), pid_space(), process_start(pid))
+
+    @property
+    def is_here(self) -> bool:
+        """True when the process is on this host, in the same space of process ids."""
+        return self.space == pid_space()
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid} on {self.host})"

@@ -26,11 +26,14 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ...actors.engines.protocol import EngineDied
 from ...actors.process.own_process import ActorInfo
 from ...actors.process.remote_methods import decode_result, encode_arguments, submit
+from ..supervision.own_clock import OwnClock
 
 P = ParamSpec("P")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
+WAIT_S = 5.0
+"""Longest single wait in seconds for answers. If this process is stopped, no more than this counts as waited."""
 RESULT_TIMEOUT_S = 60.0
 """Seconds within which Ray must deliver a result that it has announced as ready."""
 
@@ -238,10 +241,14 @@ def ended(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[tuple[
 
 def settled(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> Iterator[tuple[Call[T], T | ActorFailed]]:
     """Yield each call with its result or ActorFailed as soon as it ends. Stops when all have ended or `timeout_s` has
-    passed."""
-    deadline = time.monotonic() + timeout_s
-    pending = list(calls)
-    while pending and (found := ended(pending, stage, max(0.0, deadline - time.monotonic()))):
+    passed, without the time in which this process was stopped."""
+    left_s, pending = timeout_s, list(calls)
+    while pending:
+        wait_s, began_s = min(WAIT_S, left_s), time.monotonic()
+        found = ended(pending, stage, wait_s)
+        left_s -= min(time.monotonic() - began_s, wait_s) if found else wait_s
+        if not found and left_s <= 0.0:
+            return
         yield from found
         done = dict(found)
         pending = [call for call in pending if call not in done]
@@ -296,7 +303,8 @@ class ProgressWatch:
         ask: function that queries an actor for a number that changes whenever it makes progress. ask_every_s: seconds
         between two queries to the same actor.
         """
-        now = time.monotonic()
+        self._clock = OwnClock()
+        now = self._clock.now_s()
         self._ask = ask
         self._ask_every_s = ask_every_s
         self._asked = dict[ActorHandle, Call[int]]()
@@ -305,7 +313,7 @@ class ProgressWatch:
         self._moved_s = dict.fromkeys(actors, now)
         self._answered_s = dict.fromkeys(self._moved_s, now)
         self._next_s = dict.fromkeys(self._moved_s, now)
-        """Actor -> `time.monotonic` time from which it may be queried again."""
+        """Actor -> time of the clock from which it may be queried again."""
 
     def look(self, only: Collection[ActorHandle] | None = None) -> tuple[bool, dict[ActorHandle, ActorFailed]]:
         """Collect the answers that have arrived and send new queries, without waiting for their answers.
@@ -315,7 +323,7 @@ class ProgressWatch:
         """
         moved, failed = False, dict[ActorHandle, ActorFailed]()
         by_call = {call: actor for actor, call in self._asked.items()}
-        now = time.monotonic()
+        now = self._clock.now_s()
         for call, answer in ended(list(by_call), "progress", 0.0):
             actor = by_call[call]
             del self._asked[actor]
@@ -342,7 +350,7 @@ class ProgressWatch:
         return self._since(self._answered_s, actor)
 
     def _since(self, times: dict[ActorHandle, float], actor: ActorHandle) -> float:
-        return time.monotonic() - times[actor] if actor in times else 0.0
+        return self._clock.now_s() - times[actor] if actor in times else 0.0
 
 
 def gather_moving(
@@ -355,17 +363,17 @@ def gather_moving(
     makes progress.
     """
     results: dict[Call[T], T | ActorFailed] = {}
-    look_s, moved_s = min(ASK_EVERY_S, timeout_s / 4), time.monotonic()
+    clock, look_s, moved_s = OwnClock(), min(ASK_EVERY_S, timeout_s / 4), 0.0
     watch = ProgressWatch([call.actor for call in calls], ask, look_s)
     while pending := [call for call in calls if call not in results]:
-        left_s = moved_s + timeout_s - time.monotonic()
+        left_s = moved_s + timeout_s - clock.now_s()
         if left_s <= 0.0:
             break
         results.update(ended(pending, stage, min(look_s, left_s)))
         # A failed query is ignored here, because the actor's pending call reports the failure.
         moved, _ = watch.look([call.actor for call in pending if call not in results])
         if moved:
-            moved_s = time.monotonic()
+            moved_s = clock.now_s()
     late = f"{stage}: no answer and no progress within {timeout_s:g} s from"
     return [results[call] if call in results else ActorFailed(f"{late} {call.actor.info}") for call in calls]
 
@@ -389,16 +397,16 @@ def gather_slow(
 
     Raises ActorFailed if a worker died, raised an exception (see its `cause`), or makes no progress.
     """
-    watch = ProgressWatch(workers)
+    watch, clock = ProgressWatch(workers), OwnClock()
     results = dict[Call[T], T]()
-    written, moved_s = num_bytes(), time.monotonic()
+    written, moved_s = num_bytes(), 0.0
     while pending := [call for call in calls if call not in results]:
         for call, outcome in ended(pending, stage, ASK_EVERY_S):
             if isinstance(outcome, ActorFailed):
                 raise outcome
             results[call] = outcome
         moved, _ = watch.look()
-        now = time.monotonic()
+        now = clock.now_s()
         if moved or num_bytes() != written:
             written, moved_s = num_bytes(), now
         silent = [worker for worker in workers if watch.silent_s(worker) >= silence_s]

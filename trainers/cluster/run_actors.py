@@ -41,6 +41,9 @@ Spec = Callable[..., Any]
 """Function that returns an actor's settings. Its keyword arguments are `model` (a local folder or hub id) and `handle`
 (that of the data plane)."""
 
+Started = Callable[[Sequence[ActorInfo]], None]
+"""Function that receives processes which have started and use no GPU yet."""
+
 _log = logging.getLogger(__name__)
 BY_START_TIMEOUT = "resources.start_timeout_s"
 """Config key of the time limit for each wait during an actor's start, as error messages name it."""
@@ -71,6 +74,8 @@ class RunActors:
     """Callbacks that run after the process of an actor was replaced by another."""
     on_death: list[Callable[[str], None]] = field(default_factory=list)
     """Callbacks that receive a sentence about a death, before the actor is replaced."""
+    on_started: Started = lambda infos: None
+    """Callback that receives the new processes of actors before they are built."""
 
     @property
     def handles(self) -> list[EngineHandle | TrainHandle]:
@@ -107,7 +112,7 @@ class RunActors:
             tell(str(failure))
         handle.kill()
         handle.restart()
-        _identify([handle], "replace", self.start_timeout_s, self.placement)
+        _identify([handle], "replace", self.start_timeout_s, self.placement, self.on_started)
         _started([handle.build()], "replace", self.start_timeout_s)
         if not self.engines.embedded and isinstance(handle, RolloutHandle):
             engines = [engine.handle for engine in self.engines.active if not engine.dead]
@@ -147,7 +152,7 @@ class RunActors:
         for worker in self.workers:
             worker.kill()
             worker.restart()
-        _identify(self.workers, "start", self.start_timeout_s, self.placement)
+        _identify(self.workers, "start", self.start_timeout_s, self.placement, self.on_started)
         _build([], self.workers, self.start_timeout_s, StartTimes())
         self._tell()
 
@@ -183,9 +188,17 @@ class StartingActors:
     """The actors of a run from the start of their processes until they are built. The processes start and import
     modules while the data plane starts and the model is prepared."""
 
-    def __init__(self, starter: ActorStarter, resources: ResourcesConfig, max_replaced: int) -> None:
-        """max_replaced: largest number of rollout actors and engines that may be replaced."""
+    def __init__(
+        self,
+        starter: ActorStarter,
+        resources: ResourcesConfig,
+        max_replaced: int,
+        on_started: Started = lambda infos: None,
+    ) -> None:
+        """max_replaced: largest number of rollout actors and engines that may be replaced. on_started: receives all
+        processes of actors, now and later, before they are built."""
         self._starter = starter
+        self._on_started = on_started
         self._timeout_s = resources.start_timeout_s
         self._max_replaced = max_replaced
         self._take_turns = resources.switch_roles == "always"
@@ -211,7 +224,7 @@ class StartingActors:
         timeout_s, placement = self._timeout_s, self._starter.placement
         self._starter.configure(model, plane.handle)
         generators = list(dict.fromkeys([*self.hosts, *self.rollouts]))
-        _identify([*generators, *self.workers], "start", timeout_s, placement)
+        _identify([*generators, *self.workers], "start", timeout_s, placement, self._on_started)
         times.mark("processes")
         if loan is not None or self._take_turns:
             self._build_in_turns(generators, times, loan)
@@ -226,7 +239,9 @@ class StartingActors:
         if not self._embedded:
             _introduce(engines, self.rollouts, timeout_s)
         [data_notes] = _started([asked], "start", timeout_s)
-        return RunActors(engines, self.rollouts, self.workers, self._max_replaced, data_notes, timeout_s, placement)
+        actors = RunActors(engines, self.rollouts, self.workers, self._max_replaced, data_notes, timeout_s, placement)
+        actors.on_started = self._on_started
+        return actors
 
     def _build_in_turns(self, generators: Sequence[EngineHandle], times: StartTimes, loan: Loan | None) -> None:
         """Build and offload the train workers, and then build the actors with engines, which need the freed memory. See
@@ -356,13 +371,19 @@ def _started(
 
 
 def _identify(
-    handles: Sequence[EngineHandle | TrainHandle], stage: str, timeout_s: float, placement: Placement
+    handles: Sequence[EngineHandle | TrainHandle],
+    stage: str,
+    timeout_s: float,
+    placement: Placement,
+    on_started: Started,
 ) -> None:
     """Send the new processes of all `handles` their settings, and store the answers. These are names, process ids,
-    hosts and GPUs. Raises ActorFailed if a process is on another host or other GPUs than in `placement`."""
+    hosts and GPUs. `on_started` receives them, too. Raises ActorFailed if a process is on another host or other GPUs
+    than in `placement`."""
     infos = _started([handle.configure() for handle in handles], stage, timeout_s)
     for handle, info in zip(handles, infos, strict=True):
         handle.info = info
+    on_started(infos)
     check_reports(placement, infos)
 
 

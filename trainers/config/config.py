@@ -46,7 +46,7 @@ class PoolConfig(Section):
     `rollout.kv_cache` sets the engines' memory."""
     order_timeout_s: Positive = 180.0
     """Seconds within which the run must carry out an order of the pool to put engines to sleep or to wake them. If the
-    run takes longer, the pool ends its processes."""
+    run takes longer, the pool ends its processes. The pool counts a larger value than 600 as 600."""
 
 
 SET_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_-]*$"

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...actors.process.json_lines import replace_file
 from ...actors.rollout.evaluation_metrics import EXACT_MATCH, FigureSums, needs_answers
 from ...actors.rollout.results import EvaluationReport
 from ..cluster.calls import ActorFailed, Call, ended
@@ -254,7 +255,7 @@ class Validation(Evaluation):
             with self._rollouts.trainer_at_work(self._state.version):
                 self._workers.export_model(self._folder / BEST)
         best = {"metric": goal.metric, "value": value, "step": self._state.step, "version": self._state.version}
-        (self._folder / f"{BEST}.json").write_text(json.dumps(best))
+        replace_file(self._folder / f"{BEST}.json", json.dumps(best).encode())
 
 
 class Evaluations:

@@ -30,8 +30,8 @@ from ..observe.run_folder import RunFolder
 from ..observe.trace import Tracer
 from .checks.preflight import check_start
 from .checks.trust_probe import distrust
-from .processes import launched, needed_processes
-from .restarts import lost_only_workers, lost_process, root_cause
+from .processes import launched
+from .restarts import lost_only_workers, lost_process, needed_processes, root_cause
 from .under_watchdog import StepSize, WatchdogProcess, under_watchdog
 
 

@@ -8,7 +8,6 @@ would not be safe: an interrupt at any instruction could leave one of them suspe
 
 from __future__ import annotations
 
-import socket
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,7 +37,7 @@ from ..observe.trace import Tracer
 from ..pool.tenant.membership import PoolMembership
 from ..supervision.cleanup import remove_shared_memory
 from ..supervision.heartbeat import Heartbeat
-from ..supervision.stuck_report import read_actors, write_actors
+from .listed_processes import ListedProcesses
 from .under_watchdog import WatchdogProcess
 
 CLOSE_TIMEOUT_S = 120.0
@@ -114,13 +113,12 @@ class _Launch:
         self._stack = stack
         self._run_id = uuid.uuid4().hex[:8]
         self._meter = DriverMeter()
-        self._pids = list[int]()
-        """Ids of the actors' processes on this host."""
         self._ending_actors = ExitStack()
         """Kills the actors when it is closed."""
 
     def cluster(self, cluster: Cluster | None) -> Cluster:
         """Open a Ray cluster, unless one is given."""
+        self._listed = ListedProcesses(self._folder, self._run_id)
         self._stack.callback(remove_shared_memory, self._run_id)
         self.heartbeat.enter("starting Ray", self._start_s)
         config = self._config
@@ -133,8 +131,9 @@ class _Launch:
         transport that cannot work between these places, before any actor starts."""
         config, membership = self._config, None
         if self._request.pooled:
-            membership = PoolMembership(config, self._folder, self.heartbeat)
-            self._stack.callback(membership.leave, lambda: self._pids)
+            membership = PoolMembership(config, self._folder, self.heartbeat, self._run_id)
+            self._stack.callback(membership.leave, self._listed.actors)
+        self._stack.callback(self._listed.end_actors)
         self._stack.callback(self._ending_actors.close)
         self.heartbeat.enter("placing the actors", self._start_s)
         reservation = reserve_places(self._request, self._start_s) if membership is None else membership.places()
@@ -152,7 +151,7 @@ class _Launch:
         starter = ActorStarter(
             config, self._meter, self._ending_actors, places.reservation, route, one_host=places.one_host
         )
-        return StartingActors(starter, config.resources, config.run.max_restarts)
+        return StartingActors(starter, config.resources, config.run.max_restarts, self._listed.add_actors)
 
     def plane(self, places: Places) -> Plane:
         """Open the data plane, and the driver's client of it."""
@@ -166,6 +165,7 @@ class _Launch:
         self._stack.callback(client.close)
         # The actors use the data plane, so this second callback ends them before it.
         self._stack.callback(self._ending_actors.close)
+        self._listed.add_plane(plane)
         if self._watch is not None:
             self._watch.opened(plane.handle)
         return Plane(plane, client)
@@ -178,14 +178,10 @@ class _Launch:
         self.heartbeat.enter("starting the actors", 4 * self._start_s)
         actors = starting.build(model, plane.plane, self._times, places.membership)
 
-        def tell() -> None:
-            write_actors(self._folder, self._run_id, everyone(plane.plane, actors))
-            self._pids[:] = [actor.info.pid for actor in actors.handles if actor.info.host == socket.gethostname()]
-            if self._watch is not None:
-                self._watch.started(actors)
-
-        tell()
-        actors.on_replaced.append(tell)
+        if self._watch is not None:
+            watch = self._watch
+            watch.started(actors)
+            actors.on_replaced.append(lambda: watch.started(actors))
         self._meter.take()
         self._stack.callback(self.heartbeat.enter, "closing", CLOSE_TIMEOUT_S)
         return actors
@@ -228,14 +224,3 @@ def _opened(config: DataPlaneConfig, run_id: str, *, one_host: bool, start_timeo
         raise
     except ValueError as error:
         raise UserError(str(error)) from error
-
-
-def everyone(plane: DataPlane, actors: RunActors) -> list[tuple[str, int, str]]:
-    """Return (name, process id, host) of every process of the run."""
-    hosts = [(name, pid, plane.host) for name, pid in plane.processes().items()]
-    return hosts + [(handle.info.name, handle.info.pid, handle.info.host) for handle in actors.handles]
-
-
-def needed_processes(folder: Path) -> dict[str, int]:
-    """Return the run's processes on this host, read from actors.json in the run folder: name -> process id."""
-    return {actor.name: actor.pid for actor in read_actors(folder) if actor.here}

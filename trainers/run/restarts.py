@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from ray.exceptions import RayError, RayTaskError
 
@@ -13,6 +14,7 @@ from ..cluster.calls import ActorFailed, gather_each
 from ..cluster.run_actors import RunActors
 from ..grpo.weight_sync import HEALTH_S
 from ..supervision.cleanup import is_running
+from ..supervision.stuck_report import read_actors
 
 DEATH_S = 1.0
 """Largest number of seconds from the first sign of a process's death until its exit. The sockets of a dying process
@@ -106,3 +108,8 @@ def _proof(actors: RunActors, processes: Mapping[str, int], wait_s: float, insis
         if not ask and not processes:
             return []
         time.sleep(min(left_s, POLL_S))
+
+
+def needed_processes(folder: Path) -> dict[str, int]:
+    """Return the run's processes on this host, read from actors.json in the run folder: name -> process id."""
+    return {actor.name: actor.pid for actor in read_actors(folder) if actor.here}

@@ -83,10 +83,12 @@ def is_running(pid: int) -> bool:
     return any(is_alive(process) for process in _processes([pid]))
 
 
-def wait_until_ended(pids: Callable[[], Iterable[int]], timeout_s: float) -> bool:
-    """Wait until none of the processes that `pids` returns is alive, for `timeout_s` seconds at most. Returns whether
-    all have ended."""
-    return _wait(lambda: any(map(is_running, pids())), timeout_s)
+def wait_until_ended(processes: Callable[[], Iterable[tuple[int, int | None]]], timeout_s: float) -> bool:
+    """Wait until none of the processes that `processes` returns is alive, for `timeout_s` seconds at most. Returns
+    whether all have ended. They are given as (pid, `process_start`); None stands for a process that had ended."""
+    return _wait(
+        lambda: any(start is not None and process_start(pid) == start for pid, start in processes()), timeout_s
+    )
 
 
 def _processes(pids: Iterable[int]) -> set[psutil.Process]:

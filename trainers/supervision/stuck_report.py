@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from ...dataplane.owned_folder import process_start
+from ...dataplane.owned_folder import pid_space, process_start
 
 FOLDER = "stacks"
 """Name of the folder of stack files in the run's folder."""
@@ -134,38 +134,73 @@ class ActorLine:
     name: str
     pid: int
     host: str
+    """Name of the process's host, for reading only: several hosts can have the same name."""
+    space: str = ""
+    """Space in which `pid` has its meaning, as `pid_space` returns it; "" if it is unknown."""
     start: int | None = None
-    """Start time of the process in clock ticks, as `process_start` returns it; None if the process had already ended or
-    is on another host."""
+    """Start time of the process in clock ticks, as `process_start` returns it; None if the process had already ended,
+    or if it is of the data plane and on another host."""
+    run: str = ""
+    """Id of the run that has started the process. In a folder, a run continues after another one."""
 
     @property
     def here(self) -> bool:
-        """True when the process is on this host."""
-        return self.host == socket.gethostname()
+        """True when the process is on this host, in the same space of process ids."""
+        return self.space == pid_space()
+
+    @property
+    def may_live(self) -> bool:
+        """False when the process is known to have ended."""
+        return not self.here or (self.start is not None and process_start(self.pid) == self.start)
+
+
+def listed_actors(folder: Path, run_id: str | None = None) -> list[ActorLine] | None:
+    """Return all processes in actors.json of the run's `folder`, those too that were replaced and may still live. With
+    `run_id`, only those of that run. Returns None if the file is missing or is not such a list."""
+    try:
+        content = json.loads((folder / "actors.json").read_text(encoding="utf-8"))
+        lines = [
+            ActorLine(**{"run": content["run_id"], **actor}) for actor in content.get("earlier", []) + content["actors"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return [line for line in lines if run_id in (None, line.run)]
 
 
 def read_actors(folder: Path, run_id: str | None = None) -> list[ActorLine]:
-    """Read the list of processes from actors.json in the run's `folder`. Returns [] if the file is missing or
-    unreadable, or if the run id in it is not `run_id` (None accepts any id)."""
+    """Return the present process of each actor from actors.json in the run's `folder`. Returns [] if the file is
+    missing or unreadable, or if the run id in it is not `run_id` (None accepts any id)."""
     try:
-        content = json.loads((folder / "actors.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        latest = json.loads((folder / "actors.json").read_text(encoding="utf-8"))["run_id"]
+    except (OSError, ValueError, KeyError, TypeError):
         return []
-    if run_id not in (None, content["run_id"]):
-        return []
-    return [ActorLine(**actor) for actor in content["actors"]]
+    lines = listed_actors(folder, latest) or [] if run_id in (None, latest) else []
+    return list({line.name: line for line in lines}.values())
 
 
-def write_actors(folder: Path, run_id: str, actors: Iterable[tuple[str, int, str]]) -> None:
-    """Write actors.json: the run's id, and the name, pid, host and start time of each actor. `actors` gives (name, pid,
-    host).
+def write_actors(folder: Path, run_id: str, actors: Iterable[tuple[Any, ...]]) -> None:
+    """Write processes of a run to actors.json. `actors` gives (name, pid, host, `pid_space`, `process_start`); without
+    a start time, that of a process on this host is looked up. A process replaces an earlier one of the same name. Those
+    that were replaced, or are of earlier runs, are kept apart in the file while they may live.
 
-    The id is part of the names of the run's folders in shared memory.
+    The list has to be written before the run makes others depend on it (with no process), and again when processes have
+    started and before they use a GPU. All processes of a run can then be found and ended, those too that were replaced
+    and hang. The id is part of the names of the run's folders in shared memory.
     """
-    lines = [ActorLine(*actor) for actor in actors]
-    lines = [replace(line, start=process_start(line.pid)) if line.here else line for line in lines]
+    lines = [ActorLine(*actor, run=run_id) for actor in actors]
+    lines = [
+        replace(line, start=process_start(line.pid)) if line.here and line.start is None else line for line in lines
+    ]
+    listed = listed_actors(folder) or []
+    present = {line.name: line for line in (*listed, *lines) if line.run == run_id}.values()
+    earlier = [line for line in listed if line not in present and line.may_live]
+    content = {
+        "run_id": run_id,
+        "actors": [asdict(line) for line in present],
+        "earlier": [asdict(line) for line in earlier],
+    }
     draft = folder / "actors.json.new"
-    draft.write_text(json.dumps({"run_id": run_id, "actors": [asdict(line) for line in lines]}, indent=1), "utf-8")
+    draft.write_text(json.dumps(content, indent=1), "utf-8")
     draft.rename(folder / "actors.json")
 
 
@@ -178,7 +213,7 @@ def write_report(
     step takes `groups` groups of `group_size` rows.
     """
     actors = read_actors(folder, opened.run_id) if opened is not None else []
-    everyone = [ActorLine(DRIVER, driver_pid, socket.gethostname()), *actors]
+    everyone = [ActorLine(DRIVER, driver_pid, socket.gethostname(), pid_space()), *actors]
     stacks = collect_stacks(folder, {actor.name: actor.pid for actor in everyone if actor.here}, STACKS_TIMEOUT_S)
     sections = [
         heading(sentence),

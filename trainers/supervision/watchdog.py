@@ -25,7 +25,8 @@ import psutil
 
 from .cleanup import Family, is_alive, remove_shared_memory
 from .heartbeat import Beat, HeartbeatReader
-from .stuck_report import Opened, heading, is_caught, read_actors, write_report
+from .own_clock import OwnClock
+from .stuck_report import Opened, heading, is_caught, listed_actors, write_report
 
 POLL_S = 1.0
 """Seconds between two reads of the heartbeat."""
@@ -59,6 +60,7 @@ class Watchdog:
         self._run_ids: list[str] = []
         self._over = False
         self._looked_s = self._awake_s = time.monotonic()
+        self._clock = OwnClock()
 
     def watch(self) -> None:
         """Watch until the run is over or has been ended."""
@@ -99,14 +101,21 @@ class Watchdog:
 
     def stood_s(self, beat: Beat) -> float:
         """Return for how many seconds the heartbeat `beat` has stood still. The time in which the driver was suspended
-        (Ctrl-Z) does not count."""
+        (Ctrl-Z) does not count, nor that in which this process was, because it cannot know what the driver did."""
+        return self._since(beat.since_s)
+
+    def _since(self, begin_s: float) -> float:
+        """Return the seconds since `begin_s` without interruptions; see `stood_s`."""
         now = time.monotonic()
+        self._clock.now_s()
+        if self._clock.was_away():
+            self._awake_s = now
         try:
             if psutil.Process(self._pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
                 self._awake_s = now
         except psutil.NoSuchProcess:
             return 0.0
-        return now - max(beat.since_s, self._awake_s)
+        return now - max(begin_s, self._awake_s)
 
     def is_stuck(self, beat: Beat) -> bool:
         """Return whether the stage that the heartbeat names has exceeded its time limit by more than the margin."""
@@ -123,7 +132,7 @@ class Watchdog:
     def _look(self) -> None:
         self._family.look()
         if self._opened is not None:
-            actors = read_actors(self._folder, self._opened.run_id)
+            actors = listed_actors(self._folder, self._opened.run_id) or ()
             self._family.add((actor.pid, actor.start) for actor in actors if actor.here and actor.start)
         self._looked_s = time.monotonic()
 
@@ -161,7 +170,7 @@ class Watchdog:
         told_s = time.monotonic()
         while not self._over and self._driver_is_alive():
             self._listen(POLL_S)
-            if time.monotonic() - max(told_s, self._reader.read().since_s) > self._grace_s:
+            if self._since(max(told_s, self._reader.read().since_s)) > self._grace_s:
                 return
 
     def _clean_up(self, sentence: str, path: Path | None = None) -> None:

@@ -12,14 +12,13 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from ...errors import SHOWN_KEYS
-from ...owned_folder import SHARED_MEMORY
+from ...owned_folder import SHARED_MEMORY, pid_space
 from ...rpc.frames import HEADER, MAX_FRAME_BYTES, head, set_up_tcp
 
 T = TypeVar("T")
@@ -254,8 +253,7 @@ class UnitAddress:
 def memory_id() -> str:
     """Return the identity of this process's shared memory: boot of the host, mount of /dev/shm, and namespace of pids.
     Processes with equal identities can share a pool, and see whether each other's writers are alive."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.stat(SHARED_MEMORY).st_dev} {os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{pid_space()} {os.stat(SHARED_MEMORY).st_dev}"
 
 
 @dataclass(frozen=True, slots=True)

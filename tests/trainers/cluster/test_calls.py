@@ -8,7 +8,7 @@ import pytest
 
 from headrace.testing import PENDING, FakeCluster
 from headrace.trainers.cluster import calls
-from headrace.trainers.cluster.calls import ActorFailed, ProgressWatch, gather_slow
+from headrace.trainers.cluster.calls import ActorFailed, ProgressWatch, gather, gather_slow
 
 
 class Clock:
@@ -95,6 +95,30 @@ def test_still_and_silent_are_told_apart(clock: Clock) -> None:
     figure[0] = PENDING
     clock.now += 2
     watch.look()
-    clock.now += 30
-    watch.look()
+    for _ in range(15):
+        clock.now += 2
+        watch.look()
     assert watch.silent_s(engine) > 30
+    clock.now += 1000
+    assert watch.silent_s(engine) < 40, "nothing was asked meanwhile: this process was stopped"
+
+
+def test_a_driver_that_was_stopped_does_not_find_its_actors_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped for an hour in its wait; the answer comes with the next look."""
+    clock, waits = Clock(), list[float]()
+    monkeypatch.setattr(calls.time, "monotonic", clock.monotonic)
+    worker = FakeCluster().trainer(lambda method: 7 if len(waits) > 1 else PENDING)
+    ended = calls.ended
+
+    def wait(asked: Any, stage: str, timeout_s: float) -> Any:
+        waits.append(timeout_s)
+        clock.now += timeout_s if waits[1:] else 3600
+        return ended(asked, stage, 0.0)
+
+    monkeypatch.setattr(calls, "ended", wait)
+    assert gather([worker.progress()], "health", 60.0) == [7]
+    waits.clear()
+    clock.now = 0.0
+    with pytest.raises(ActorFailed, match="no answer within 60 s"):
+        gather([FakeCluster().trainer(lambda method: PENDING).progress()], "health", 60.0)
+    assert sum(waits) == 60.0

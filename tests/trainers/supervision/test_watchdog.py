@@ -20,7 +20,7 @@ import pytest
 
 from headrace.dataplane.block_store import StoreSpec
 from headrace.dataplane.handle import DataPlaneHandle
-from headrace.dataplane.owned_folder import process_start
+from headrace.dataplane.owned_folder import pid_space, process_start
 from headrace.dataplane.rpc.frames import DirectoryAddress
 from headrace.tests.process_pool import has_ended, zombie_with_a_thread
 from headrace.trainers.config.load import build_config
@@ -103,7 +103,7 @@ class Driver:
         pids = json.loads(self.line())
         self.stranger, self.watchdog, self.member = [psutil.Process(pid) for pid in pids]
         actors = [("train worker 0", _gone()), ("train worker 1", self.member.pid)]
-        write_actors(folder, self.run_id, [(*actor, socket.gethostname()) for actor in actors])
+        write_actors(folder, self.run_id, [(*actor, socket.gethostname(), pid_space()) for actor in actors])
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -216,6 +216,24 @@ def test_a_run_that_somebody_has_suspended_does_not_stand_still(tmp_path: Path, 
         pass
     assert watchdog.stood_s(beat) < 1
     other.send_signal(signal.SIGCONT)
+
+
+def test_a_watchdog_that_was_away_does_not_count_that_time(
+    tmp_path: Path, other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    memory = heartbeat.shared_memory()
+    Heartbeat(memory).enter("train", 10.0)
+    watchdog = watchdog_of(memory, other.pid, tmp_path)
+    beat = HeartbeatReader(memory).read()
+    os.close(memory)
+    now_s[0] += 3600.0  # Both were stopped.
+    assert not watchdog.is_stuck(beat)
+    for _ in range(12):
+        now_s[0] += 1.0
+        stuck = watchdog.is_stuck(beat)
+    assert stuck
 
 
 @pytest.mark.parametrize(("margin_s", "stuck"), [(1000.0, False), (0.0, True)])

@@ -5,28 +5,33 @@
 
 The actor never calls a tenant, and none of a tenant's code runs in it. When its process dies, Ray starts it again with
 the same name, and it reads its state from the journal. It gives a GPU to another tenant only after the processes that
-can hold the GPU's memory are known to be dead; time alone frees nothing.
+can hold the GPU's memory are known to be dead; time alone frees nothing. Its clock stands still while its process does
+not run, or cannot write its journal, and then all tenants get a new lease.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
+import logging
 import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ....actors.process.json_lines import replace_file
 from ....actors.process.remote_methods import decode_arguments
 from ....codecs import messages
-from ....dataplane.owned_folder import process_start
+from ....dataplane.owned_folder import pid_space, process_start
+from ...cluster.far_processes import end_far_processes
 from ...errors import UserError
 from ...supervision.cleanup import Family, is_alive
-from ...supervision.stuck_report import read_actors
-from ..state.commands import BY_NAME, Alive, Command, Order, Outcome, Processes, Tick, Unregister
+from ...supervision.own_clock import OwnClock
+from ...supervision.stuck_report import listed_actors
+from ..state.commands import BY_NAME, Alive, Command, Order, Outcome, Processes, Reply, Resume, Tick, Unregister
 from ..state.plan import Role
 from ..state.planner import Gap, gaps
 from ..state.pool import Pool, PoolBounds
@@ -34,29 +39,40 @@ from ..state.status import TRACE, PooledGpu, PoolFigures, PoolStatus, StageNote,
 from .folder import PoolJournal
 from .gpu_trace import TraceWriter, holders
 
+_log = logging.getLogger(__name__)
+
 
 def driver_is_gone(processes: Processes) -> bool:
     """Return whether the driver's process has ended. Returns False for a driver on another host, which cannot be
     observed."""
-    return processes.host == socket.gethostname() and process_start(processes.driver) != processes.start
+    return processes.space == pid_space() and process_start(processes.driver) != processes.start
 
 
 def end_processes(processes: Processes) -> str:
     """Kill the driver and all processes of the run that actors.json lists, and wait until they are gone. Returns "", or
-    a sentence that names the remaining processes. These have to be ended by hand or by another call."""
-    if processes.host != socket.gethostname():
-        return f"the tenant's driver is on {processes.host}, which this pool cannot reach: end it there"
-    driver = [] if driver_is_gone(processes) else [(processes.driver, processes.start)]
-    actors = read_actors(Path(processes.folder))
-    far = sorted({actor.host for actor in actors if not actor.here})
-    family = Family(processes.driver if driver else 0)
-    family.add((actor.pid, actor.start) for actor in actors if actor.here and actor.start is not None)
+    a sentence that names the remaining processes. These have to be ended by hand or by another call. Processes of other
+    hosts are ended by the nodes of the pool's Ray cluster."""
+    path = Path(processes.folder)
+    here = processes.space == pid_space()
+    family = Family(processes.driver if here and not driver_is_gone(processes) else 0)
+    far = [] if here else [(processes.space, processes.driver, processes.start, processes.host)]
+    actors = listed_actors(path, processes.run_id)
+    family.add((actor.pid, actor.start) for actor in actors or () if actor.here and actor.start is not None)
     family.kill()
     everyone = [*family.members, *([family.driver] if family.driver is not None else [])]
-    left = [process.pid for process in everyone if is_alive(process)]
-    if left:
+    if left := [process.pid for process in everyone if is_alive(process)]:
         return f"the tenant's processes {left} do not end"
-    return f"it has processes on {', '.join(far)}, which this pool cannot reach" if far else ""
+    # The data plane's processes of other hosts have no start time here, and use no GPU.
+    far += [(one.space, one.pid, one.start, one.host) for one in actors or () if not one.here and one.start]
+    if far and (left := end_far_processes([process[:3] for process in far], END_AGAIN_S)):
+        hosts = sorted({host for *process, host in far if tuple(process) in left})
+        return f"it has processes on {', '.join(hosts)}, which no node of the pool's cluster could end: end them there"
+    if actors is None:
+        return (
+            f"{path / 'actors.json'} is not a list of its processes, so nothing shows that they are dead: end them, "
+            'and then write {"run_id": "", "actors": []} to that file'
+        )
+    return ""
 
 
 TICK_S = 1.0
@@ -90,10 +106,19 @@ class PoolActor:
         self._changed = asyncio.Event()  # The event is replaced each time it is set.
         self._left: dict[str, str] = {}
         """Remaining processes of suspect tenants: name -> sentence."""
+        self._ending: dict[str, asyncio.Task[str]] = {}
+        self._tried: dict[str, float] = {}
+        """Time at which the processes of each tenant were last killed."""
+        tenants = self._pool.tenants
+        self._clock = OwnClock(max((tenant.heard_s for tenant in tenants.values()), default=0.0))
+        self._resuming = bool(tenants)
+        """True until tenants have a new lease, after a time in which the pool was away or could not write."""
+        self._stopped_s: float | None = None
+        """Time at which the journal could no longer be written; None while it can."""
+        self._troubles: dict[str, str] = {}
+        """What does not work: subject -> sentence."""
         self._switches: dict[str, tuple[int, float]] = {}
         self._orders = {"done": 0, "failed": 0, "void": 0}
-        for name in list(self._pool.tenants):  # Tenants could not report while this process was down.
-            self._apply(Alive(name))
         self._looking: asyncio.Task[None] | None = None
         """The task that lets time pass; begun by the first call, when the event loop runs."""
 
@@ -103,20 +128,24 @@ class PoolActor:
 
     async def call(self, method: str, message: bytes) -> bytes:
         """Run the method named `method` and return its encoded result; see `actors/process/remote_methods.py`."""
-        if self._looking is None:
+        if self._looking is None or self._looking.done():
+            if self._looking is not None:
+                self._troubles["task"] = f"the look after tenants had ended and was begun again: {self._looking}"
             self._looking = asyncio.create_task(self._look_after())
         function = getattr(type(self), method)
         result = function(self, *decode_arguments(function, message))
         return messages.encode(await result if inspect.isawaitable(result) else result)
 
-    def apply(self, kind: str, body: bytes) -> str:
-        """Carry out the command of type `kind`, encoded as `body`. Returns "" once the command is in the journal, or
-        the reason for a refusal."""
+    def apply(self, kind: str, body: bytes) -> Reply:
+        """Carry out the command of type `kind`, encoded as `body`, which is in the journal then. A sign of life is
+        accepted even if the journal cannot be written, because no lease runs out then."""
         try:
             self._apply(messages.decode(body, BY_NAME[kind]))
         except UserError as error:
-            return str(error)
-        return ""
+            return Reply(str(error))
+        except OSError as error:
+            return Reply() if kind == Alive.__name__ else Reply(unwritten=str(error))
+        return Reply()
 
     async def wait_for_grant(self, tenant: str, role: Role, timeout_s: float) -> bool:
         """Return True as soon as a role holds the GPUs that it asked for, or False after `timeout_s` seconds."""
@@ -137,7 +166,7 @@ class PoolActor:
 
     def figures(self) -> PoolFigures:
         """Return the pool's figures for Prometheus."""
-        now_s, pool = self._now_s(), self._pool
+        now_s, pool = self._clock.now_s(), self._pool
         return PoolFigures(
             pool.num_gpus,
             tuple((gpu, tenant, role) for gpu, (tenant, role) in sorted(holders(pool).items())),
@@ -150,12 +179,12 @@ class PoolActor:
 
     def status(self) -> PoolStatus:
         """Return a snapshot of the pool."""
-        now_s, pool = self._now_s(), self._pool
+        now_s, pool = self._clock.now_s(), self._pool
         held = holders(pool)
         gpus = tuple(" ".join(held[gpu]) if gpu in held else "idle" for gpu in range(pool.num_gpus))
         return PoolStatus(
             self._setup.name,
-            now_s,
+            self._trace.age_s,
             gpus,
             self._tenant_lines(now_s),
             (*self._waits(now_s), *self._orders_out(now_s)),
@@ -163,14 +192,24 @@ class PoolActor:
             pool.num_rejected,
             os.getpid(),
             self._setup.reserved,
+            tuple(self._troubles.values()),
         )
 
-    def _now_s(self) -> float:
-        return time.time() - self._began
-
     def _apply(self, command: Command) -> None:
-        now_s, before = self._now_s(), set(self._pool.orders)
-        self._journal.apply(now_s, command)
+        now_s, before = self._clock.now_s(), set(self._pool.orders)
+        self._resuming |= self._clock.was_away()
+        try:
+            if self._resuming:
+                self._journal.apply(now_s, Resume())
+                self._resuming, self._stopped_s = False, None
+                self._troubles.pop("journal", None)
+            self._journal.apply(now_s, command)
+        except OSError as error:
+            # Until the journal can be written, nothing changes and no time passes: no tenant could show that it lives.
+            self._stopped_s = now_s if self._stopped_s is None else self._stopped_s
+            self._clock.turn_back(self._stopped_s)
+            self._resuming, self._troubles["journal"] = True, str(error)
+            raise
         for number in before.difference(self._pool.orders):
             outcome = "void"
             if isinstance(command, Outcome) and command.order == number:
@@ -179,7 +218,10 @@ class PoolActor:
         self._trace.note_state(now_s, self._pool)
         rejected = Path(self._setup.folder) / f"rejected-{self._pool.num_rejected}.msgpack"
         if self._pool.num_rejected and not rejected.exists():
-            rejected.write_bytes(messages.encode(self._pool))
+            try:
+                replace_file(rejected, messages.encode(self._pool))
+            except OSError as error:
+                _log.warning("%s cannot be written: %s", rejected, error)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -193,24 +235,35 @@ class PoolActor:
         return True
 
     async def _look_after(self) -> None:
-        """Tell the pool the time, and end the processes of tenants that are suspect or have no living driver."""
-        ending: dict[str, asyncio.Task[str]] = {}
-        tried: dict[str, float] = {}
+        """Look after the tenants for ever. An error does not end this; `pool status` shows it until a look succeeds."""
         while True:
             await asyncio.sleep(TICK_S)
+            try:
+                self._look_once()
+                self._troubles.pop("look", None)
+            except Exception as error:
+                _log.exception("the look after tenants failed")
+                self._troubles["look"] = f"the look after tenants failed: {type(error).__name__}: {error}"
+
+    def _look_once(self) -> None:
+        """Tell the pool the time, and end the processes of tenants that are suspect or have no living driver."""
+        with contextlib.suppress(OSError):  # The journal cannot be written; the dead are ended all the same.
             self._apply(Tick())
-            for name, tenant in list(self._pool.tenants.items()):
-                if name in ending or tenant.processes is None:
-                    continue
-                late = time.monotonic() - tried.get(name, -END_AGAIN_S) >= END_AGAIN_S
-                if late and (tenant.suspect or driver_is_gone(tenant.processes)):
-                    ending[name] = asyncio.create_task(asyncio.to_thread(end_processes, tenant.processes))
-                    tried[name] = time.monotonic()
-            for name in [name for name, task in ending.items() if task.done()]:
-                self._left[name] = ending.pop(name).result()
-                if not self._left[name]:
-                    self._left.pop(name)
-                    if name in self._pool.tenants:  # A tenant can have left by itself.
+        for name, tenant in list(self._pool.tenants.items()):
+            if name in self._ending or tenant.processes is None:
+                continue
+            late = time.monotonic() - self._tried.get(name, -END_AGAIN_S) >= END_AGAIN_S
+            if late and (tenant.suspect or driver_is_gone(tenant.processes)):
+                self._ending[name] = asyncio.create_task(asyncio.to_thread(end_processes, tenant.processes))
+                self._tried[name] = time.monotonic()
+        for name in [name for name, task in self._ending.items() if task.done()]:
+            ended = self._ending.pop(name)
+            error = asyncio.CancelledError() if ended.cancelled() else ended.exception()
+            self._left[name] = ended.result() if error is None else f"its processes could not be ended: {error!r}"
+            if not self._left[name]:
+                self._left.pop(name)
+                if name in self._pool.tenants:  # A tenant can have left by itself.
+                    with contextlib.suppress(OSError):  # The next attempt finds it dead again.
                         self._apply(Unregister(name, dead=True))
 
     def _tenant_lines(self, now_s: float) -> tuple[TenantLine, ...]:
@@ -228,6 +281,7 @@ class PoolActor:
                 f"{tenant.suspect} {self._left.get(name, '')}".strip(),
                 now_s - tenant.heard_s,
                 None if tenant.processes is None else tenant.processes.driver,
+                tenant.order_timeout_s,
             )
             for name, tenant in pool.tenants.items()
         )
@@ -281,8 +335,11 @@ class PoolActor:
 
 def _began(path: Path) -> float:
     """Return the time (`time.time()`) at which the pool was first started. A file that is written at that time contains
-    it."""
-    if not path.exists():
+    it. A file without that time, as a killed process can have left it, is replaced."""
+    try:
+        return float(json.loads(path.read_text())["began"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        began = time.time()
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"began": time.time()}))
-    return json.loads(path.read_text())["began"]
+        replace_file(path, json.dumps({"began": began}).encode())
+        return began

@@ -13,6 +13,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ....actors.process.remote_methods import decode_result, encode_arguments, submit
 from ....codecs import messages
 from ...errors import UserError
+from ...supervision.own_clock import MOST_S, OwnClock
 from ..state.commands import Command, Order, Register, Release, Unregister
 from ..state.plan import Role
 from ..state.status import PoolFigures, PoolStatus, StageNote
@@ -24,6 +25,8 @@ ANSWER_S = 20.0
 """Seconds within which a pool answers a call, in addition to the wait that the call asks for."""
 LOST_S = 120.0
 """Seconds without an answer after which a pool counts as lost. Ray starts its process again within a few seconds."""
+UNWRITTEN_S = 600.0
+"""Seconds for which a pool may be unable to write its journal before a call fails."""
 AGAIN_S = 0.5
 """Seconds between two attempts."""
 
@@ -56,14 +59,24 @@ class PoolClient:
             ) from error
 
     def send(self, command: Command) -> None:
-        """Make the pool carry out a command. Raises UserError if the pool refuses the command."""
-        kind, body = type(command).__name__, messages.encode(command)
-        refusal, attempts = self._call(PoolActor.apply, kind, body)
-        if refusal and attempts > 1 and isinstance(command, (Register, Release, Unregister)):
-            _log.info("pool: %s, after an attempt whose answer was lost", refusal)
+        """Make the pool carry out a command. Waits while the pool cannot write its journal, as on a full disk. Raises
+        UserError if the pool refuses the command, and PoolLost if its journal cannot be written for UNWRITTEN_S."""
+        kind, body, lost = type(command).__name__, messages.encode(command), 0
+        clock = OwnClock()
+        while True:
+            reply, attempts = self._call(PoolActor.apply, kind, body)
+            lost += attempts - 1
+            if not reply.unwritten:
+                break
+            if clock.now_s() > UNWRITTEN_S:
+                raise PoolLost(f"pool {self._pool!r}: {kind} was not possible for {UNWRITTEN_S:g} s: {reply.unwritten}")
+            _log.warning("pool %r does not take %s yet: %s", self._pool, kind, reply.unwritten)
+            time.sleep(AGAIN_S)
+        if reply.refusal and lost and isinstance(command, (Register, Release, Unregister)):
+            _log.info("pool: %s, after an attempt whose answer was lost", reply.refusal)
             return  # The attempt without an answer was carried out.
-        if refusal:
-            raise UserError(refusal)
+        if reply.refusal:
+            raise UserError(reply.refusal)
 
     def wait_for_grant(self, tenant: str, role: Role, timeout_s: float) -> bool:
         """Return whether a role holds the GPUs that it asked for, after a wait of up to `timeout_s` seconds."""
@@ -97,7 +110,7 @@ class PoolClient:
         """Return the result of a call, and the number of attempts that it took. Raises PoolLost after `lost_s` seconds
         without an answer; each attempt may take `answer_s` seconds."""
         message, attempts = encode_arguments(arguments), 0
-        began = time.monotonic()
+        clock = OwnClock(most_s=wait_s + answer_s + MOST_S)  # If this process was stopped, the pool was not lost.
         while True:
             attempts += 1
             try:
@@ -106,7 +119,7 @@ class PoolClient:
             except RayTaskError:
                 raise
             except (GetTimeoutError, RayError) as error:
-                waited_s = time.monotonic() - began
+                waited_s = clock.now_s()
                 if waited_s >= wait_s + lost_s:
                     raise PoolLost(
                         f"pool {self._pool!r}: got no answer to {method.__name__} for {waited_s:.1f} s: "

@@ -7,7 +7,9 @@ note_state, note_stages -> pool_trace.jsonl, a `PoolEvent` per line -> pool_trac
 from __future__ import annotations
 
 import json
+import logging
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,13 +19,14 @@ from typing import cast
 import numpy as np
 from rich.table import Column, Table
 
-from ....actors.process.json_lines import read_lines
+from ....actors.process.json_lines import append, encoded, read_lines
 from ...errors import UserError
 from ..state.commands import Order
 from ..state.plan import Role
 from ..state.pool import Pool
 from ..state.status import Event, PoolEvent, Stage, StageNote
 
+_log = logging.getLogger(__name__)
 Holder = tuple[str, Role]
 """Tenant that holds a GPU, and the role for which it holds the GPU."""
 
@@ -40,44 +43,48 @@ def holders(pool: Pool) -> dict[int, Holder]:
 
 
 class TraceWriter:
-    """The file pool_trace.jsonl of one pool. A restarted pool continues this file."""
+    """The file pool_trace.jsonl of one pool. A restarted pool continues this file. A line that cannot be written, as on
+    a full disk, is left out."""
 
     def __init__(self, path: Path, began: float, held: Mapping[int, Holder]) -> None:
         """began: time (`time.time()`) from which times are counted. held: present holder of each GPU."""
-        self._file = path.open("a", encoding="utf-8", buffering=1)
-        self._began = began
+        self._path = path
+        self._began_s = time.monotonic() - (time.time() - began)  # Later changes of the date do not count.
         self._held = dict(held)
         self._ordered = 0
         self._asked: dict[Holder, float] = {}
         """Time at which each request that waited after the last call was made."""
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since the pool was first started."""
+        return time.monotonic() - self._began_s
+
     def note_state(self, now_s: float, pool: Pool) -> None:
-        """Write the changes since the last call: holders of GPUs, and orders to put shards to sleep."""
-        held = holders(pool)
+        """Write the changes since the last call: holders of GPUs, and orders to put shards to sleep. now_s: time by the
+        pool's clock, which counts the waits of requests."""
+        held, t = holders(pool), self.age_s
         for gpu in sorted(self._held.keys() | held.keys()):
             before, after = self._held.get(gpu), held.get(gpu)
             if before == after:
                 continue
             if before is not None:
-                self._write(now_s, gpu, before, "release")
+                self._write(t, gpu, before, "release")
             if after is not None:
                 asked_s = self._asked.get(after)
-                self._write(now_s, gpu, after, "grant", None if asked_s is None else now_s - asked_s)
+                self._write(t, gpu, after, "grant", None if asked_s is None else now_s - asked_s)
         self._held = held
         self._asked = {(one.tenant, one.role): one.since_s for one in pool.requests.values()}
-        self._note_orders(now_s, pool, pool.orders.values())
+        self._note_orders(t, pool, pool.orders.values())
 
     def note_stages(self, tenant: str, notes: Iterable[StageNote]) -> None:
         """Write the stages of switches that a tenant has measured."""
+        since_epoch_s = self.age_s - time.time()
         for note in notes:
             for gpu in note.gpus:
-                self._write(note.ended - self._began, gpu, (tenant, note.role), note.event, note.seconds)
+                self._write(note.ended + since_epoch_s, gpu, (tenant, note.role), note.event, note.seconds)
 
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        self._file.close()
-
-    def _note_orders(self, now_s: float, pool: Pool, orders: Iterable[Order]) -> None:
+    def _note_orders(self, t: float, pool: Pool, orders: Iterable[Order]) -> None:
         for order in orders:
             if order.number <= self._ordered:
                 continue
@@ -85,13 +92,16 @@ class TraceWriter:
             if order.kind == "shrink":
                 shards = pool.tenants[order.tenant].map.shards
                 for gpu in (gpu for shard in order.shards for gpu in shards[shard]):
-                    self._write(now_s, gpu, (order.tenant, "rollout"), "shrink")
+                    self._write(t, gpu, (order.tenant, "rollout"), "shrink")
 
     def _write(self, t: float, gpu: int, holder: Holder, event: Event, seconds: float | None = None) -> None:
         line = PoolEvent(t=round(t, 4), gpu=gpu, tenant=holder[0], role=holder[1], event=event)
         if seconds is not None:
             line["seconds"] = round(seconds, 4)
-        self._file.write(json.dumps(line) + "\n")
+        try:
+            append(self._path, encoded([line]))
+        except OSError as error:
+            _log.warning("a line of the pool's trace is left out: %s", error)
 
 
 ROLES: tuple[Role, ...] = ("train", "rollout")

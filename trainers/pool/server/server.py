@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Summa
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from ....dataplane.owned_folder import pid_space, process_start
 from ...cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster, CpuDemand
 from ...errors import UserError
 from ...observe.prometheus import STATUS_TIMEOUT_S, PrometheusEndpoint, labelled
@@ -107,7 +108,8 @@ def served_pool(
         try:
             address, mode = ray.get_runtime_context().gcs_address, os.environ.get(AUTH_MODE, "disabled")
             assert address is not None, "Ray has been started above"
-            served = ServedPool(name, address, mode, os.getpid(), num_gpus)
+            own = os.getpid()
+            served = ServedPool(name, address, mode, own, num_gpus, pid_space(), process_start(own))
             collector = PoolCollector(PoolClient(name))
             with PrometheusEndpoint(collector, "127.0.0.1", prometheus_port, folder, "--prometheus-port"):
                 write_pool(folder, served)
@@ -179,4 +181,4 @@ def status_lines(status: PoolStatus) -> list[str]:
         lines.append(f"  {wait.who} waits for {wait.what}, for {wait.since_s:.1f} s{freed}")
     if status.num_rejected:
         lines.append(f"  {status.num_rejected} plan(s) broke a check and were dropped: {'; '.join(status.rejected)}")
-    return lines
+    return lines + [f"  {trouble}" for trouble in status.troubles]

@@ -6,9 +6,10 @@ started again after its process has died repeats the commands of its journal, wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from ....dataplane.owned_folder import pid_space
 from ...grpo.pool_demand import Demand
 from .plan import Priority, Role, TenantMap
 
@@ -25,6 +26,10 @@ class Processes:
     """Start time of the driver in clock ticks, which distinguishes it from a later process with the same id."""
     folder: str
     """Run folder, in which actors.json lists the tenant's other processes."""
+    run_id: str | None = None
+    """Id of the run, whose processes alone are the tenant's in that list; None for all processes of the list."""
+    space: str = field(default_factory=pid_space)
+    """Space of the process ids of the driver's host, as `pid_space` returns it. The driver makes this object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,8 @@ class Register:
     processes: Processes | None = None
     """The tenant's processes; None for a tenant without processes, as in a simulation."""
     order_timeout_s: float | None = None
-    """Seconds that the tenant has to carry out an order; None for the pool's own bound."""
+    """Seconds that the tenant has to carry out an order, at most `PoolBounds.max_order_timeout_s`; None for the pool's
+    own bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +127,28 @@ class Tick:
     """Time has passed."""
 
 
-Command = Register | Ask | Release | Report | StepFinished | Alive | ShrinkToZero | Outcome | Unregister | Tick
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The pool was away, or could not write its journal: tenants could not show that they live. All of them get a new
+    lease, and all orders at least as much time."""
+
+
+Command = Register | Ask | Release | Report | StepFinished | Alive | ShrinkToZero | Outcome | Unregister | Tick | Resume
 BY_NAME: dict[str, type[Command]] = {
     kind.__name__: kind
-    for kind in (Register, Ask, Release, Report, StepFinished, Alive, ShrinkToZero, Outcome, Unregister, Tick)
+    for kind in (Register, Ask, Release, Report, StepFinished, Alive, ShrinkToZero, Outcome, Unregister, Tick, Resume)
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A pool's reply to a command."""
+
+    refusal: str = ""
+    """Reason for which the command was refused, and has changed nothing; "" if it was carried out."""
+    unwritten: str = ""
+    """Reason for which the journal could not be written. The command has changed nothing and has to be repeated; "" if
+    this is not so."""
 
 
 OrderKind = Literal["shrink", "expand"]

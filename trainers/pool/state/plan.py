@@ -119,6 +119,10 @@ class PoolState:
     """Time in seconds by the pool's clock."""
     blocked: frozenset[int] = frozenset()
     """GPUs without a holder that cannot be granted yet, such as the GPUs of processes that are being ended."""
+    frozen: frozenset[int] = frozenset()
+    """GPUs that plans in progress touch. The next plan leaves them to their holders, or without one."""
+    busy: frozenset[str] = frozenset()
+    """Names of the tenants that carry out orders, or will soon. The next plan leaves their shards alone."""
 
     def holders(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield (holder, GPUs) for all GPUs that are held or blocked."""
@@ -258,6 +262,12 @@ def _order_faults(state: PoolState, plan: Plan) -> Iterator[str]:
 def _gpu_faults(state: PoolState, plan: Plan) -> Iterator[str]:
     """Yield a fault for each GPU that would be held twice, or used by a waking shard before it is free. All shards and
     requests of the plan must exist."""
+    for shard in (*plan.shrinks, *plan.expands):
+        if shard.tenant in state.busy:
+            yield f"{_name(shard)} gets an order while its tenant has one"
+    for grant in plan.grants:
+        if touched := sorted(state.frozen.intersection(grant.gpus)):
+            yield f"{grant.tenant} ({grant.role}) gets GPU {touched[0]}, which another plan touches"
     after = apply_plan(state, plan)
     yield from _state_faults(after)
     held = after.held()

@@ -153,8 +153,12 @@ class Draft:
             shards = np.array(sorted(state.tenants[name].awake), dtype=np.int64)
             self.holder[self.gpus[name][shards]] = (self._first[name] + shards)[:, None]
             self.awake_now[self._first[name] + shards] = True
+            if name in state.busy:
+                self.holder[self.gpus[name][shards]] = TAKEN
+                self.touched[self.of_tenant(name)] = True
             for shard in state.tenants[name].left_out:
                 self.touched[self._first[name] + shard] = True
+        self.holder[list(state.frozen)] = TAKEN
         self._shrinks: list[int] = []
         self.expands: list[int] = []
         self.grants: list[Grant] = []
@@ -190,7 +194,7 @@ class Draft:
     def shrink_ending(self) -> None:
         """Put all shards of ending tenants to sleep."""
         for name in self.names:
-            if self.state.tenants[name].ending:
+            if self.state.tenants[name].ending and name not in self.state.busy:
                 for shard in sorted(self.state.tenants[name].awake):
                     self.shrink(self.flat(ShardId(name, shard)))
 

@@ -4,15 +4,15 @@ The state is pure: it has no clock, no network and no thread.
 
     command + time -> Pool.apply -> changed state, orders for tenants
 
-One plan is carried out at a time: all its shrinks are acknowledged before its grants take effect and its expands are
-ordered. A tenant that does not answer in time is suspect. Its GPUs stay blocked until its processes are known to be
-dead, and no other tenant waits for it.
+All shrinks of a plan are acknowledged before its grants take effect and its expands are ordered. Meanwhile other plans
+begin, for GPUs that this plan does not touch and for shards of tenants without an order. A tenant that does not answer
+in time is suspect. Its GPUs stay blocked until its processes are known to be dead, and no other tenant waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from ...errors import UserError
@@ -28,12 +28,25 @@ from .commands import (
     Register,
     Release,
     Report,
+    Resume,
     ShrinkToZero,
     StepFinished,
     Tick,
     Unregister,
 )
-from .plan import Grant, Plan, PoolState, Priority, Request, Role, ShardId, TenantMap, TenantState, broken_checks
+from .plan import (
+    Grant,
+    Plan,
+    PoolState,
+    Priority,
+    Request,
+    Role,
+    ShardId,
+    TenantMap,
+    TenantState,
+    apply_plan,
+    broken_checks,
+)
 from .planner import is_uneven, plan_cycle
 
 MAX_FAILURES = 3
@@ -50,7 +63,9 @@ class PoolBounds:
     starve_s: float = 60.0
     """Seconds of waiting after which a request comes before all others."""
     order_timeout_s: float = 180.0
-    """Seconds that a tenant has to carry out an order."""
+    """Seconds that a tenant has to carry out an order, unless it asks for another time."""
+    max_order_timeout_s: float = 600.0
+    """Largest number of seconds that a tenant can have to carry out an order."""
     lease_s: float = 30.0
     """Seconds without a sign of life after which a tenant is suspect."""
     turn_s: float = 10.0
@@ -104,11 +119,13 @@ class Tenant:
 
 @dataclass(slots=True)
 class RunningPlan:
-    """The plan that is being carried out."""
+    """A plan that is being carried out."""
 
     plan: Plan
     waking: bool = False
     """False while the plan's shrinks are being carried out, True during its expands."""
+    orders: set[int] = field(default_factory=set)
+    """Numbers of the plan's orders so far."""
 
 
 @dataclass(slots=True)
@@ -124,7 +141,8 @@ class Pool:
     """Requests that wait, by `tenant/role`."""
     orders: dict[int, Order] = field(default_factory=dict)
     """Orders that have not been acknowledged."""
-    running: RunningPlan | None = None
+    running: list[RunningPlan] = field(default_factory=list)
+    """The plans that are being carried out. No two of them touch the same GPU, or shards of the same tenant."""
     next_order: int = 1
     next_tenant: int = 0
     rejected: list[str] = field(default_factory=list)
@@ -215,6 +233,12 @@ class Pool:
     def _carry_out(self, now_s: float, command: Command) -> None:
         if isinstance(command, Tick):
             return
+        if isinstance(command, Resume):
+            for tenant in self.tenants.values():
+                tenant.heard_s = now_s
+            for number, order in self.orders.items():
+                self.orders[number] = replace(order, due_s=max(order.due_s, now_s + self.bounds.lease_s))
+            return
         if isinstance(command, Register):
             self._register(now_s, command)
             return
@@ -255,7 +279,8 @@ class Pool:
         self.tenants[own.name] = Tenant(own, self.next_tenant, now_s, admitted=False)
         tenant = self.tenants[own.name]
         tenant.processes, tenant.settled_s = command.processes, now_s
-        tenant.order_timeout_s = command.order_timeout_s or self.bounds.order_timeout_s
+        asked_s = command.order_timeout_s or self.bounds.order_timeout_s
+        tenant.order_timeout_s = min(asked_s, self.bounds.max_order_timeout_s)
         self.next_tenant += 1
         self._admit()
 
@@ -380,22 +405,23 @@ class Pool:
             self._admit()
 
     def _go_on(self, now_s: float) -> bool:
-        """Continue the running plan as far as acknowledgements allow, and begin another plan when it is over. Returns
-        whether anything has changed."""
+        """Continue the running plans as far as acknowledgements allow, and begin others beside them. Returns whether
+        anything has changed."""
         num_rejected, changed = self.num_rejected, False
-        while not self.orders:
-            if self.running is not None and self.running.waking:
-                self.running = None
-            elif self.running is not None:
-                self._grant_and_wake(now_s)
-            elif not self._begin(now_s):
-                break
+        while True:
+            answered = [running for running in self.running if running.orders.isdisjoint(self.orders)]
+            for running in answered:
+                if running.waking:
+                    self.running.remove(running)
+                else:
+                    self._grant_and_wake(now_s, running)
+            if not answered and not self._begin(now_s):
+                return changed or self.num_rejected > num_rejected
             changed = True
-        return changed or self.num_rejected > num_rejected
 
     def _begin(self, now_s: float) -> bool:
         """Make a plan and order its shrinks. Returns False if there is nothing to do."""
-        state = self.state(now_s)
+        state = self._after_running(now_s)
         plan = self.plan(state)
         if not plan:
             return False
@@ -404,25 +430,60 @@ class Pool:
             self.rejected, self.num_rejected = faults, self.num_rejected + 1
             return False
         self._settle(now_s, self._owed(now_s))
-        self.running = RunningPlan(plan)
-        self._order(now_s, "shrink", plan.shrinks)
+        self.running.append(RunningPlan(plan))
+        self._order(now_s, "shrink", plan.shrinks, self.running[-1])
         return True
 
-    def _grant_and_wake(self, now_s: float) -> None:
+    def _after_running(self, now_s: float) -> PoolState:
+        """Return the state for the next plan: the one after all running plans, as far as these are still possible. The
+        next plan leaves their GPUs alone, and the shards of tenants that have an order or will get one."""
+        state = self.state(now_s)
+        frozen = {gpu for order in self.orders.values() for gpu in self._gpus(order.tenant, order.shards)}
+        busy = {order.tenant for order in self.orders.values()}
+        for order in self.orders.values():
+            if order.kind == "expand" and order.tenant in state.tenants:
+                woken = replace(state.tenants[order.tenant], estimate=None, generates=True)
+                state = replace(state, tenants=state.tenants | {order.tenant: woken})
+        for running in self.running:
+            if running.waking:
+                continue
+            plan, known = running.plan, state.tenants
+            shards = [shard for shard in (*plan.shrinks, *plan.expands) if shard.tenant in self.tenants]
+            busy.update(shard.tenant for shard in shards)
+            frozen.update(gpu for shard in shards for gpu in self._gpus(shard.tenant, [shard.shard]))
+            frozen.update(gpu for grant in plan.grants for gpu in grant.gpus)
+            shrinks = tuple(shard for shard in plan.shrinks if shard.tenant in known)
+            free = {*state.idle(), *(gpu for shard in shrinks for gpu in self._gpus(shard.tenant, [shard.shard]))}
+            waiting = {(one.tenant, one.role) for one in state.requests}
+            grants, expands = [], []
+            for grant in plan.grants:
+                if (grant.tenant, grant.role) in waiting and free.issuperset(grant.gpus):
+                    free.difference_update(grant.gpus)
+                    grants.append(grant)
+            for shard in plan.expands:
+                if shard.tenant in known and free.issuperset(gpus := self._gpus(shard.tenant, [shard.shard])):
+                    free.difference_update(gpus)
+                    expands.append(shard)
+            state = apply_plan(state, Plan(shrinks, tuple(grants), tuple(expands)))
+        return replace(state, frozen=frozenset(frozen), busy=frozenset(busy))
+
+    def _gpus(self, tenant: str, shards: Iterable[int]) -> set[int]:
+        return {gpu for shard in shards for gpu in self.tenants[tenant].map.shards[shard]}
+
+    def _grant_and_wake(self, now_s: float, running: RunningPlan) -> None:
         """Carry out the plan's grants and order its expands, except those that have become impossible. While shards
         were put to sleep, a tenant can have left or become suspect, and GPUs can have failed to become free."""
-        assert self.running is not None
-        self.running.waking = True
+        running.waking = True
         self._settle(now_s, self._owed(now_s))
         idle = set(self.state(now_s).idle())
-        for grant in self.running.plan.grants:
+        for grant in running.plan.grants:
             key = _key(grant.tenant, grant.role)
             if key in self.requests and not self.tenants[grant.tenant].suspect and idle.issuperset(grant.gpus):
                 del self.requests[key]
                 self.grants[key] = grant
                 idle.difference_update(grant.gpus)
         possible = []
-        for shard in self.running.plan.expands:
+        for shard in running.plan.expands:
             tenant = self.tenants.get(shard.tenant)
             if tenant is None or tenant.suspect or tenant.ending:
                 continue
@@ -431,13 +492,14 @@ class Pool:
                 idle.difference_update(gpus)
                 tenant.awake.add(shard.shard)
                 possible.append(shard)
-        self._order(now_s, "expand", possible)
+        self._order(now_s, "expand", possible, running)
 
-    def _order(self, now_s: float, kind: OrderKind, shards: Sequence[ShardId]) -> None:
+    def _order(self, now_s: float, kind: OrderKind, shards: Sequence[ShardId], running: RunningPlan) -> None:
         for name in sorted({shard.tenant for shard in shards}):
             own = tuple(sorted(shard.shard for shard in shards if shard.tenant == name))
             due_s = now_s + self.tenants[name].order_timeout_s
             self.orders[self.next_order] = Order(self.next_order, name, kind, own, due_s)
+            running.orders.add(self.next_order)
             self.next_order += 1
 
     def is_uneven(self, now_s: float) -> bool:

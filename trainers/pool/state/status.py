@@ -88,6 +88,8 @@ class TenantLine:
     """Seconds since the tenant's last sign of life."""
     driver: int | None
     """Process id of the tenant's driver on its host; None for a tenant without processes."""
+    order_timeout_s: float
+    """Seconds that the tenant has to carry out an order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +143,5 @@ class PoolStatus:
     """Id of the process that keeps the pool. It changes with a restart."""
     reserved: tuple[PooledGpu, ...]
     """Place of each GPU of the pool; () for a pool whose GPUs are numbers only."""
+    troubles: tuple[str, ...] = ()
+    """Sentences about what does not work in the pool itself, such as a journal on a full disk."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
 from ....actors.process.memory import ProcessMemory
+from ....actors.process.own_process import ActorInfo
 from ....dataplane.client.client import DataPlaneClient
 from ....dataplane.owned_folder import process_start
 from ...cluster.calls import ActorFailed
+from ...cluster.far_processes import end_far_processes
 from ...cluster.gpu_bundles import Reservation, read_hosts
 from ...cluster.handles import EngineHandle, TrainHandle
 from ...cluster.placement import PlacementRequest, plan_placement
@@ -42,20 +45,23 @@ END_S = 30.0
 class PoolMembership:
     """A run's part in a pool, from its start to its end; implements `Loan`."""
 
-    def __init__(self, config: Config, folder: Path, heartbeat: Heartbeat) -> None:
-        """Register the run in its pool. Ray must be initialized. Raises UserError if the pool does not exist or refuses
-        the run, for example because its name is taken."""
+    def __init__(self, config: Config, folder: Path, heartbeat: Heartbeat, run_id: str) -> None:
+        """Register the run in its pool. Ray must be initialized, and actors.json in `folder` must be a list with this
+        run's id, as `write_actors` makes it. Raises UserError if the pool does not exist or refuses the run, for
+        example because its name is taken."""
         self._config = config
         self._heartbeat = heartbeat
         start = process_start(os.getpid())
         assert start is not None, "this process runs"
-        processes = Processes(socket.gethostname(), os.getpid(), start, str(folder.absolute()))
+        processes = Processes(socket.gethostname(), os.getpid(), start, str(folder.absolute()), run_id)
         self._client = PoolClient(config.pool.name)
         train_gpus = config.resources.trainer_gpus
         assert train_gpus is not None, "pool_problems demands it, and resources.rollout_gpus"
         gpus = TenantMap(config.run.name, config.pool.weight, train_gpus, config.engine_gpus)
         self.tenant = Tenant(self._client, gpus, processes, config.pool.order_timeout_s)
         self.tenant.join()
+        [own] = [tenant for tenant in self._client.status().tenants if tenant.name == config.run.name]
+        self._order_timeout_s = own.order_timeout_s
 
     def places(self) -> Reservation:
         """Return the places of the run's actors on the GPUs that the pool has reserved. If the pool's GPUs are numbers
@@ -101,7 +107,7 @@ class PoolMembership:
             self.tenant.note,
             sleep_level=config.pool.sleep_level,
             residual_bytes=residual_bytes,
-            timeout_s=config.pool.order_timeout_s / STAGES_OF_AN_ORDER,
+            timeout_s=self._order_timeout_s / STAGES_OF_AN_ORDER,
             cut=not config.run.deterministic,
         )
         timeout_s = config.resources.stage_timeout_s
@@ -109,10 +115,15 @@ class PoolMembership:
         groups = config.algorithm.prompts_per_step
         return BorrowsGpus(actors, weights, stages, self.tenant, shards, memory, client, step_groups=groups)
 
-    def leave(self, pids: Callable[[], list[int]]) -> None:
-        """Leave the pool once the processes of the run's actors on this host have ended. Idempotent. pids: function
-        that returns their process ids."""
-        if wait_until_ended(pids, END_S):
+    def leave(self, actors: Sequence[ActorInfo]) -> None:
+        """Leave the pool once the processes of the run's actors have ended. Idempotent. actors: all of them since the
+        start of the run. The pool ends those that remain when the signs of life stop."""
+        deadline = time.monotonic() + END_S
+        own = [(info.pid, info.start) for info in actors if info.is_here]
+        far = [(info.space, info.pid, info.start) for info in actors if not info.is_here]
+        if wait_until_ended(lambda: own, END_S) and not (
+            far and end_far_processes(far, max(1.0, deadline - time.monotonic()))
+        ):
             self.tenant.leave()
         else:
-            self.tenant.stop()  # The pool ends the processes when the signs of life stop.
+            self.tenant.stop()

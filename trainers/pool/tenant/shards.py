@@ -15,7 +15,6 @@ An engine gets requests only after all of `expand` is done. A shard is an engine
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +22,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ....actors.engines.router import Suspension
+from ....dataplane.owned_folder import process_start
 from ...cluster.calls import ActorFailed, Call, gather_each
 from ...cluster.engine_pool import Engine
+from ...cluster.far_processes import end_far_processes
 from ...cluster.run_actors import RunActors
 from ...grpo.gpu_turns import residual_limit, wait_until_freed
 from ...grpo.weight_sync import HEALTH_S, WeightSync
-from ...supervision.cleanup import Family
+from ...supervision.cleanup import Family, is_alive
 from ..state.commands import Order, Outcome
 from ..state.plan import Role, TenantMap
 from ..state.status import Stage, StageNote
@@ -289,17 +290,23 @@ class Shards:
 
     def _end(self, engine: Engine, reason: str) -> None:
         """Kill the processes of an engine, which always frees their memory, and wait until they are gone. New
-        processes replace them when the shard wakes."""
+        processes replace them when the shard wakes. Raises ActorFailed if nothing shows that they are gone: the pool
+        must not hear that the GPUs are free then."""
         info = engine.handle.info
         _log.warning("%s is ended: %s", info, reason)
-        family = Family(info.pid) if info.host == socket.gethostname() else None
-        if family is not None:
-            family.look()  # The engine's child processes hold the memory, and end after it.
-        engine.handle.kill()
         engine.dead = engine.asleep = engine.broken = True
         self._asleep_since.setdefault(engine.name, time.monotonic())
-        if family is not None:
+        if not info.is_here:
+            left = end_far_processes([(info.space, info.pid, info.start)], self._timeout_s)
+            engine.handle.kill()
+        else:
+            family = Family(info.pid if process_start(info.pid) == info.start else 0)
+            family.look()  # The engine's child processes hold the memory, and end after it.
+            engine.handle.kill()
             family.kill()
+            left = [process for process in (family.driver, *family.members) if process and is_alive(process)]
+        if left:
+            raise ActorFailed(f"shrink: {info} does not end, so that its GPUs are not free: {reason}")
 
     @contextmanager
     def _stage(self, event: Stage, engines: Sequence[Engine]) -> Iterator[None]:

@@ -8,6 +8,7 @@ beat thread       alive, and the rollout work that is left when it has changed
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -22,6 +23,8 @@ from ..state.status import StageNote
 
 POLL_S = 1.0
 """Seconds for which one long poll of the pool waits."""
+ASK_AGAIN = 60
+"""Number of long polls after which a request that waits is repeated."""
 BEAT_S = 0.5
 """Seconds between two checks of the remaining rollout work."""
 ALIVE_S = 5.0
@@ -66,8 +69,11 @@ class Tenant:
         """Wait until the pool has granted all GPUs of a role. The wait lasts for as long as the pool answers, because
         other tenants can hold them for long. on_wait: function that is called about every POLL_S seconds during the
         wait. Idempotent."""
-        self._client.send(Ask(self.map.name, role, priority))
-        while not self._client.wait_for_grant(self.map.name, role, POLL_S):
+        for poll in itertools.count():
+            if poll % ASK_AGAIN == 0:  # A pool whose disk has lost the request would never grant it.
+                self._client.send(Ask(self.map.name, role, priority))
+            if self._client.wait_for_grant(self.map.name, role, POLL_S):
+                return
             self.check()
             on_wait()
 

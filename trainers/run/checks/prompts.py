@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ....actors.engines.config import ModelConfig
+from ....actors.process.json_lines import replace_file
 from ....actors.rollout.config import RolloutConfig
 from ....actors.rollout.data_config import MIXTURE, DataConfig, is_generated
 from ...cluster.rollout_specs import EvaluationPlan, sampling
@@ -200,7 +201,7 @@ def changed_data(folder: Path, rows: Mapping[str, SourceRows]) -> list[str]:
     path = folder / "data.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     now = {name: asdict(one) for name, one in rows.items()}
-    path.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(now, indent=1).encode() + b"\n")
     notes = []
     for name, one in now.items() if before else ():
         if name not in before:

@@ -23,6 +23,7 @@ from headrace.trainers.pool.state.commands import (
     Register,
     Release,
     Report,
+    Resume,
     ShrinkToZero,
     StepFinished,
     Tick,
@@ -174,6 +175,43 @@ def test_a_tenant_is_not_kept_from_generating_by_another_that_trains_and_generat
     assert PoolBounds().turn_s < had[0] and max(waits) < 3 * PoolBounds().turn_s
 
 
+def test_an_order_that_hangs_stops_only_what_it_touches_and_no_longer_than_the_pool_allows() -> None:
+    pool = Pool(4)
+    pool.apply(0.0, Register(TenantMap("a", 1.0, (0,), ((0,), (1,))), order_timeout_s=86400.0))
+    pool.apply(0.0, StepFinished("a"))
+    for name, gpus in (("b", (2,)), ("c", (1,))):
+        pool.apply(0.0, Register(TenantMap(name, 1.0, gpus, ((2,), (3,)))))
+        pool.apply(0.0, StepFinished(name))
+    pool.apply(1.0, Ask("a", "rollout", Priority.GENERATION, 8))
+    [hanging] = pool.orders.values()
+    pool.apply(2.0, Ask("b", "train", Priority.TRAINING))
+    pool.apply(2.0, Ask("c", "rollout", Priority.GENERATION, 8))
+    pool.apply(2.0, Ask("c", "train", Priority.TRAINING))
+    assert pool.has("b", "train") and [order.shards for order in pool.orders_of("c")] == [(1,)]
+    assert not pool.has("c", "train"), "a has an order for that GPU"
+    assert pool.orders_of("a") == [hanging], "a tenant has one order at a time"
+    [order] = pool.orders_of("c")
+    pool.apply(3.0, Outcome("c", order.number, order.shards, {}))
+    late = PoolBounds().max_order_timeout_s + 2
+    for second in range(5, int(late) + 5, 5):
+        for name in "abc":
+            pool.apply(float(second), Alive(name))
+    assert list(pool.suspects) == ["a"] and pool.num_rejected == 0
+    pool.apply(late + 5, Unregister("a", dead=True))
+    assert pool.has("c", "train")
+
+
+def test_after_an_absence_of_the_pool_leases_and_orders_have_time_again() -> None:
+    pool = with_tenants(2, "a", "b")
+    pool.apply(0.0, Ask("a", "rollout", Priority.GENERATION, 32))
+    [order] = pool.orders.values()
+    pool.apply(order.due_s - 1.0, Resume())
+    pool.apply(order.due_s + 1.0, Tick())
+    assert not pool.suspects
+    pool.apply(order.due_s + PoolBounds().lease_s, Tick())
+    assert list(pool.suspects) == ["a", "b"]
+
+
 def test_the_next_tenant_begins_at_the_first_step_of_the_one_before() -> None:
     pool = Pool(2)
     for name in "ab":
@@ -251,7 +289,8 @@ class Tenants:
 
 
 def check_gpus(pool: Pool, now_s: float) -> None:
-    """Check that no GPU has two holders, and that every GPU is held, blocked or idle."""
+    """Check that no GPU has two holders, that every GPU is held, blocked or idle, and that no tenant has two orders."""
+    assert len({order.tenant for order in pool.orders.values()}) == len(pool.orders)
     state = pool.state(now_s)
     held = [gpu for _, gpus in state.holders() for gpu in gpus]
     assert len(held) == len(set(held)), held

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.process.own_process import ActorInfo
 from headrace.actors.weight_sync.transports.ipc import IpcSender
 from headrace.actors.weight_sync.transports.protocol import WeightTransferError
+from headrace.dataplane.owned_folder import pid_space, process_start
 from headrace.tests.trainers.grpo.sync_world import DirectEngine, World, world
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.grpo import gpu_turns
@@ -27,7 +27,6 @@ from headrace.trainers.pool.state.plan import TenantMap
 from headrace.trainers.pool.state.status import StageNote
 from headrace.trainers.pool.tenant import shards
 from headrace.trainers.pool.tenant.shards import Shards
-from headrace.trainers.supervision.cleanup import Family
 
 RESIDUAL = 1 << 20
 
@@ -38,8 +37,7 @@ class Lent:
     def __init__(self, it: World, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> None:
         self.it, self.notes, self.engine_bytes = it, list[StageNote](), [0] * len(it.hosted)
         self.events = it.spy(monkeypatch, self.engine_bytes, "pause", "sleep", "commit_weights", "wake", "resume")
-        family = SimpleNamespace(look=lambda: None, kill=lambda: None)
-        monkeypatch.setattr(shards, "Family", lambda pid: family)  # all engines live in this process
+        monkeypatch.setattr(shards, "end_far_processes", lambda far, timeout_s: [])  # all engines live in this process
         self.sync = WeightSync(it.config, [it._worker], it.pool, lasting=False, in_cache=None)
         actors: Any = SimpleNamespace(engines=it.pool, workers=[it._worker], rollouts=[])
         own = TenantMap("a", 1.0, (0,), tuple((gpu,) for gpu in range(len(it.hosted))))
@@ -183,6 +181,24 @@ def test_seconds_asleep_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> Non
         assert 0 < it.shards.take_asleep_s() < 5
 
 
+def test_an_engine_of_another_host_that_is_not_seen_dead_gives_no_gpu_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order is not acknowledged: the run ends with this error, and the pool ends its processes."""
+    ended: list[Any] = []
+    monkeypatch.setattr(gpu_turns, "FALL_S", 0.1)
+    with lent(monkeypatch, [ScriptedEngine]) as it:
+        monkeypatch.setattr(shards, "end_far_processes", lambda far, timeout_s: far if not ended else [])
+        it.sync.keep(1)
+        it.order("expand", 0)
+        [engine] = it.it.pool.engines
+        monkeypatch.setattr(engine.handle, "info", ActorInfo("engine 0", 7, "far", space="elsewhere", start=1))
+        it.engine_bytes[0] = RESIDUAL + 1
+        with pytest.raises(ActorFailed, match=r"engine 0 \(pid 7 on far\) does not end, so that its GPUs are not free"):
+            it.order("shrink", 0)
+        ended.append(True)
+        engine.asleep = False
+        assert 0 in it.order("shrink", 0).failed
+
+
 @pytest.mark.processes
 def test_what_an_engine_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's memory is that of vLLM's own process, which outlives the actor that has started it."""
@@ -194,8 +210,7 @@ def test_what_an_engine_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch
     ):
         assert actor.stdout is not None
         child = psutil.Process(int(actor.stdout.readline()))
-        monkeypatch.setattr(shards, "Family", Family)
-        info = ActorInfo("engine 0", actor.pid, socket.gethostname())
+        info = ActorInfo("engine 0", actor.pid, "a name", space=pid_space(), start=process_start(actor.pid))
         handle: Any = SimpleNamespace(kill=actor.kill, info=info)
         engine: Any = SimpleNamespace(handle=handle, name="engine 0", dead=False, asleep=False, broken=False)
         it.shards._end(engine, "it keeps its memory")
