@@ -135,7 +135,7 @@ def _stop(arguments: argparse.Namespace) -> int:
 
     served = find_pool(arguments.dir)
     if not arguments.force and (tenants := [tenant.name for tenant in _asked(served).tenants]):
-        raise UserError(f"pool: it has the tenants {', '.join(tenants)}, expected none; --force stops it anyway")
+        raise UserError(f"pool: the pool has the tenants {', '.join(tenants)}, expected none; --force stops it anyway")
     if served.space != pid_space():
         raise UserError(f"pool: its process (pid {served.pid}) is on another host or container, stop it there")
     find_pool(arguments.dir)  # Its process can have ended while the status was asked for.

@@ -157,7 +157,9 @@ def _train(arguments: argparse.Namespace) -> int:
         raise UserError("--resume: run.dir is not set, expected the folder of the run to continue")
     config = with_run_dir(config)
     if arguments.machine is not None and not arguments.dry_run:
-        raise UserError("--machine: got a machine without --dry-run, expected both, because a run takes what is there")
+        raise UserError(
+            "--machine: got a machine without --dry-run, expected both, because a run uses this machine as it is"
+        )
     if arguments.dry_run:
         from ..actors.process.memory import assume_machine
         from ..trainers.run.checks.dry_run import describe

@@ -88,7 +88,7 @@ class BlockLayout:
         """Return the part numbers of one field: (values part,) or (values part, index part). Raises ValueError as
         `parts_of` does."""
         if field.name not in self.fields:
-            raise ValueError(f"field {field.name!r}: not in the block, which holds {', '.join(self.fields)}")
+            raise ValueError(f"field {field.name!r} is not in the block, which holds {', '.join(self.fields)}")
         position = self.fields.index(field.name)
         # The `plain` fields, those without an index part, come first.
         plain = 2 * len(self.fields) + 1 - len(self.part_bytes)
@@ -354,7 +354,7 @@ class BlockSums:
         `BlockLayout.field_parts`. Raises ChecksumMismatch, and ValueError if the header does not fit the block.
         """
         if field.name not in self._first:
-            raise ValueError(f"field {field.name!r}: not in the block's header")
+            raise ValueError(f"field {field.name!r} is not in the block's header")
         first = self._first[field.name]
         behind = first + self._per_field
         index = self._views[parts[1]] if len(parts) > 1 else None

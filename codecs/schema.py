@@ -70,23 +70,23 @@ class Field:
         if not self.name or not isinstance(self.name, str):
             raise ValueError(f"field name: got {self.name!r}, expected a non-empty string")
         if not isinstance(self.kind, Kind):
-            raise ValueError(f"field {self.name!r}: kind {self.kind!r}, expected a Kind, such as Kind.PER_TOKEN")
+            raise ValueError(f"field {self.name!r}: got kind {self.kind!r}, expected a Kind, such as Kind.PER_TOKEN")
         if (self.dtype is None) != (self.kind is Kind.OBJECT):
             raise ValueError(
                 f"field {self.name!r}: dtype {self.dtype} does not fit kind {self.kind.value}; "
                 "OBJECT fields have no dtype, all others need one"
             )
         if self.dtype is not None and self.dtype not in DTYPES.values():
-            raise ValueError(f"field {self.name!r}: dtype {self.dtype}, expected one of {', '.join(DTYPES)}")
+            raise ValueError(f"field {self.name!r}: got dtype {self.dtype}, expected one of {', '.join(DTYPES)}")
         if self.trailing and self.kind in (Kind.RAGGED, Kind.OBJECT):
             raise ValueError(f"field {self.name!r}: kind {self.kind.value} takes no trailing shape")
         if self.shared and self.kind is not Kind.PER_TOKEN:
             raise ValueError(f"field {self.name!r}: only per_token fields share tokens, got kind {self.kind.value}")
         if not isinstance(self.trailing, tuple) or any(type(size) is not int or size < 0 for size in self.trailing):
-            raise ValueError(f"field {self.name!r}: trailing shape {self.trailing}, expected a tuple of sizes from 0")
+            raise ValueError(f"field {self.name!r}: got trailing shape {self.trailing}, expected a tuple of sizes >= 0")
         if type(self.ndim) is not int or self.ndim < 1:
             raise ValueError(
-                f"field {self.name!r}: ndim {self.ndim}, expected at least 1; use per_sample for single numbers"
+                f"field {self.name!r}: got ndim {self.ndim}, expected at least 1; use per_sample for single numbers"
             )
         is_number = isinstance(self.pad_value, int | float)
         if not is_number or self.dtype is not None and not _holds(self.dtype, self.pad_value):

@@ -18,7 +18,7 @@ def listen_address(name: str, value: Any) -> str:
     """
     try:
         if not isinstance(value, str):
-            raise ValueError("is no text")
+            raise ValueError("is not text")
         try:
             address = ipaddress.ip_address(value)
         except ValueError:
@@ -29,7 +29,7 @@ def listen_address(name: str, value: Any) -> str:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((str(address), 0))
     except OSError as error:
-        raise _refused(name, value, f"is no address of this host ({error.strerror or error})") from None
+        raise _refused(name, value, f"is not an address of this host ({error.strerror or error})") from None
     except ValueError as error:
         raise _refused(name, value, str(error)) from None
     return str(address)

@@ -74,7 +74,7 @@ def build_engine(config: EngineConfig) -> GenerationEngine:
         return _build_vllm(config)
     if kind == "scripted":
         return _build_scripted(config)
-    raise ValueError(f"rollout.engine: got {kind!r}, but there is no such engine")
+    raise ValueError(f"rollout.engine: got {kind!r}, expected hf, vllm or scripted")
 
 
 def _shared(config: EngineConfig) -> dict[str, Any]:

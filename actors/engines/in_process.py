@@ -235,7 +235,10 @@ class InProcessEngine(ABC, Generic[Ready]):
 
     def _expect_served(self, digests: ParameterDigests) -> None:
         if not self._serves(digests.version):
-            raise ValueError(f"weights: version {digests.version} cannot be verified, expected {self._version}")
+            raise ValueError(
+                f"weights: version {digests.version} cannot be verified, because the engine does not serve it; the "
+                f"last version in service is {self._version}"
+            )
 
     async def drop_weights(self, version: int) -> None:
         self._incoming.drop(version)

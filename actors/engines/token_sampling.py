@@ -107,8 +107,8 @@ def checked_prompt(
         raise ValueError(f"request {request_id!r}: the prompt has no tokens, expected at least one")
     if params.routes_from >= len(prompt):
         raise ValueError(
-            f"request {request_id!r}: routes are wanted from token {params.routes_from} on, expected one of its "
-            f"{len(prompt)} prompt tokens"
+            f"request {request_id!r}: got routes_from={params.routes_from}, expected the position of one of its "
+            f"{len(prompt)} prompt tokens, counted from 0"
         )
     if context is not None and len(prompt) + params.max_new_tokens > context:
         raise ValueError(

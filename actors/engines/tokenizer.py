@@ -86,7 +86,10 @@ def _front(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool]) -> tu
     bare, whole = (tokenizer(sample, add_special_tokens=added)["input_ids"] for added in (False, True))
     starts = [at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare]
     if not starts:
-        raise ValueError(f"model.path: its tokenizer makes {whole} of {sample!r}, expected tokens around {bare}")
+        raise ValueError(
+            f"model.path: its tokenizer encodes {sample!r} as {whole}, expected {bare} with special tokens only before "
+            "and after it"
+        )
     front = whole[: starts[0]]
     begin = "".join(tokenizer.convert_ids_to_tokens(front))
     are_chats = rendered or [False] * len(texts)

@@ -269,7 +269,7 @@ class Episode:
         numbers = column.numbers(value)
         if column.kind == "per_sample":
             if turn is not None or numbers.ndim:
-                raise ValueError(f"data.columns: column {name!r} is per_sample, expected one number and no turn")
+                raise ValueError(f"data.columns: column {name!r} is per_sample, expected one number without a turn")
             self._columns[name] = numbers.item()
             return
         if turn is None or numbers.shape not in ((), (turn.num_tokens,)):

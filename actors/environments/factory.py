@@ -104,7 +104,9 @@ def _target(kind: str) -> Any:
     if kind == "verifiers":
         return VerifiersEnvironment
     if ":" not in kind:
-        raise ValueError(f"environment.kind: got {kind!r}, but there is no such environment")
+        raise ValueError(
+            f"environment.kind: got {kind!r}, expected single_turn, tool_use, verifiers or package.module:factory"
+        )
     target = import_object(kind, "environment.kind")
     if not callable(target):
         raise ValueError(f"environment.kind: {kind!r} is a {type(target).__name__}, expected a function or class")

@@ -268,4 +268,6 @@ def _end_late(episodes: Sequence[Episode], words: str, *, partial: bool) -> None
 
 
 def _no_chat() -> ChatFormat:
-    raise ValueError("the environment speaks to the policy in chat messages, but there is no chat format here")
+    raise ValueError(
+        "the environment speaks to the policy in chat messages, but this host of environments has no chat format"
+    )

@@ -31,7 +31,7 @@ def short_folder(folder: str, variable: str, below: int, choices: Sequence[str] 
             return choice
     raise ValueError(
         f"{variable}: got {folder!r} of {size} bytes, expected at most {LONGEST - below}, because a socket's path "
-        f"has at most {LONGEST} bytes, and none of {', '.join(choices)} can be written instead"
+        f"has at most {LONGEST} bytes, and none of {', '.join(choices)} is a folder to write in"
     )
 
 

@@ -77,7 +77,7 @@ class UserProcesses:
                 except UserFunctionFailed:
                     if attempt == retries:
                         raise
-        raise AssertionError("unreachable")
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def close(self) -> None:
         """End all processes. Idempotent."""
@@ -108,7 +108,7 @@ class UserProcesses:
             await process.stdin.drain()
             answer = await process.stdout.readline()
         if not answer:
-            raise ConnectionError("it closed its output")
+            raise ConnectionError("its output was closed")
         return json.loads(answer)
 
     async def _start(self) -> asyncio.subprocess.Process:
@@ -128,7 +128,7 @@ class UserProcesses:
             raise
         if "failed" in said:
             await self._kill(process)
-            raise UserFunctionFailed(f"{self._name!r} cannot be loaded in a process of its own: {said['failed']}")
+            raise UserFunctionFailed(f"{self._name!r} cannot be loaded in a separate process: {said['failed']}")
         return process
 
     async def _kill(self, process: asyncio.subprocess.Process) -> None:
@@ -175,7 +175,7 @@ class UserThreads:
             if self._num_hung >= MAX_HUNG:
                 raise TooManyHang(
                     f"{self._what}: {self._num_hung} calls hang, each for longer than its limit of {timeout_s:g} s, "
-                    f"and each keeps a thread; {name} was not started: give the function a time limit of its own"
+                    f"and each keeps a thread; {name} was not started; give the function its own time limit"
                 )
             loop, started = asyncio.get_running_loop(), time.monotonic()
             result: asyncio.Future[T] = loop.create_future()

@@ -147,7 +147,7 @@ class ApartRewards:
             except Exception:
                 if attempt == reward.retries:
                     raise
-        raise AssertionError("unreachable")
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _bounded(self, reward: ApartReward, call: Callable[[], Any]) -> Any:
         """Call the reward within its time limit. A coroutine function runs in the event loop, any other function in a

@@ -127,9 +127,9 @@ class Overlong:
         which the reward falls (4096 in the paper). Raises ValueError unless 1 <= cache <= max_length."""
         for name, value in (("max_length", max_length), ("cache", cache)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"reward overlong: {name} {value!r}, expected a whole number of tokens, 1 or more")
+                raise ValueError(f"reward overlong: got {name}={value!r}, expected a whole number of tokens, 1 or more")
         if cache > max_length:
-            raise ValueError(f"reward overlong: cache {cache}, expected at most max_length = {max_length}")
+            raise ValueError(f"reward overlong: got cache={cache}, expected at most max_length={max_length}")
         self._free = max_length - cache
         self._cache = cache
 
@@ -176,7 +176,7 @@ class EnvironmentReward:
         if finish_reason in ("length", "timeout"):
             return 0.0
         raise ValueError(
-            f"the environment gave no reward {self._name!r}, it gave {', '.join(episode.rewards) or 'none'}"
+            f"the environment gave no reward {self._name!r}; it gave {', '.join(episode.rewards) or 'none'}"
         )
 
 
@@ -260,9 +260,9 @@ class MathVerify:
         `any` also accepts other formulas and numbers, the last one if there are several, as math-verify finds them.
         timeout_s: time limit in seconds of a comparison. Raises ValueError for other values."""
         if extract not in ("boxed", "any"):
-            raise ValueError(f"reward math_verify: extract {extract!r}, expected 'boxed' or 'any'")
+            raise ValueError(f"reward math_verify: got extract={extract!r}, expected 'boxed' or 'any'")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-            raise ValueError(f"reward math_verify: timeout_s {timeout_s!r}, expected seconds above 0")
+            raise ValueError(f"reward math_verify: got timeout_s={timeout_s!r}, expected seconds above 0")
         self._options = {"extract": extract, "timeout_s": timeout_s}
         self.deadline_s = timeout_s + _SPARE_S
         """Seconds after which the process of a comparison is killed."""

@@ -72,7 +72,7 @@ class RewardFunctionConfig(Section):
         if self.kind in REWARD_KINDS and (self.runs, self.per) != ("thread", "sample"):
             raise ValueError(
                 f"got kind={self.kind!r} with runs={self.runs!r} and per={self.per!r}, expected runs='thread' and "
-                "per='sample', because only functions of your own run otherwise"
+                "per='sample', because only your own functions can run in other ways"
             )
         if self.kind in REWARD_KINDS:
             self.refuse_limits()

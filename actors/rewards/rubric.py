@@ -95,7 +95,7 @@ class Rubric:
             if names.count(name) > 1:
                 raise ValueError(f"reward: {name!r} is given twice; give one of them another name")
             if not math.isfinite(weight):
-                raise ValueError(f"reward {name!r}: weight {weight}, expected a finite number")
+                raise ValueError(f"reward {name!r}: got weight {weight}, expected a finite number")
         assert {*tagged, *([] if voter is None else [voter])} <= set(names)
         self._rewards = [(name, reward, weight, wanted_by(reward)) for name, reward, weight in rewards]
         self.tagged = tuple(tagged)
@@ -190,8 +190,8 @@ def build_rubric(config: RewardConfig, tagged: Collection[str] = (), voter: str 
         if isinstance(reward, MathVerify) or is_apart(function, reward):
             if function.label == voter and not isinstance(reward, MathVerify):
                 raise ValueError(
-                    f"correct: got {voter!r}, which is computed apart, expected a reward that is called for one sample "
-                    "in the rollout actor, because its answers are compared there"
+                    f"correct: got {voter!r}, expected a reward that is called for one sample in the rollout actor, "
+                    "because its answers are compared there"
                 )
             apart.append(_apart(function, reward, config.timeout_s))
             reward = _computed_before
@@ -250,13 +250,16 @@ def build_reward(config: RewardFunctionConfig) -> Reward | MathVerify:
             raise
         raise ValueError(f"reward.functions: {config.kind!r} raised {described(contained(error))}") from error
     if not isinstance(reward, MathVerify) and not callable(reward):
-        raise ValueError(f"reward.functions: objects of {config.kind!r} cannot be called")
+        raise ValueError(f"reward.functions: objects of {config.kind!r} cannot be called, expected `__call__`")
     return cast("Reward | MathVerify", reward)
 
 
 def _computed_before(prompt: Prompt, response: str, finish_reason: str) -> float:
     """Placeholder in the rubric for a reward that is computed apart; a call raises ValueError."""
-    raise ValueError("this reward is computed apart, and has no value for this sample")
+    raise ValueError(
+        "this reward is computed before the others, in its own process, asynchronously or for a group, and it has no "
+        "value for this sample"
+    )
 
 
 def _target(kind: str) -> Any:

@@ -64,8 +64,8 @@ def bind_options(config: RewardFunctionConfig, target: Any) -> None:
     given = {} if inspect.isclass(target) else dict.fromkeys(wanted_by(target))
     if clash := sorted(given.keys() & config.options.keys()):
         raise ValueError(
-            f"reward.functions: {config.kind!r} with option {clash[0]!r}: expected no such option, because every "
-            "sample brings this argument"
+            f"reward.functions: {config.kind!r} has the option {clash[0]!r}, expected no such option, because "
+            "each call gets this argument from its sample"
         )
     try:
         signature = inspect.signature(target)

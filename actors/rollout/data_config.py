@@ -29,7 +29,7 @@ def with_one_group(pattern: str) -> str:
     except re.error as error:
         raise ValueError(f"got {pattern!r}, expected a regular expression ({error})") from None
     if groups != 1:
-        raise ValueError(f"got {pattern!r}, expected a regular expression with one group, it has {groups}")
+        raise ValueError(f"got {pattern!r} with {groups} groups, expected a regular expression with one group")
     return pattern
 
 

@@ -83,7 +83,7 @@ def _column(row: Mapping[str, Any], name: str, key: str, place: str) -> Any:
     if name not in row:
         near = difflib.get_close_matches(name, row, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{key}: {place} has no column {name!r}, it has {', '.join(row) or 'none'}{hint}")
+        raise ValueError(f"{key}: {place} has no column {name!r}; it has {', '.join(row) or 'none'}{hint}")
     return row[name]
 
 

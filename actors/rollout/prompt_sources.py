@@ -266,7 +266,7 @@ class TaskSource:
         if task not in TASKS:
             near = difflib.get_close_matches(task, TASKS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"data: no built-in task {task!r}, expected one of {', '.join(TASKS)}{hint}")
+            raise ValueError(f"data: there is no built-in task {task!r}, expected one of {', '.join(TASKS)}{hint}")
         self.name = f"task:{task}"
         self._make = TASKS[task]
         self._held_out = held_out
@@ -300,7 +300,9 @@ def _checked_options(task: str, options: dict[str, Any]) -> dict[str, int]:
             raise ValueError(f"data.options.{name}: got {value!r}, expected a whole number of at least 1")
     merged = {**defaults, **options}
     if merged["min_digits"] > merged["max_digits"]:
-        raise ValueError(f"data.options: min_digits={merged['min_digits']} is above max_digits={merged['max_digits']}")
+        raise ValueError(
+            f"data.options: got min_digits={merged['min_digits']}, expected at most max_digits={merged['max_digits']}"
+        )
     return merged
 
 

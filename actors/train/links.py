@@ -86,7 +86,9 @@ class ReplicaLinks:
         process group of the mesh's size.
         """
         if not dist.is_initialized() or dist.get_world_size() != topology.world:
-            raise RuntimeError(f"replica links: expected a default process group of {topology.world} ranks")
+            raise RuntimeError(
+                f"replica links: there is no default process group of {topology.world} ranks, expected one"
+            )
         dp = topology.place(rank).dp
         self.rank = rank
         self.leader = topology.leader(dp)

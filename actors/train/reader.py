@@ -132,7 +132,7 @@ class ReplicaReader:
         self._require_whole("begin")
         meta = None if shard.meta is None else KVBatchMeta.from_bytes(shard.meta)
         if meta is not None and int(shard.sizes.sum()) != len(meta):
-            raise ValueError(f"plan {shard.digest}: has {int(shard.sizes.sum())} rows, but its receipt has {len(meta)}")
+            raise ValueError(f"plan {shard.digest} has {int(shard.sizes.sum())} rows, but its receipt has {len(meta)}")
         reads = self._links is None or self._links.leads
         if reads and meta is None:
             raise ValueError(f"plan {shard.digest}: got no receipt, expected one, because rank {self._view.rank} reads")

@@ -123,7 +123,7 @@ def _is_nan(value: Any) -> bool:
 
 def _trainer(options: TrainOptions, gpus: int) -> Any:
     if gpus == 0 and not options.work.startswith("train-tiny"):
-        raise UserError(f"--work: got {options.work!r} on a machine without a GPU, expected a work train-tiny*")
+        raise UserError(f"--work: got {options.work!r} on a machine without a GPU, expected a work named train-tiny*")
     if options.steps is not None and options.steps <= UNCOUNTED:
         raise UserError(
             f"--steps: got {options.steps}, expected at least {UNCOUNTED + 1}, as the first are not counted"
@@ -131,7 +131,7 @@ def _trainer(options: TrainOptions, gpus: int) -> Any:
     for override in options.overrides:
         if not override.startswith("trainer."):
             raise UserError(
-                f"{override}: --work {options.work} makes train steps alone, expected only keys of trainer.*"
+                f"{override}: --work {options.work} makes only train steps, expected only keys of trainer.*"
             )
     given = [f"trainer.backend={options.backend}", "trainer.tokens_per_microbatch=131072", *options.overrides]
     given += [] if gpus else ["trainer.mixed_precision=false"]

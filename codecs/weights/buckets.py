@@ -96,7 +96,7 @@ class BucketPlan:
     def in_bucket(self, bucket: int) -> tuple[BucketEntry, ...]:
         """Return the bucket's entries in order. Raises ValueError when there is no such bucket."""
         if not 0 <= bucket < len(self.sizes):
-            raise ValueError(f"bucket {bucket}: not in the plan, which has {len(self.sizes)} buckets")
+            raise ValueError(f"bucket {bucket} is not in the plan, which has {len(self.sizes)} buckets")
         first = bisect.bisect_left(self.entries, bucket, key=_bucket_of)
         return self.entries[first : bisect.bisect_right(self.entries, bucket, lo=first, key=_bucket_of)]
 
@@ -409,4 +409,4 @@ def _expect_pair(new: np.ndarray, base: np.ndarray, element_bytes: int) -> None:
             "expected equal lengths, a multiple of 1, 2, 4 or 8"
         )
     if any(array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous for array in (new, base)):
-        raise ValueError("bucket delta: got other arrays, expected contiguous uint8 [n]")
+        raise ValueError("bucket delta: got arrays of another form, expected contiguous uint8 [n]")

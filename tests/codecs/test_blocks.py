@@ -102,7 +102,7 @@ def test_parts_follow_from_the_layout(batch):
 
 def test_layout_refuses_what_the_block_does_not_hold():
     layout = BlockLayout(("ids", "log"), 1, 1, (100, 4, 4, 8))
-    with pytest.raises(ValueError, match="field 'reward': not in the block, which holds ids, log"):
+    with pytest.raises(ValueError, match="field 'reward' is not in the block, which holds ids, log"):
         layout.parts_of(SCHEMA, ["reward"])
     with pytest.raises(ValueError, match="field 'ids': its kind in the block is not object"):
         layout.parts_of(Schema([Field("ids", Kind.OBJECT)]), ["ids"])

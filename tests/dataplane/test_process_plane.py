@@ -85,7 +85,7 @@ def test_a_text_that_is_none_is_refused(plane: DataPlane) -> None:
 
 def test_a_process_that_cannot_start_says_why() -> None:
     taken = DataPlaneConfig(store=StoreConfig(kind="tcp", capacity_mib=16))
-    with pytest.raises(InvalidArgument, match="listen: got '192.0.2.77', which is no address of this host"):
+    with pytest.raises(InvalidArgument, match="listen: got '192.0.2.77', which is not an address of this host"):
         open_data_plane(taken, run_id=fresh_run_id(), process=True, listen="192.0.2.77")
     with pytest.raises(StoreLost, match="did not start within 0.01 s"):
         open_data_plane(taken, run_id=fresh_run_id(), process=True, start_timeout_s=0.01)

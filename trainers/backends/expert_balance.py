@@ -180,7 +180,7 @@ class ExpertBalance:
         weights = torch.zeros(len(micro.lengths))
         if self._config.aux_loss_coef:
             if micro.row_tokens is None:
-                raise ValueError("microbatch: has no row_tokens, which trainer.moe.aux_loss_coef needs")
+                raise ValueError("microbatch: it has no row_tokens, which trainer.moe.aux_loss_coef needs")
             weights = self._aggregation.row_weights(micro.row_tokens, micro.group_tokens)
         tokens = torch.from_numpy(micro.lengths - 1).float()
         return RowShares(owners, to_device(tokens, self._device), to_device(weights, self._device))

@@ -176,7 +176,8 @@ class RouterReplay:
             return None
         if ROUTES not in batch:
             raise ValueError(
-                f"microbatch: has no {ROUTES!r}, which router_replay.enabled needs; it has {', '.join(batch) or 'none'}"
+                f"microbatch: it has no {ROUTES!r}, which router_replay.enabled needs; it has "
+                f"{', '.join(batch) or 'none'}"
             )
         values = batch.jagged(ROUTES).values
         if tuple(values.shape[1:]) != self.spec.trailing or values.dtype != self.spec.dtype:

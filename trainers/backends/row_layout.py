@@ -160,7 +160,7 @@ def loss_inputs(
 
     def column(name: str, why: str) -> torch.Tensor:
         if name not in micro.batch:
-            raise ValueError(f"microbatch: has no {name!r}, which {why} needs; it has {', '.join(micro.batch)}")
+            raise ValueError(f"microbatch: it has no {name!r}, which {why} needs; it has {', '.join(micro.batch)}")
         return to_device(micro.batch.jagged(name).values[index], device)
 
     loss = config.loss
@@ -172,7 +172,7 @@ def loss_inputs(
     groups = None
     if loss.aggregation == "prompt":
         if micro.group_tokens is None:
-            raise ValueError("microbatch: has no group_tokens, which loss.aggregation = 'prompt' needs")
+            raise ValueError("microbatch: it has no group_tokens, which loss.aggregation = 'prompt' needs")
         groups = to_device(torch.from_numpy(micro.group_tokens), device)
     return LossInputs(
         logprobs=logprobs,

@@ -32,7 +32,9 @@ class ScriptedBackend:
         """Create the weights. Raises RuntimeError when `world` > 1 and the default process group does not have `world`
         ranks."""
         if world > 1 and (not dist.is_initialized() or dist.get_world_size() != world):
-            raise RuntimeError(f"scripted backend: needs a default process group of {world} ranks before it is built")
+            raise RuntimeError(
+                f"scripted backend: it needs a default process group of {world} ranks before it is built"
+            )
         self._config = config
         self._rank, self._world = rank, world
         self._writes = rank == config.topology.writer(config.topology.place(rank).dp)

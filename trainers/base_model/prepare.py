@@ -124,7 +124,7 @@ def check_weight_files(folder: Path) -> None:
                 with safe_open(path, "np"):
                     pass
             except Exception as error:  # The library has its own error, and files can raise any OSError.
-                raise UserError(f"model.path: {path} is no whole safetensors file, expected one ({error})") from error
+                raise UserError(f"model.path: {path} is not a complete safetensors file ({error})") from error
         elif index.exists():
             raise UserError(f"model.path: {path} does not exist, expected it, because {index.name} names it")
 

@@ -584,7 +584,7 @@ class Feed:
         if held.any():
             keys = meta.select(np.flatnonzero(held)).keys
             raise LeaseLost(
-                f"{len(keys)} of {len(meta)} rows were claimed by the open step before: their lease has run out, as "
+                f"{len(keys)} of {len(meta)} rows already belong to the open step: their lease has run out, as "
                 f"this process could not renew it for dataplane.lease_s={self._config.dataplane.lease_s:g} s",
                 op="claim",
                 partition=meta.partition,

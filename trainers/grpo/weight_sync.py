@@ -185,7 +185,7 @@ class WeightSync:
         if version is None:
             last = "none was sent yet" if self._last is None else f"version {self._last.version} was sent last"
             raise ValueError(
-                f"weights: no version is kept with which {engine.name!r} could catch up ({last}), expected a version "
+                f"weights: {engine.name!r} cannot catch up, because no version is kept ({last}), expected a version "
                 "that was sent whole by a transport that keeps it, or sync.cache=true"
             )
         failures = self._attempt(version, [engine], _Tally(), again=True)

@@ -65,7 +65,9 @@ def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[Compared]:
         raise UserError(f"RUN: got {len(paths)} run folders, expected 2 to {MAX_RUNS}")
     whole = [path.resolve() for path in paths]
     if len(set(whole)) < len(whole):
-        raise UserError(f"RUN: got {next(str(p) for p in paths if whole.count(p.resolve()) > 1)} twice")
+        raise UserError(
+            f"RUN: got {next(str(p) for p in paths if whole.count(p.resolve()) > 1)} twice, expected it once"
+        )
     short = [path.name for path in whole]
     names = [path.name if short.count(path.name) == 1 else str(given) for path, given in zip(whole, paths, strict=True)]
     return [_read(path, name) for path, name in zip(paths, names, strict=True)]

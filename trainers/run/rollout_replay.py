@@ -92,7 +92,9 @@ def _policy(first: ModelConfig, run_dir: Path, model: str | None, version: int |
     belong together."""
     if model is None:
         if version:
-            raise UserError(f"--version: got {version} without --model, expected the folder of that version's weights")
+            raise UserError(
+                f"--version: got {version} without --model, expected --model with the folder of that version's weights"
+            )
         return (str(run_dir / "base_model") if first.builtin else first.path), 0
     if model == BEST:
         figures = run_dir / f"{BEST}.json"
@@ -103,7 +105,7 @@ def _policy(first: ModelConfig, run_dir: Path, model: str | None, version: int |
             )
         return str(run_dir / BEST), json.loads(figures.read_text())["version"]
     if version is None:
-        raise UserError(f"--model: got {model} without --version, expected the policy version that it is")
+        raise UserError(f"--model: got {model} without --version, expected --version with its policy version")
     return model, version
 
 

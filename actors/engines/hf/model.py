@@ -83,7 +83,7 @@ class RouteRecorder:
             if len(routers) != 1:
                 raise ValueError(
                     f"router_replay.enabled: got true with a {type(model).__name__}, expected false, because the hf "
-                    f"engine found {len(routers)} routers of a known class in its layer {layer}, expected one"
+                    f"engine found {len(routers)} routers of a known class in layer {layer} instead of one"
                 )
             routers[0].register_forward_hook(partial(self._record, index))
 

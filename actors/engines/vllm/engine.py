@@ -454,7 +454,10 @@ class VllmEngine:
     async def _verify(self, digests: ParameterDigests) -> int:
         async with self._updates.turn:
             if not self._serves(digests.version):
-                raise ValueError(f"weights: version {digests.version} cannot be verified, expected {self._version}")
+                raise ValueError(
+                    f"weights: version {digests.version} cannot be verified, because the engine does not serve it; the "
+                    f"last version in service is {self._version}"
+                )
             try:
                 return await self._updates.verify(digests)
             except Exception as error:
@@ -581,7 +584,9 @@ def _checked(settings: ProcessSettings, *, cpu: bool) -> ProcessSettings:
     """Return `settings`, with a size of the KV cache filled in if no size is set and the engine runs on a CPU. Raises
     ValueError if the model cannot be loaded, or if a given size is too small for one sequence."""
     if settings.tp < 1 or settings.max_num_seqs < 1:
-        raise ValueError(f"rollout: got tp {settings.tp} and max_num_seqs {settings.max_num_seqs}, expected at least 1")
+        raise ValueError(
+            f"rollout: got tp={settings.tp} and max_num_seqs={settings.max_num_seqs}, expected at least 1 for both"
+        )
     try:
         WeightNames(settings.model)
         model = AutoConfig.from_pretrained(settings.model).to_dict()

@@ -149,7 +149,7 @@ def _tap(runner: Any, keep: Keep) -> Callable[[], None]:
         return _tap_second(runner, keep)
     raise ValueError(
         f"log-probs of sampled tokens: got vLLM's model runner {type(runner).__name__}, expected one with the "
-        "attributes of GPUModelRunner; `headrace doctor` names the versions of vLLM that were run"
+        "attributes of GPUModelRunner; `headrace doctor` names the versions of vLLM that were tested"
     )
 
 

@@ -313,16 +313,16 @@ class VllmProcess:
                 if task.done():
                     break
                 if died := self.died:
-                    raise EngineDied(f"{died}, noticed at {name!r}")
+                    raise EngineDied(f"{died}, noticed in the call {name!r}")
                 if asyncio.get_running_loop().time() >= deadline:
                     raise RuntimeError(f"vLLM's engine process did not answer {name!r} within {CALL_PATIENCE_S:.0f} s")
             return task.result()
         except library.EngineDeadError as error:
-            raise EngineDied(f"{self.died or 'vLLM ended its engine process'}, noticed at {name!r}") from error
+            raise EngineDied(f"{self.died or 'vLLM ended its engine process'}, noticed in the call {name!r}") from error
         except Exception as error:
             if type(error) is Exception:  # vLLM wraps an error of its process in a plain Exception.
                 if str(error).endswith(CANCELLED) and (died := await self._death_soon()):
-                    raise EngineDied(f"{died}, noticed at {name!r}") from error
+                    raise EngineDied(f"{died}, noticed in the call {name!r}") from error
                 raise RuntimeError(f"vLLM: {error}") from error
             raise
         finally:

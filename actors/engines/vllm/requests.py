@@ -69,7 +69,7 @@ class RequestChecks:
         if 0.0 < params.temperature < library.MIN_TEMPERATURE:
             raise ValueError(
                 f"sampling temperature: got {params.temperature}, expected 0 (greedy) or at least "
-                f"{library.MIN_TEMPERATURE} and more"
+                f"{library.MIN_TEMPERATURE}"
             )
         return prompt.tolist(), params
 

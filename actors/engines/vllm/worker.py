@@ -122,7 +122,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
         """Raise NotImplementedError, because the trainer publishes through a WeightPublisher. The method exists only
         because vLLM 0.26 requires it."""
-        raise NotImplementedError("weights are published by a WeightPublisher")
+        raise NotImplementedError("weights: vLLM cannot send weights; a WeightPublisher of the trainer sends them")
 
     def shutdown(self) -> None:
         """Close the inbox and the connection to the engine. Idempotent."""
@@ -236,7 +236,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
 
     def _opened(self) -> tuple[WeightInbox, WeightNames]:
         if self._inbox is None or self._names is None:
-            raise RuntimeError("weights: the worker has no receiver for them")
+            raise RuntimeError("weights: this worker has no weight receiver")
         return self._inbox, self._names
 
 

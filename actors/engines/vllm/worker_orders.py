@@ -316,7 +316,7 @@ class WeightUpdates:
     def expect(self, version: int) -> None:
         """Raise ValueError unless `version` is the prepared version."""
         if version != self.prepared:
-            raise ValueError(f"weights: version {version} is not the prepared one ({self.prepared})")
+            raise ValueError(f"weights: got version {version} to commit, expected the prepared one, {self.prepared}")
 
     async def drop(self, version: int) -> None:
         """Forget a prepared version, or stop receiving it. A load that has begun is not interrupted. Idempotent."""
@@ -339,7 +339,8 @@ class WeightUpdates:
             reports = await self._moving(self._links.load(version, meanwhile), CALL_PATIENCE_S)
         except TimeoutError:
             raise RuntimeError(
-                f"weights of version {version}: workers did not load them, no bucket came for {CALL_PATIENCE_S:.0f} s"
+                f"weights of version {version}: the workers did not load them, and no bucket came for "
+                f"{CALL_PATIENCE_S:.0f} s"
             ) from None
         finally:
             self.loading = None

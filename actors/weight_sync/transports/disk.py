@@ -146,7 +146,10 @@ class DiskStream(Stream):
         except FileNotFoundError:
             raise _gone(self._path, self.deadline, "at the end") from None
         if manifest.version != self.update.version or len(manifest.frames) != len(self.plan.sizes):
-            raise self.deadline.error(f"{self._path} holds version {manifest.version}")
+            raise self.deadline.error(
+                f"{self._path} holds version {manifest.version} in {len(manifest.frames)} buckets, expected version "
+                f"{self.update.version} in {len(self.plan.sizes)}"
+            )
 
     def _wait(self, path: Path, what: str) -> None:
         def has_come() -> bool:

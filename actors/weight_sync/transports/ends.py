@@ -117,7 +117,7 @@ class Sender(ABC):
             expect_all(update.plan, range(update.num_sent))
         except ValueError as error:
             self.abort(str(error))
-            raise self._deadline(update).error(f"not whole: {error}") from None
+            raise self._deadline(update).error(f"the version is incomplete: {error}") from None
         try:
             self._finish(update)
             self._check_ended(update)
@@ -400,9 +400,11 @@ class Stream(ABC):
     def _check(self, frame: BucketFrame, payload: torch.Tensor, expected: int) -> None:
         name = f"bucket {frame.bucket} of {len(self.plan.sizes)}"
         if frame.bucket != expected:
-            raise self.deadline.error(f"bucket {expected} of {len(self.plan.sizes)} never came, {name} came instead")
+            raise self.deadline.error(f"bucket {expected} of {len(self.plan.sizes)} never came; {name} came instead")
         if frame.encoding == "whole" and frame.nbytes != self.plan.sizes[frame.bucket]:
-            raise self.deadline.error(f"{name} has {frame.nbytes} bytes, the plan has {self.plan.sizes[frame.bucket]}")
+            raise self.deadline.error(
+                f"{name} has {frame.nbytes} bytes, but the plan has {self.plan.sizes[frame.bucket]}"
+            )
         if frame.encoding != "whole" and self.update.base is None:
             raise self.deadline.error(f"{name} is a delta, but the update has no base")
         if len(payload) != frame.nbytes:
@@ -412,7 +414,7 @@ class Stream(ABC):
             if found != frame.checksum:
                 raise self.deadline.error(
                     f"{name} is damaged: the checksum of its {frame.nbytes} bytes is {found:016x}, "
-                    f"{frame.checksum:016x} was sent"
+                    f"but {frame.checksum:016x} was sent"
                 )
 
     def _damage(self, found: dict[int, torch.Tensor]) -> str:

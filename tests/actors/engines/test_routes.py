@@ -104,7 +104,7 @@ def test_a_request_gets_only_the_routes_that_it_asks_for(subject: Subject) -> No
         for start in (0, 3, 6):
             [one] = await subject.engine.generate(f"tail{start}", PROMPTS[1], replace(PARAMS, n=1, routes_from=start))
             expect_routes(subject.reference, PROMPTS[1], one, start=start)
-        with pytest.raises(ValueError, match="routes are wanted from token 7 on, expected one of its 7 prompt tokens"):
+        with pytest.raises(ValueError, match="got routes_from=7, expected the position of one of its 7 prompt tokens"):
             await subject.engine.generate("beyond", PROMPTS[1], replace(PARAMS, routes_from=7))
 
     subject.run(main())

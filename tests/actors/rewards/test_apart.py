@@ -150,7 +150,7 @@ def test_a_hanging_function_ends_with_the_process_that_called_it(tmp_path: Path)
 
 
 def test_built_in_rewards_run_as_they_are() -> None:
-    with pytest.raises(ValueError, match="only functions of your own run otherwise"):
+    with pytest.raises(ValueError, match="only your own functions can run in other ways"):
         RewardConfig.model_validate({"functions": [{"kind": "exact_match", "runs": "process"}]})
 
 

@@ -78,7 +78,7 @@ def test_tasks_are_functions_of_seed_and_index() -> None:
         ("revers", {}, "no built-in task 'revers', expected one of reverse, arithmetic; did you mean 'reverse'"),
         ("reverse", {"max_digit": 3}, "has no 'max_digit'.*did you mean 'max_digits'"),
         ("reverse", {"max_digits": "3"}, "data.options.max_digits: got '3', expected a whole number"),
-        ("reverse", {"min_digits": 9}, "min_digits=9 is above max_digits=8"),
+        ("reverse", {"min_digits": 9}, "min_digits=9, expected at most max_digits=8"),
     ],
 )
 def test_task_mistakes_get_one_sentence(task: str, options: dict, message: str) -> None:
@@ -272,7 +272,7 @@ def test_tokens_are_counted_as_prompts_are_encoded(tokenizer: Any) -> None:
             "c.jsonl",
             [{"promt": "a", "answer": "b"}],
             {},
-            "data.prompt_field: line 1 .* has no column 'prompt', it has promt, answer; did you mean 'promt'",
+            "data.prompt_field: line 1 .* has no column 'prompt'; it has promt, answer; did you mean 'promt'",
         ),
         ("a.jsonl", [{"prompt": "a"}], {}, "data.answer_field: line 1 .* has no column 'answer'"),
         (

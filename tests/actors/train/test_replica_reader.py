@@ -283,7 +283,7 @@ def test_a_shard_must_agree_with_its_receipt(handle: DataPlaneHandle) -> None:
     step = ship(handle, meta, Topology(1))
     with reader_of(0, step) as (reader, _):
         assert [micro.lengths.tolist() for micro in reader.stream(FIRST)] == [[5, 6, 7]]
-        with pytest.raises(ValueError, match="plan abc: has 2 rows, but its receipt has 3"):
+        with pytest.raises(ValueError, match="plan abc has 2 rows, but its receipt has 3"):
             reader.begin(TrainShard(1, meta.to_bytes(), np.array([2]), "abc", False))
         with pytest.raises(ValueError, match="plan abc: got no receipt, expected one, because rank 0 reads"):
             reader.begin(TrainShard(1, None, np.array([3]), "abc", False))

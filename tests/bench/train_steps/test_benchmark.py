@@ -104,10 +104,13 @@ def test_four_ranks_check_and_time_their_shares(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"work": "train-0.6b"}, "--work: got 'train-0.6b' on a machine without a GPU, expected a work train-tiny"),
+        (
+            {"work": "train-0.6b"},
+            "--work: got 'train-0.6b' on a machine without a GPU, expected a work named train-tiny",
+        ),
         (
             {"overrides": ("rollout.tp=2",)},
-            "rollout.tp=2: --work train-tiny makes train steps alone, expected only keys of",
+            "rollout.tp=2: --work train-tiny makes only train steps, expected only keys of",
         ),
         ({"steps": 2}, "--steps: got 2, expected at least 3, as the first are not counted"),
         ({"overrides": ("trainer.cp=2", "trainer.packing=packed"), "backend": "megatron"}, "trainer.cp: got 2"),

@@ -184,7 +184,7 @@ def test_errors_name_what_is_wrong():
         read_bucket(plan, 0, payload, {"layers.0.weight": torch.zeros(20).half()})
     with pytest.raises(ValueError, match="'layers.0.weight': the tensor to read into is not contiguous"):
         read_bucket(plan, 0, payload, {"layers.0.weight": torch.zeros(40)[::2]})
-    with pytest.raises(ValueError, match="bucket 9: not in the plan, which has 2 buckets"):
+    with pytest.raises(ValueError, match="bucket 9 is not in the plan, which has 2 buckets"):
         read_bucket(plan, 9, payload, {})
     with pytest.raises(ValueError, match=r"bucket 0: got a payload of torch.uint8 \[5\], expected uint8 \[80\]"):
         read_bucket(plan, 0, payload[:5], {})

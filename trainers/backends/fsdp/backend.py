@@ -55,7 +55,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         cannot be split as the topology says.
         """
         if world > 1 and (not dist.is_initialized() or dist.get_world_size() != world):
-            raise RuntimeError(f"fsdp backend: needs a default process group of {world} ranks before it is built")
+            raise RuntimeError(f"fsdp backend: it needs a default process group of {world} ranks before it is built")
         super().__init__(config, rank, world)
         self._mesh = build_mesh(config.topology, self._device)
         self._tp = None if self._mesh is None or config.topology.tp == 1 else self._mesh["tp"].get_group()

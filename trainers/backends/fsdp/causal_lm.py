@@ -71,7 +71,9 @@ class CausalLM(nn.Module):
         names = self.model._no_split_modules or ()
         found = [child for child in self.model.modules() if type(child).__name__ in names]
         if not found:
-            raise ValueError(f"model.path: {type(self.model).__name__} does not name its layers, cannot be sharded")
+            raise ValueError(
+                f"model.path: {type(self.model).__name__} does not name its layers, so it cannot be sharded"
+            )
         return found
 
 

@@ -89,7 +89,9 @@ class PipelineReplay(RouterReplay):
         left = {self.spec.layers[index]: len(queue) for index, queue in enumerate(self._queues) if queue}
         self.drop()
         if left:
-            raise RuntimeError(f"router replay: layers not computed again in backward (layer: microbatches) {left}")
+            raise RuntimeError(
+                f"router replay: these layers were not recomputed in the backward pass (layer: microbatches): {left}"
+            )
 
     def drop(self) -> None:
         """Forget the choices of microbatches whose backward pass is still to come. Idempotent."""
@@ -214,7 +216,9 @@ class PipelineBalance(ExpertBalance):
         left = {self._spec.layers[self._stage[i]]: len(queue) for i, queue in enumerate(self._queues) if queue}
         self.drop()
         if left:
-            raise RuntimeError(f"trainer.moe: layers not computed again in backward (layer: microbatches) {left}")
+            raise RuntimeError(
+                f"trainer.moe: these layers were not recomputed in the backward pass (layer: microbatches): {left}"
+            )
 
     def drop(self) -> None:
         """Forget the microbatches whose backward pass is still to come. Idempotent."""

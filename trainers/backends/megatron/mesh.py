@@ -79,7 +79,7 @@ def open_mesh(topology: Topology, rank: int) -> Mesh:
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     if not dist.is_initialized() or dist.get_world_size() != topology.world:
         raise RuntimeError(
-            f"megatron backend: needs a default process group of {topology.world} ranks before it is built"
+            f"megatron backend: it needs a default process group of {topology.world} ranks before it is built"
         )
     etp = expert_tensor_size(topology)
     parallel_state.initialize_model_parallel(

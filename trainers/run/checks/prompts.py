@@ -223,7 +223,8 @@ def _check_stops(rollout: RolloutConfig, tokenizer: Any) -> None:
         raise ValueError(f"rollout.{error}") from error
     if unknown := [token for token in rollout.stop_token_ids if token >= len(tokenizer)]:
         raise ValueError(
-            f"rollout.stop_token_ids: got {unknown[0]}, expected less than {len(tokenizer)}, the tokenizer's tokens"
+            f"rollout.stop_token_ids: got {unknown[0]}, expected less than {len(tokenizer)}, the number "
+            "of the tokenizer's tokens"
         )
 
 

@@ -136,7 +136,7 @@ def probe_trust(
     """
     for key, kind in (("rollout.engine", rollout.engine), ("trainer.backend", trainer.backend)):
         if kind == "scripted":
-            raise UserError(f"{key}: got 'scripted' with --model, expected one that has a model")
+            raise UserError(f"{key}: got 'scripted' with --model, expected one that runs a model")
     try:
         spec = route_spec(model.path)
         tell(f"sampling {TOKENS} tokens with the engine {rollout.engine}")

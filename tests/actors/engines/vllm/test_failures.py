@@ -109,7 +109,7 @@ def test_a_cancelled_commit_goes_on_to_its_end_and_a_dropped_one_does_not_begin(
         commit = asyncio.create_task(engine.commit_weights(old + 2, "wait"))
         await asyncio.sleep(0.01)
         await engine.drop_weights(old + 2)
-        with pytest.raises(ValueError, match=f"version {old + 2} is not the prepared one"):
+        with pytest.raises(ValueError, match=f"got version {old + 2} to commit, expected the prepared one"):
             await commit
         await running
         assert all((one.versions == old + 1).all() for one in await engine.generate("on", PROMPT, SHORT))

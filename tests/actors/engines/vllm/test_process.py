@@ -79,7 +79,11 @@ def test_a_call_that_vllm_cancels_is_told_as_the_death_that_follows(
         await asyncio.gather(call, *([die()] if dies else []))
 
     expected = process_module.EngineDied if dies else RuntimeError
-    words = "Worker proc VllmWorker-1 died unexpectedly, noticed at 'headrace_take_logprobs'" if dies else "cancelled"
+    words = (
+        "Worker proc VllmWorker-1 died unexpectedly, noticed in the call 'headrace_take_logprobs'"
+        if dies
+        else "cancelled"
+    )
     with pytest.raises(expected, match=words):
         asyncio.run(main())
 

@@ -207,7 +207,9 @@ def test_calls_out_of_order(sender_config: Callable[..., SenderConfig], kind: st
         with pytest.raises(WeightTransferError, match="got bucket 1, but bucket 0 was never sent"):
             sender.send(BucketFrame(1, "same", 0, 0))
         sender.begin(4, plan, ())
-        with pytest.raises(WeightTransferError, match="sender: not whole: buckets .0, 1, 2, 3, 4. of .* are missing"):
+        with pytest.raises(
+            WeightTransferError, match="sender: the version is incomplete: buckets .0, 1, 2, 3, 4. of .* are missing"
+        ):
             sender.finish()
     finally:
         sender.close()

@@ -302,7 +302,9 @@ def test_a_pass_that_fails_leaves_no_route_and_no_queue(model: str) -> None:
         again = gradients_of(backend, [micro, micro])
         assert all(torch.equal(again[name], expected[name]) for name in expected)
         replay._queues[1].append(torch.zeros(1, 2))
-        with pytest.raises(RuntimeError, match=r"not computed again in backward \(layer: microbatches\) \{2: 1\}"):
+        with pytest.raises(
+            RuntimeError, match=r"not recomputed in the backward pass \(layer: microbatches\): \{2: 1\}"
+        ):
             replay.check_drained()
         assert not any(replay._queues)
 

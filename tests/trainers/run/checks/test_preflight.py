@@ -278,12 +278,12 @@ def test_a_damaged_model_is_told_with_its_file(place: Path) -> None:
     assert checked(place, run) == []
     weights.write_bytes(weights.read_bytes()[:-7])
     [problem] = problems(place, run)
-    assert problem.startswith("model.path: model/model.safetensors is no whole safetensors file, expected one (")
+    assert problem.startswith("model.path: model/model.safetensors is not a complete safetensors file (")
     weights.rename(place / "model" / "model-1.safetensors")
     index = {"weight_map": {"w": "model-1.safetensors", "v": "model-2.safetensors"}}
     (place / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     [problem] = problems(place, run)
-    assert problem.startswith("model.path: model/model-1.safetensors is no whole safetensors file")
+    assert problem.startswith("model.path: model/model-1.safetensors is not a complete safetensors file")
     (place / "model" / "model-1.safetensors").write_bytes(save({"w": torch.zeros(1)}))
     [problem] = problems(place, run)
     assert problem.startswith("model.path: model/model-2.safetensors does not exist, expected it, because model.saf")
