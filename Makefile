@@ -134,15 +134,15 @@ $(BIN)/python:
 	touch $@
 
 # verifiers wants an openai below 3, which vLLM does not bring: it gets a Python of its own.
-.venv/verifiers.stamp: pyproject.toml | $(BIN)/python
+.venv/verifiers.stamp: pyproject.toml $(SET) | $(BIN)/python
 	$(BIN)/python -m venv .venv/verifiers
-	.venv/verifiers/bin/python -m pip install -q --compile verifiers==0.4.0
+	grep -v '^openai' $(SET) | .venv/verifiers/bin/python -m pip install -q --compile -c /dev/stdin verifiers==0.4.0
 	touch $@
 
 # Last, since trackers want older versions of packages that vLLM brings newer. reasoning-gym needs a C compiler, because
 # pycosat has no wheels.
 .venv/trackers.stamp: .venv/test.stamp .venv/vllm.stamp
-	$(BIN)/python -m pip install -q -e '.[trackers,reasoning-gym]'
+	$(PIP) -e '.[trackers,reasoning-gym]'
 	touch $@
 
 clean:
