@@ -167,8 +167,8 @@ def stored_pieces(
         at, group = at[known], group[known]
         index = row[at] - firsts[group]
         inside, later = index < counts[group], (index > 0) & (index < counts[group])
-        # Rows after a group move forward by all tokens that the group saves. A row of the group moves by the tokens
-        # that the rows of the group before it save.
+        # Earlier groups move all later rows forward. In addition, a row of the group moves by what the group's rows
+        # before it save, and a row after the group by all that the group saves.
         moved = before[group] + np.where(inside, np.maximum(index - 1, 0) * tokens[group], saved[group])
         begin[at, 1] -= moved
         count[at[later], 1] -= tokens[group[later]]

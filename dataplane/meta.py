@@ -164,7 +164,7 @@ class KVBatchMeta:
             for name in ("fields", "tags"):
                 if set(getattr(other, name)) != set(getattr(self, name)):
                     raise ValueError(
-                        f"concat: {name} {list(getattr(other, name))}, expected {list(getattr(self, name))}"
+                        f"concat: got {name} {list(getattr(other, name))}, expected {list(getattr(self, name))}"
                     )
         schema = _joint_schema("concat", metas)
         blocks, maps = _merge_blocks(metas)

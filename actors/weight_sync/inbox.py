@@ -123,7 +123,7 @@ class WeightInbox:
                 if self._choose(update, stream) == "none":
                     if update.base is not None:
                         error = stream.deadline.error(
-                            f"refers to version {update.base}, nothing is staged here: send it whole"
+                            f"the update refers to version {update.base}, but nothing is staged here: send it whole"
                         )
                         stream.give_up(error)
                         raise error

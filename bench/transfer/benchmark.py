@@ -222,8 +222,8 @@ def _first_run(
                 turns = [[one] for one in everyone] if len(specs) > 1 else [everyone]
                 for part, seated in enumerate(turns):
                     if number + part and not options.quick:
-                        # Restarting frees the memory that the heaps of the processes keep, which would add up to all
-                        # memory.
+                        # Restarting frees the memory that the heaps of the processes keep. It would otherwise grow
+                        # until none is left.
                         pool.restart()
                     results += measure([(pool, contender) for contender in seated], specs, pattern, tell)
                 by_name = {contender.name: contender for contender in everyone}

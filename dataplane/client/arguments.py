@@ -192,7 +192,7 @@ def packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str]) 
     with mismatch(partition, keys):
         batch = pack(schema, fields, len(keys))
     if not len(batch) and keys:
-        raise SchemaMismatch("put: got no fields", op="put", partition=partition, keys=keys)
+        raise SchemaMismatch("put: got no fields, expected at least one", op="put", partition=partition, keys=keys)
     lengths = batch.lengths
     if lengths is not None and len(lengths) and lengths.max() > MAX_TOKENS:
         longest = int(lengths.argmax())

@@ -255,7 +255,8 @@ class Partition:
         unknown = [name for name in fields if name not in self.schema]
         if unknown or not fields or len(set(fields)) < len(fields):
             raise SchemaMismatch(
-                f"fields {list(fields)}: expected one or more of {list(self.schema)}, each once", partition=self.name
+                f"fields: got {list(fields)}, expected one or more of {list(self.schema)}, each once",
+                partition=self.name,
             )
 
     def knows(self, schema: Schema) -> bool:

@@ -44,11 +44,11 @@ class TaskConfig:
     def __post_init__(self) -> None:
         for name in ("name", "sampler"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ValueError(f"task: {name} {getattr(self, name)!r}, expected a non-empty string")
+                raise ValueError(f"task: got {name}={getattr(self, name)!r}, expected a non-empty string")
         if not isinstance(self.options, dict):
-            raise ValueError(f"task {self.name!r}: options {self.options!r}, expected a dict")
+            raise ValueError(f"task {self.name!r}: got options {self.options!r}, expected a dict")
         if type(self.first_prompt) is not int or self.first_prompt < 0:
-            raise ValueError(f"task {self.name!r}: first_prompt {self.first_prompt!r}, expected an integer from 0")
+            raise ValueError(f"task {self.name!r}: got first_prompt={self.first_prompt!r}, expected an integer >= 0")
 
 
 class StreamProgress:

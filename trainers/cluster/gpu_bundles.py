@@ -88,8 +88,8 @@ def reserve_places(request: PlacementRequest, timeout_s: float) -> Reservation:
         reservation = _reserve(placement, deadline, exact=True)
     if reservation is None:
         raise UserError(
-            "resources.trainer_gpus: another job took some of these GPUs, or some in resources.rollout_gpus, during "
-            "the start, expected free GPUs"
+            "resources.trainer_gpus: another job took some of these GPUs, or of those in resources.rollout_gpus, "
+            "during the start, expected all to stay free"
         )
     return reservation
 
@@ -159,8 +159,9 @@ def _plan_on(request: PlacementRequest, hosts: Sequence[Host]) -> Placement:
         free = len(hosts[index].free_gpus)
         if len(gpus) > free:
             raise UserError(
-                f"resources.trainer_gpus: got, with resources.rollout_gpus, {len(gpus)} GPU(s) of {hosts[index].name}, "
-                f"expected at most {free}, as other jobs hold the rest of its {hosts[index].num_gpus}"
+                f"resources.trainer_gpus: got, together with resources.rollout_gpus, {len(gpus)} GPU(s) of "
+                f"{hosts[index].name}, expected at most {free}, because other jobs hold the rest of its "
+                f"{hosts[index].num_gpus}"
             )
     return placement
 
@@ -243,7 +244,7 @@ def _block_others(placement: Placement, deadline: float, stack: ExitStack) -> No
         if not taken and time.monotonic() > settled:
             host, gpu = missing[0]
             raise UserError(
-                f"resources.trainer_gpus: got, with resources.rollout_gpus, GPU {gpu} of {placement.hosts[host].name}, "
+                f"resources.trainer_gpus or resources.rollout_gpus: got GPU {gpu} of {placement.hosts[host].name}, "
                 "expected a free one, but another job holds it"
             )
         time.sleep(LOOK_S)

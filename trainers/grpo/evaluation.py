@@ -300,7 +300,8 @@ class Evaluations:
         """Start the evaluations of the policy of `state` that are due. Returns the metrics of evaluations that have
         ended since the last step. In the last step all are due, and the run waits for them."""
         metrics: dict[str, float] = {}
-        # A policy that is not served was evaluated before the workers returned to a checkpoint.
+        # If rollouts serve a later version, the workers have returned to a checkpoint, and this policy was evaluated
+        # before that.
         served = not self._rollouts.ahead_of(state.version)
         for evaluation in self._all:
             plan = evaluation.plan

@@ -136,7 +136,7 @@ def rollout_metrics(fed: FeedTally) -> dict[str, float]:
     `rollout/tokens_per_s` is NaN if no call ended after those of earlier steps.
     """
     rollout = merge_reports(fed.reports)
-    # Calls outlast steps, so their tokens are divided by the time since the last call that was counted before.
+    # Calls outlast steps, so the tokens are divided by the generating time since the last call of earlier steps.
     until_s = max((busy.end_s for busy in fed.generated if busy.end_s < math.inf), default=fed.since_s)
     generating_s = covered_s(fed.generated, fed.since_s, until_s)
     tokens = rollout.response_tokens - rollout.restored_tokens

@@ -159,7 +159,7 @@ class Steps:
         are run, and the metrics are passed to `after_step`. Raises UserError after MOST_SKIPPED consecutive steps
         without an optimizer step."""
         run, state = self._run, self._state
-        # The workers still have the weights that are validated.
+        # Until the update, the workers have the weights that are validated.
         validated = self._evaluations.before_update(state)
         with interrupts_held():  # A signal must not prevent a checkpoint of this step.
             state.ahead = True

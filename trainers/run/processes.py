@@ -163,7 +163,7 @@ class _Launch:
         self._times.mark("data plane")
         client = connect(plane.handle, name="driver")
         self._stack.callback(client.close)
-        # The actors use the data plane, so this second callback ends them before it.
+        # The actors use the data plane, so this later callback ends them before it.
         self._stack.callback(self._ending_actors.close)
         self._listed.add_plane(plane)
         if self._watch is not None:

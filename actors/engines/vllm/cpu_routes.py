@@ -77,7 +77,7 @@ def record_routes(runner: Any, recorded: Any, cache: Any) -> None:
 
     def sample_tokens(grammar: Any) -> Any:
         state, found = runner.execute_model_state, None
-        if state is not None:  # The copy is made here, because a draft model that runs next also has routers and slots.
+        if state is not None:  # A draft model may run next and overwrite both, so they are copied here.
             tokens = state.scheduler_output.total_num_scheduled_tokens
             slots = runner.input_batch.block_table[group].slot_mapping.gpu
             found = RecordedRoutes(recorded[:tokens].numpy().copy(), slots[:tokens].numpy().copy())

@@ -220,7 +220,7 @@ class EngineStandby:
             self._process.start()
         orders.close()
         # Python waits for its child processes before it ends, and this child waits for an order or for the end of the
-        # pipe.
+        # pipe. So the pipe is closed first.
         util.Finalize(self, self._orders.close, exitpriority=10)
 
     @property
