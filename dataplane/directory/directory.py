@@ -338,8 +338,8 @@ class Directory:
         cursor = part.tasks.get(task)
         if cursor is None or outcome not in ("done", "retry"):
             raise ValueError(
-                f"release: got task {task!r} and outcome {outcome!r}, expected one of the tasks {sorted(part.tasks)} and the "
-                "outcome done or retry"
+                f"release: got task {task!r} and outcome {outcome!r}, expected one of the tasks "
+                f"{sorted(part.tasks)} and the outcome done or retry"
             )
         _check_lease_id("release", lease_id)
         rows = part.rows.find(keys)
