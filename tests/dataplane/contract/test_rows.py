@@ -119,7 +119,7 @@ def test_refused_put_leaves_nothing(client: Any, partition: str) -> None:
             {**good, "ids": [row.long() + 2**33 for row in columns(keys)["ids"]]},
             r"ids.: row \d holds \d+, expected.*int32",
         ),
-        ({**good, "reward": torch.zeros(len(keys), dtype=torch.float64)}, "reward.*float"),
+        ({**good, "reward": torch.zeros(len(keys), dtype=torch.float16)}, "reward.*float"),
         ({**good, "mask": [torch.ones(3, dtype=torch.bool)] * len(keys)}, "mask"),
         ({**good, "reward": torch.zeros(len(keys) - 1)}, "reward"),
         ({**good, "rewards": torch.zeros(len(keys))}, "rewards"),

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from headrace.codecs.schema import Field, Kind, Schema
-from headrace.dataplane.block_store import StoreSpec
+from headrace.dataplane.block_store import StoreSpec, holder_of
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import CapacityExceeded, DataPlaneTimeout, RowsCleared, StoreLost
@@ -324,6 +324,15 @@ def test_a_stopped_unit_is_named_and_goes_on_where_it_was(
         client.get(meta)
     assert client.get(kept).jagged("ids").values.unique().tolist() == [5]
     wait_until(lambda: client.status().store_bytes == client.status().bytes_used)
+
+
+@pytest.mark.processes
+def test_writers_of_a_host_use_its_units_in_turn(
+    plane: DataPlane, client: DataPlaneClient, request: pytest.FixtureRequest
+) -> None:
+    with connect(plane.handle) as near:
+        metas = [near.put(request.node.name, [f"k.{number}"], rows(1)) for number in range(4)]
+    assert sorted(holder_of(meta.blocks[0].location) for meta in metas) == [0, 0, 1, 1]
 
 
 @pytest.mark.processes
