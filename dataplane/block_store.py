@@ -46,8 +46,10 @@ of several processes of a store, each of which can die without the others."""
 
 
 def holder_of(location: bytes) -> int:
-    """Return the number of the process that holds a block, given the block's location in a store with such
-    processes."""
+    """Return the number of the process that holds the block at a location.
+
+    The store must have several such processes (see HOLDER_BYTES).
+    """
     return int.from_bytes(location[:HOLDER_BYTES])
 
 

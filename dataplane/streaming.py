@@ -37,8 +37,10 @@ def _collate_rows(rows: list[_Row], **_: Any) -> dict[str, Column]:
 
 
 def _collate_batches(batches: list[Batch], **_: Any) -> dict[str, Column]:
-    """Return the columns of a dataset's only batch, which a DataLoader without `batch_size=None` would give a further
-    dimension. Raises ValueError for several batches."""
+    """Return the columns of one batch of a dataset as a dict.
+
+    A DataLoader without `batch_size=None` would give them a further dimension. Raises ValueError for several batches.
+    """
     if len(batches) > 1:
         raise ValueError(
             f"DataLoader: got batch_size={len(batches)} for a dataset that yields batches, expected batch_size=None"
@@ -164,8 +166,11 @@ class StreamingDataset(IterableDataset):
 
     @staticmethod
     def collate_fn(rows: Sequence[Any]) -> Any:
-        """Return rows that a dataset with `batch_size=None` yielded as one dict of columns, those that its batches
-        would have; with receipts, a pair of it and one receipt. A DataLoader finds this function by itself."""
+        """Return rows that a dataset with `batch_size=None` yielded as one dict of columns.
+
+        They are the columns that a batch of these rows has. Pairs of rows and receipts become a pair of it and one
+        receipt. A DataLoader finds this function by itself.
+        """
         return default_collate(rows)
 
     def _claim(self, client: DataPlaneClient, left: int | None) -> KVBatchMeta:

@@ -192,8 +192,10 @@ class RowTable:
         return ready
 
     def lost(self, rows: np.ndarray, fields: Iterable[str] | None = None) -> np.ndarray:
-        """Return a bool array `[N]` that is True for rows that have lost one of `fields` (None: any field) with the
-        process that held it."""
+        """Return a bool array `[N]` that is True for rows that have lost one of `fields` with its process.
+
+        `fields` None stands for all fields.
+        """
         lost = np.zeros(len(rows), dtype=bool)
         for name in self.slots if fields is None else fields:
             if not self.any_lost:
