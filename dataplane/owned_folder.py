@@ -46,7 +46,7 @@ def create_owned_folder(folder: Path, run_id: str, fill: Callable[[Path], None] 
                 return owner
             except OSError:  # The folder exists already.
                 if not _remove_stale(folder) and attempt:
-                    time.sleep(_PAUSE_S)  # Another process holds the lock for a moment while it checks the owner.
+                    time.sleep(_PAUSE_S)  # Another process can hold the lock for a moment while it checks the owner.
         raise ValueError(f"run_id {run_id!r}: a running run owns the folder {folder}; choose another run_id")
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)

@@ -406,7 +406,7 @@ def _expect_pair(new: np.ndarray, base: np.ndarray, element_bytes: int) -> None:
     if element_bytes not in _UNSIGNED or len(new) % element_bytes or len(new) != len(base):
         raise ValueError(
             f"bucket delta: got {len(new)} and {len(base)} bytes with elements of {element_bytes}, "
-            "expected equal lengths, a multiple of 1, 2, 4 or 8"
+            "expected equal lengths, a multiple of the size of an element, which is 1, 2, 4 or 8"
         )
     if any(array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous for array in (new, base)):
         raise ValueError("bucket delta: got arrays of another form, expected contiguous uint8 [n]")

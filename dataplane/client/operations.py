@@ -114,7 +114,7 @@ class Operations:
         self.handle = handle
         self.store = store
         self._leases = leases
-        weakref.finalize(self, leases.end)  # Renewal also ends for a client that is not closed.
+        weakref.finalize(self, leases.end)  # This ends the renewal even if the client is never closed.
         self.stats = ClientStats()
         self.label = f"{name or 'client'} pid={os.getpid()}"
         self._plane_id = handle.store.plane_id

@@ -111,7 +111,7 @@ _WORDS = {UNFINISHED: "not written to its end", -800: "transfer failed", -900: "
 # Every process that joins sets these variables. Otherwise a value from its shell could make a run read by another path
 # than it reports.
 _FORCED = {
-    "MC_STORE_MEMCPY": "0",  # Otherwise memcpy moves this process's bytes, whatever the protocol.
+    "MC_STORE_MEMCPY": "0",  # Otherwise memcpy copies blocks in this process's memory, whatever the protocol.
     "MC_STORE_CLIENT_METRIC": "0",
     # `setup` holds Python's global interpreter lock. With the defaults (30 s and 20 attempts), a master that is stopped
     # at that moment would freeze the process for ten minutes. Attempts are needed only when ports are taken.

@@ -49,7 +49,7 @@ class TraceWriter:
     def __init__(self, path: Path, began: float, held: Mapping[int, Holder]) -> None:
         """began: time (`time.time()`) from which times are counted. held: present holder of each GPU."""
         self._path = path
-        self._began_s = time.monotonic() - (time.time() - began)  # Later changes of the date do not count.
+        self._began_s = time.monotonic() - (time.time() - began)  # Later changes of the system clock do not count.
         self._held = dict(held)
         self._ordered = 0
         self._asked: dict[Holder, float] = {}
