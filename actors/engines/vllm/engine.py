@@ -584,9 +584,7 @@ def _checked(settings: ProcessSettings, *, cpu: bool) -> ProcessSettings:
     """Return `settings`, with a size of the KV cache filled in if no size is set and the engine runs on a CPU. Raises
     ValueError if the model cannot be loaded, or if a given size is too small for one sequence."""
     if settings.tp < 1 or settings.max_num_seqs < 1:
-        raise ValueError(
-            f"rollout: got tp={settings.tp} and max_num_seqs={settings.max_num_seqs}, expected at least 1 for both"
-        )
+        raise ValueError(f"rollout: got tp={settings.tp} and max_num_seqs={settings.max_num_seqs}, expected at least 1")
     try:
         WeightNames(settings.model)
         model = AutoConfig.from_pretrained(settings.model).to_dict()
