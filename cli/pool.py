@@ -137,8 +137,8 @@ def _stop(arguments: argparse.Namespace) -> int:
     if not arguments.force and (tenants := [tenant.name for tenant in _asked(served).tenants]):
         raise UserError(f"pool: the pool has the tenants {', '.join(tenants)}, expected none; --force stops it anyway")
     if served.space != pid_space():
-        raise UserError(f"pool: its process (pid {served.pid}) is on another host or container, stop it there")
-    find_pool(arguments.dir)  # Its process can have ended while the status was asked for.
+        raise UserError(f"pool: the pool (pid {served.pid}) is on another host or in another container; stop it there")
+    find_pool(arguments.dir)  # This raises an error if the process has ended meanwhile.
     os.kill(served.pid, signal.SIGTERM)
     return DONE if wait_until_ended(lambda: [(served.pid, served.start)], STOP_S) else FAILED
 

@@ -62,7 +62,7 @@ def end_processes(processes: Processes) -> str:
     everyone = [*family.members, *([family.driver] if family.driver is not None else [])]
     if left := [process.pid for process in everyone if is_alive(process)]:
         return f"the tenant's processes {left} do not end"
-    # The data plane's processes of other hosts have no start time here, and use no GPU.
+    # The data plane's processes on other hosts are left out: their start times are unknown, and they use no GPU.
     far += [(one.space, one.pid, one.start, one.host) for one in actors or () if not one.here and one.start]
     if far and (left := end_far_processes([process[:3] for process in far], END_AGAIN_S)):
         hosts = sorted({host for *process, host in far if tuple(process) in left})
@@ -205,7 +205,7 @@ class PoolActor:
                 self._troubles.pop("journal", None)
             self._journal.apply(now_s, command)
         except OSError as error:
-            # Until the journal can be written, nothing changes and no time passes: no tenant could show that it lives.
+            # While the journal cannot be written, no time passes for the pool, because no tenant can show that it lives.
             self._stopped_s = now_s if self._stopped_s is None else self._stopped_s
             self._clock.turn_back(self._stopped_s)
             self._resuming, self._troubles["journal"] = True, str(error)
@@ -247,7 +247,7 @@ class PoolActor:
 
     def _look_once(self) -> None:
         """Tell the pool the time, and end the processes of tenants that are suspect or have no living driver."""
-        with contextlib.suppress(OSError):  # The journal cannot be written; the dead are ended all the same.
+        with contextlib.suppress(OSError):  # Dead tenants are ended even if the journal cannot be written.
             self._apply(Tick())
         for name, tenant in list(self._pool.tenants.items()):
             if name in self._ending or tenant.processes is None:
@@ -263,7 +263,7 @@ class PoolActor:
             if not self._left[name]:
                 self._left.pop(name)
                 if name in self._pool.tenants:  # A tenant can have left by itself.
-                    with contextlib.suppress(OSError):  # The next attempt finds it dead again.
+                    with contextlib.suppress(OSError):  # If the journal cannot be written, a later call removes the tenant.
                         self._apply(Unregister(name, dead=True))
 
     def _tenant_lines(self, now_s: float) -> tuple[TenantLine, ...]:

@@ -110,7 +110,7 @@ class PoolClient:
         """Return the result of a call, and the number of attempts that it took. Raises PoolLost after `lost_s` seconds
         without an answer; each attempt may take `answer_s` seconds."""
         message, attempts = encode_arguments(arguments), 0
-        clock = OwnClock(most_s=wait_s + answer_s + MOST_S)  # If this process was stopped, the pool was not lost.
+        clock = OwnClock(most_s=wait_s + answer_s + MOST_S)  # A stop of this process is not a silent pool.
         while True:
             attempts += 1
             try:

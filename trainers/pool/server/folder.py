@@ -63,7 +63,7 @@ class PoolJournal:
             except OSError as error:
                 if not end:
                     raise
-                _log.warning("%s is continued as it is: %s", path, error)  # The disk is full, for example.
+                _log.warning("%s is continued as it is: %s", path, error)  # For example, the disk is full.
                 self._file, self._end = os.open(path, os.O_WRONLY | os.O_APPEND), end
         except BaseException:
             self.close()
@@ -84,7 +84,7 @@ class PoolJournal:
             raise OSError(error.errno, f"pool: {self._path} cannot be written: {error.strerror}") from error
         self.pool = trial
         if self._end > COMPACT_BYTES:
-            with suppress(OSError):  # The journal grows on, and the next command tries again.
+            with suppress(OSError):  # The journal then stays long, and the next command tries again.
                 self._compact()
 
     def close(self) -> None:

@@ -306,7 +306,7 @@ class Shards:
             family.kill()
             left = [process for process in (family.driver, *family.members) if process and is_alive(process)]
         if left:
-            raise ActorFailed(f"shrink: {info} does not end, so that its GPUs are not free: {reason}")
+            raise ActorFailed(f"shrink: {info} does not end, so its GPUs are not free: {reason}")
 
     @contextmanager
     def _stage(self, event: Stage, engines: Sequence[Engine]) -> Iterator[None]:

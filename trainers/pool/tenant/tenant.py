@@ -70,7 +70,7 @@ class Tenant:
         other tenants can hold them for long. on_wait: function that is called about every POLL_S seconds during the
         wait. Idempotent."""
         for poll in itertools.count():
-            if poll % ASK_AGAIN == 0:  # A pool whose disk has lost the request would never grant it.
+            if poll % ASK_AGAIN == 0:  # This repeats a request that the disk of the pool has lost.
                 self._client.send(Ask(self.map.name, role, priority))
             if self._client.wait_for_grant(self.map.name, role, POLL_S):
                 return

@@ -192,7 +192,7 @@ def test_an_engine_of_another_host_that_is_not_seen_dead_gives_no_gpu_back(monke
         [engine] = it.it.pool.engines
         monkeypatch.setattr(engine.handle, "info", ActorInfo("engine 0", 7, "far", space="elsewhere", start=1))
         it.engine_bytes[0] = RESIDUAL + 1
-        with pytest.raises(ActorFailed, match=r"engine 0 \(pid 7 on far\) does not end, so that its GPUs are not free"):
+        with pytest.raises(ActorFailed, match=r"engine 0 \(pid 7 on far\) does not end, so its GPUs are not free"):
             it.order("shrink", 0)
         ended.append(True)
         engine.asleep = False
