@@ -205,7 +205,7 @@ class PoolActor:
                 self._troubles.pop("journal", None)
             self._journal.apply(now_s, command)
         except OSError as error:
-            # While the journal cannot be written, no time passes for the pool, because no tenant can show that it lives.
+            # While the journal cannot be written, no time passes for the pool: no tenant could show that it lives.
             self._stopped_s = now_s if self._stopped_s is None else self._stopped_s
             self._clock.turn_back(self._stopped_s)
             self._resuming, self._troubles["journal"] = True, str(error)
@@ -263,7 +263,8 @@ class PoolActor:
             if not self._left[name]:
                 self._left.pop(name)
                 if name in self._pool.tenants:  # A tenant can have left by itself.
-                    with contextlib.suppress(OSError):  # If the journal cannot be written, a later call removes the tenant.
+                    # If the journal cannot be written, a later call removes the tenant.
+                    with contextlib.suppress(OSError):
                         self._apply(Unregister(name, dead=True))
 
     def _tenant_lines(self, now_s: float) -> tuple[TenantLine, ...]:

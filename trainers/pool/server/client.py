@@ -110,7 +110,8 @@ class PoolClient:
         """Return the result of a call, and the number of attempts that it took. Raises PoolLost after `lost_s` seconds
         without an answer; each attempt may take `answer_s` seconds."""
         message, attempts = encode_arguments(arguments), 0
-        clock = OwnClock(most_s=wait_s + answer_s + MOST_S)  # A stop of this process is not a silent pool.
+        # This clock leaves out the time during which this process was stopped.
+        clock = OwnClock(most_s=wait_s + answer_s + MOST_S)
         while True:
             attempts += 1
             try:
