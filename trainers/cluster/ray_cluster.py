@@ -182,7 +182,7 @@ def _start_ray(settings: dict[str, Any], timeout_s: float, before: set[psutil.Pr
             with lean_start(left_s / 2):
                 ray.init(address="local", include_dashboard=False, _temp_dir=folder, **settings)
             return
-        except Exception as error:  # Ray raises bare exceptions when its processes are late.
+        except Exception as error:  # Ray raises a plain Exception when its processes are late.
             ray.shutdown()
             for process in set(psutil.Process().children()) - before:
                 for member in _family(process):
