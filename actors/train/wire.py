@@ -207,7 +207,7 @@ def read_buffer(header: Header, schema: Schema, lengths: np.ndarray, buffer: tor
         count = _items(field.kind, lengths, num_rows, header.shapes.get(name))
         if nbytes != count * field.item_bytes or begin + nbytes > len(buffer):
             raise ReplicaError(
-                f"field {name!r}: the leader sent {nbytes} bytes from byte {begin} on in a buffer of {len(buffer)} bytes, "
+                f"field {name!r}: the leader sent {nbytes} bytes at byte {begin} of a buffer of {len(buffer)} bytes, "
                 f"expected {count * field.item_bytes} bytes within it"
             )
         # An empty slice can start at an offset that is not aligned for a wider dtype.

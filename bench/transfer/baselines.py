@@ -263,4 +263,4 @@ def open_baseline(name: str, host: Host) -> Contender:
         return ServedContender(contender_name(name), host, TcpServer, TcpEndpoint)
     if name == "zmq":
         return ServedContender(name, host, ZmqServer, ZmqEndpoint)
-    raise ValueError(f"baseline {name!r}: expected one of {', '.join(NAMES)}")
+    raise ValueError(f"baseline: got {name!r}, expected one of {', '.join(NAMES)}")
