@@ -246,7 +246,9 @@ class IpcSenderBase(Sender):
                 path, update.version, len(update.plan.sizes), receivers, messages.encode(contents)
             )
         except OSError as error:
-            raise OSError(error.errno, f"weights: the status file {path} cannot be created: {error.strerror}") from error
+            raise OSError(
+                error.errno, f"weights: the status file {path} cannot be created: {error.strerror}"
+            ) from error
 
     def _close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
