@@ -44,6 +44,7 @@ def add_pool_commands(commands: Any) -> None:
     start.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: those of the Ray cluster)")
     start.add_argument("--name", default="pool", help="name of the pool in its Ray cluster (pool.name)")
     start.add_argument("--address", help="Ray cluster to join (default: start one)")
+    start.add_argument("--trusted-network", action="store_true", help="join a Ray cluster that asks for no token, too")
     start.add_argument("--cpus", type=int, metavar="N", help="logical CPUs of the Ray cluster that is started")
     start.add_argument(
         "--prometheus-port", type=int, metavar="PORT", help="serve pool_* metrics on loopback (0: any free port)"
@@ -90,6 +91,7 @@ def _start(arguments: argparse.Namespace) -> int:
         address=arguments.address,
         num_cpus=arguments.cpus,
         prometheus_port=port,
+        trusted_network=arguments.trusted_network,
     ) as served:
         print(
             f"pool {served.name} of {served.num_gpus} GPU(s); a run joins it with\n"

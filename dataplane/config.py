@@ -90,12 +90,15 @@ class DataPlaneConfig(Section):
     store: StoreConfig = StoreConfig()
     """The store that holds the rows' bytes."""
     trusted_network: bool = False
-    """Whether every peer that can reach this run's hosts over the network is trusted. The stores `simple` and
-    `mooncake` need `true`, even on one host, because their processes open ports on the network that require no key. The
-    processes of `simple` run code that any peer sends."""
-    integrity: Literal["off", "verify"] = "off"
-    """Check for damaged rows. `verify` writes xxh3 checksums with the rows, one checksum per 256 rows of a field, and
-    checks them at every read. `off` does neither."""
+    """Whether every peer that can reach this run's hosts over the network is trusted. A Ray cluster that asks for no
+    token needs `true`, because it runs code that any peer sends. So do the stores `simple` and `mooncake`, even on one
+    host, because their processes open ports on the network that require no key. The processes of `simple` run code that
+    any peer sends, too."""
+    integrity: Literal["auto", "off", "verify"] = "auto"
+    """Check for damaged rows. `auto` checks the rows that cross hosts, in both directions, and leaves out those that
+    stay on a host. Between hosts, the store `tcp` computes the xxh3 of all bytes of a request at both ends, and the
+    stores `ray`, `simple` and `mooncake` do what `verify` does. `verify` writes xxh3 checksums with the rows, one
+    checksum per 256 rows of a field, and checks them at every read. `off` does neither."""
     samplers: tuple[str, ...] = ()
     """Import paths (`package.module:factory`) of the samplers that tasks can name besides the built-in ones. The
     directory's process imports no other path, whatever a client asks for. The sampler of `algorithm.sampler` need not

@@ -7,6 +7,7 @@ that runs the directory itself or in a separate process, does not need Ray.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import os
 import platform
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from ..codecs import messages
-from .block_store import StoreSpec
+from .block_store import BlockStore, StoreSpec
 from .client.arguments import checked_call
 from .client.async_client import AsyncDataPlaneClient
 from .client.client import DataPlaneClient
@@ -195,7 +196,7 @@ def connect(handle: DataPlaneHandle | str, *, name: str = "") -> DataPlaneClient
     for what is not a handle, for a text with a changed letter, too.
     """
     handle, link = _joined(handle, connect_now=True)
-    return DataPlaneClient(handle, link, store_entry(handle.store.kind).attach(handle.store, link), name)
+    return DataPlaneClient(handle, link, _attach(handle, link), name)
 
 
 @checked_call
@@ -207,7 +208,14 @@ def connect_async(handle: DataPlaneHandle | str, *, name: str = "") -> AsyncData
     directory is not running. For a handle's text, this function asks the directory now.
     """
     handle, link = _joined(handle, connect_now=False)
-    return AsyncDataPlaneClient(handle, link, store_entry(handle.store.kind).attach(handle.store, link), name)
+    return AsyncDataPlaneClient(handle, link, _attach(handle, link), name)
+
+
+def _attach(handle: DataPlaneHandle, link: Link) -> BlockStore:
+    store = handle.store
+    if handle.config.integrity == "auto":  # Only the store `tcp` reads this.
+        store = dataclasses.replace(store, address={**store.address, "checksums": True})
+    return store_entry(store.kind).attach(store, link)
 
 
 @checked_call

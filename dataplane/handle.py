@@ -6,7 +6,7 @@ import base64
 import binascii
 import dataclasses
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -40,6 +40,14 @@ class DataPlaneHandle:
         store = dataclasses.replace(self.store, address={**self.store.address, "shares_memory": False})
         return dataclasses.replace(self, store=store)
 
+    @property
+    def verifies_blocks(self) -> bool:
+        """Whether blocks are written with checksums, which every reader verifies. With integrity `auto`, they are if
+        bytes cross hosts in a store that does not check them on the way. The stores `tcp` and `local` do."""
+        integrity, address = self.config.integrity, self.address
+        on_the_way = self.store.kind not in ("tcp", "local") and address is not None and bool(address.host)
+        return integrity == "verify" or integrity == "auto" and on_the_way
+
     def to_text(self) -> str:
         """Return the handle as a short text of letters, digits, "-", "_" and ".", with which any process can `connect`.
 
@@ -62,7 +70,7 @@ class PlaneText:
 
     run_id: str
     address: DirectoryAddress
-    key: bytes
+    key: bytes = field(repr=False)
 
     @staticmethod
     def parse(text: str) -> PlaneText:

@@ -1,8 +1,9 @@
 """`EndpointServer` serves the policy to agents over HTTP in OpenAI's format, with a session and a secret per episode.
 
 caller    must know the secret of an open episode, else 401
+calls     at most max_calls, and max_episode_calls of one episode, else 429, before the body is read
 body      at most max_body_mib, within body_timeout_s, valid, else 413, 408, 400
-calls     at most max_calls, and max_episode_calls of one episode, else 429
+idle      at most as many connections without a request as strangers at any port of the run, else the oldest is closed
 answer    waits for the engine for as long as it takes; weights may change meanwhile
 """
 
@@ -15,7 +16,8 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -24,6 +26,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ...dataplane.security.authenticated_listener import Strangers, has_unread
+from ...dataplane.security.few_lines import few_lines, limit_accept_errors
 from .config import EndpointConfig
 from .endpoint_session import Call, Session, digest_of
 from .endpoint_wire import BadRequest, CallAnswer, answer_body, answer_events, error_body, models_body, read_call
@@ -34,11 +38,13 @@ EPISODE_HEADER = "x-headrace-episode"
 IGNORED_HEADER = "x-headrace-ignored"
 """Header of an answer that lists the fields of the request that had no effect."""
 HEAD_S = 10.0
-"""Seconds within which a new connection must send the head of its first request."""
+"""Seconds within which a connection must send the head of its first request, and of the next one after an answer."""
 DRAIN_S = 2.0
 """Seconds for which the rest of a body that is too large is read and dropped, so that its sender sees the answer."""
 
 _log = logging.getLogger(__name__)
+_http_log = few_lines(f"{__name__}.http")
+"""Logger of uvicorn's lines about connections, which any client can cause."""
 
 
 class _ClientGone(Exception):
@@ -53,6 +59,8 @@ class EndpointServer:
         self._sessions: dict[bytes, Session] = {}
         self._secrets: dict[Episode, bytes] = {}
         self._num_calls = 0
+        self._idle = Strangers[_Connection]("endpoint")
+        """Connections without a request. Any client can open them."""
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._url = ""
@@ -114,9 +122,10 @@ class EndpointServer:
         cancelled."""
         host = self._config.host
         settings = uvicorn.Config(
-            self._app(), log_config=None, access_log=False, lifespan="off", ws="none", http=_Connection,
-            timeout_graceful_shutdown=1, limit_concurrency=2 * self._config.max_calls + 64, server_header=False,
+            self._app(), log_config=None, access_log=False, lifespan="off", ws="none",
+            http=cast(Any, partial(_Connection, self._idle)), timeout_graceful_shutdown=1, server_header=False,
         )  # fmt: skip
+        limit_accept_errors()
         listener = _listen(host)
         self._server = _Server(settings)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -152,7 +161,7 @@ class EndpointServer:
     async def _answered(self, request: Request, *, chat: bool) -> Response:
         try:
             session = self._session_of(request)
-            with self._place():
+            with self._place(session):
                 body = await self._body(request)
                 call = self._call_of(request, session, body, chat=chat)
                 return self._shown(call, await self._wait(request, session, call))
@@ -178,17 +187,21 @@ class EndpointServer:
         return session
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
+    def _place(self, session: Session) -> Iterator[None]:
+        if session.num_requests >= self._config.max_episode_calls:
+            raise _too_many(session.num_requests)
         if self._num_calls >= self._config.max_calls:
             raise BadRequest(
                 f"{self._num_calls} calls are open, as many as rollout.endpoint.max_calls allows",
                 status=429, code="rate_limit_exceeded",
             )  # fmt: skip
         self._num_calls += 1
+        session.num_requests += 1
         try:
             yield
         finally:
             self._num_calls -= 1
+            session.num_requests -= 1
 
     async def _body(self, request: Request) -> bytes:
         most, got = self._config.max_body_mib << 20, bytearray()
@@ -221,10 +234,7 @@ class EndpointServer:
         if session.closed:
             raise _ended()
         if session.num_open >= self._config.max_episode_calls:
-            raise BadRequest(
-                f"{session.num_open} calls of the episode are open, rollout.endpoint.max_episode_calls allows no more",
-                status=429, code="rate_limit_exceeded",
-            )  # fmt: skip
+            raise _too_many(session.num_open)
         return session.begin(read_call(body, chat=chat), key, digest)
 
     async def _wait(self, request: Request, session: Session, call: Call) -> CallAnswer:
@@ -263,16 +273,51 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed if its first request does not begin in time. Without this, uvicorn would wait
-    forever."""
+    """A connection that is closed if a request does not begin in time, or if too many others wait for one, too.
+
+    uvicorn would wait forever for the rest of a head, or would answer all calls with 503."""
+
+    def __init__(self, idle: Strangers[_Connection], **settings: Any) -> None:
+        """idle: connections without a request, which this one joins and leaves."""
+        super().__init__(**settings)
+        self.logger = _http_log
+        self._idle = idle
+        self._ending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        asyncio.get_running_loop().call_later(HEAD_S, self._expect_request)
+        self._expect_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave_idle()
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._leave_idle()
+
+    def on_response_complete(self) -> None:
+        self._expect_request()
+        super().on_response_complete()
+
+    def is_slow(self) -> bool:
+        """Return whether the client has sent nothing that is still to be read."""
+        return self.transport.is_closing() or not has_unread(self.transport.get_extra_info("socket"))
+
+    def end(self) -> None:
+        """Close the connection at once, even if its client does not read the last answer."""
+        self.transport.abort()
 
     def _expect_request(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
-            self.transport.close()
+        self._leave_idle()
+        self._ending = self.loop.call_later(HEAD_S, self.end)
+        self._idle.add(self)
+
+    def _leave_idle(self) -> None:
+        self._idle.remove(self)
+        if self._ending is not None:
+            self._ending.cancel()
 
 
 def _listen(host: str) -> socket.socket:
@@ -298,6 +343,13 @@ def _refusal(refused: BadRequest) -> Response:
     return Response(
         error_body(str(refused), refused.code), refused.status, headers=headers, media_type="application/json"
     )
+
+
+def _too_many(num_open: int) -> BadRequest:
+    return BadRequest(
+        f"{num_open} calls of the episode are open, rollout.endpoint.max_episode_calls allows no more",
+        status=429, code="rate_limit_exceeded",
+    )  # fmt: skip
 
 
 def _ended() -> BadRequest:

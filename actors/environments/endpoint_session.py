@@ -86,6 +86,8 @@ class Session:
         self._calls: OrderedDict[str, Call] = OrderedDict()
         self._open: set[Call] = set()
         self._lingering: set[asyncio.Task[None]] = set()
+        self.num_requests = 0
+        """Number of requests whose bodies are being read or which wait for an answer."""
         self.closed = False
 
     @property

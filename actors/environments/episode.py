@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -110,7 +110,7 @@ class EndpointAddress:
 
     url: str
     """Base URL of the OpenAI-compatible API, such as `http://127.0.0.1:40123/v1`."""
-    secret: str
+    secret: str = field(repr=False)
     """API key of this episode alone. It is refused once the episode has ended."""
     model: str
     """Name of the model."""

@@ -281,7 +281,7 @@ class Operations:
         names = meta.fields if fields is None else fields
         self._check_origin(meta, "get")
         check_readable(meta, names)
-        check = self.handle.config.integrity == "verify"
+        check = self.handle.verifies_blocks
 
         def read() -> Batch:
             left_s = max(0.0, deadline - time.monotonic())

@@ -42,7 +42,7 @@ def prepared(
             encoder = BatchEncoder(batch)
             sharing = grouping.index if shared_fields(batch) else None
             rows = rows_per_block(batch.num_rows, encoder.column_bytes, config.block_rows, sharing)
-            checksum, seed = config.integrity == "verify", handle.store.plane_id
+            checksum, seed = handle.verifies_blocks, handle.store.plane_id
             blocks = encoder.blocks(cut(grouping.index, rows), checksum=checksum, seed=seed, groups=sharing)
     put = PutRows(
         partition,

@@ -1,8 +1,10 @@
 """Encodes requests and replies as frames, for a stream socket between a client and the directory.
 
-A frame is a header and a body. The header gives the number of bytes of the body, the number of the request, and the
-number of bytes of the op's name (the op is the requested operation). The body is the op's name and the payload of a
-request, or a reply. A reply has the number of its request, and replies come in any order.
+A frame is a header and a body. The header gives the number of bytes of the body, the number of the request, the number
+of bytes of the op's name (the op is the requested operation), and checksums of the body and of the header itself. The
+body is the op's name and the payload of a request, or a reply. A reply has the number of its request, and replies come
+in any order. The end that receives a frame checks both checksums before it uses anything else of the frame, so that
+damage on the way is reported as such. The number 0 belongs to no request: a reply with it says why a connection ends.
 
 A frame with the number of an earlier request and the op CANCEL cancels this request, and has no reply itself. The
 request is then answered soon: either as usual, or by a reply that it was cancelled before it took effect. A connection
@@ -15,7 +17,12 @@ import socket
 import struct
 from dataclasses import dataclass
 
-HEADER = struct.Struct("<QIB")
+import xxhash
+
+_FIELDS, _SUM = struct.Struct("<QIBI"), struct.Struct("<I")
+HEADER_BYTES = _FIELDS.size + _SUM.size
+LAST_NUMBER = (1 << 32) - 1
+"""Largest number of a request. The next one after it has the number 1 again."""
 SERVICE = "directory"
 """Name of the directory in handshakes."""
 CANCEL = "cancel"
@@ -35,18 +42,59 @@ class DirectoryAddress:
     port: int
 
 
+class Damaged(ConnectionError, ValueError):
+    """The bytes of a message changed on the way, as its checksum shows, so the connection cannot be used further."""
+
+
 def frame(number: int, body: bytes, op: str = "") -> bytes:
     """Encode one frame. A large body is better sent separately, after the frame's `head`, which saves a copy."""
-    return head(number, len(body), op) + body
+    return head(number, body, op) + body
 
 
-def head(number: int, nbytes: int, op: str = "") -> bytes:
-    """Encode the beginning of a frame, up to its payload of `nbytes` bytes. Raises ValueError when the frame's body
-    would have more than MAX_FRAME_BYTES."""
+def head(number: int, payload: bytes, op: str = "", *, raw_bytes: int = 0) -> bytes:
+    """Encode the beginning of a frame, up to its payload. raw_bytes: number of bytes that follow the payload without
+    being covered by the frame's checksum. Raises ValueError when the frame's body would have more than
+    MAX_FRAME_BYTES."""
     name = op.encode()
+    nbytes = len(payload) + raw_bytes
     if len(name) + nbytes > MAX_FRAME_BYTES:
         raise ValueError(f"{op or 'reply'}: got a message of {nbytes} bytes, expected less than {MAX_FRAME_BYTES}")
-    return HEADER.pack(len(name) + nbytes, number, len(name)) + name
+    return header(len(name) + nbytes, number, len(name), digest(name, payload)) + name
+
+
+def header(nbytes: int, number: int, op_bytes: int, checksum: int) -> bytes:
+    """Encode a header with its own checksum; the arguments are what `read_header` returns."""
+    fields = _FIELDS.pack(nbytes, number, op_bytes, checksum)
+    return fields + _SUM.pack(xxhash.xxh32_intdigest(fields))
+
+
+def read_header(data: bytes | bytearray | memoryview, start: int = 0) -> tuple[int, int, int, int]:
+    """Return a header's fields: the number of bytes of the body, the number of the request, the number of bytes of the
+    op's name, and the checksum for `check`. Raises Damaged when the header has changed on the way, or announces more
+    than MAX_FRAME_BYTES."""
+    end = start + _FIELDS.size
+    if _SUM.unpack_from(data, end)[0] != xxhash.xxh32_intdigest(memoryview(data)[start:end]):
+        raise Damaged("the header of a message was damaged on the way")
+    fields = _FIELDS.unpack_from(data, start)
+    if fields[0] > MAX_FRAME_BYTES or fields[2] > fields[0]:
+        raise Damaged(f"got a frame of {fields[0]} bytes, expected {fields[2]} to {MAX_FRAME_BYTES}")
+    return fields
+
+
+def check(expected: int, op: bytes | memoryview, payload: bytes | bytearray | memoryview) -> None:
+    """Raise Damaged unless the op's name and the payload have the checksum `expected`."""
+    if digest(op, payload) != expected:
+        raise Damaged(f"a message of {len(payload)} bytes was damaged on the way")
+
+
+def other_number(number: int, reply: bytes) -> Damaged:
+    """Return the error for a reply whose number no request has. The reply with the number 0 is a text."""
+    return Damaged(f"got a reply with the number {number} of another request" if number else reply.decode())
+
+
+def digest(op: bytes | memoryview, payload: bytes | bytearray | memoryview) -> int:
+    """Return the checksum of a frame's body. payload: the part of the payload that it covers."""
+    return xxhash.xxh3_64_intdigest(payload, xxhash.xxh32_intdigest(op) if op else 0) & 0xFFFFFFFF
 
 
 class FrameReader:
@@ -62,22 +110,21 @@ class FrameReader:
     def feed(self, data: bytes) -> list[tuple[int, str, bytes]]:
         """Return (request number, op, payload) of every frame that `data` completes.
 
-        Raises ValueError when a frame's header announces more than MAX_FRAME_BYTES.
+        Raises Damaged as `read_header` and `check` do.
         """
         if self._buffer:
             self._buffer += data
             data = self._buffer  # type: ignore[assignment]
         frames: list[tuple[int, str, bytes]] = []
         position, end = 0, len(data)
-        while end - position >= HEADER.size:
-            nbytes, number, op_bytes = HEADER.unpack_from(data, position)
-            if nbytes > MAX_FRAME_BYTES:
-                raise ValueError(f"got a frame of {nbytes} bytes, expected at most {MAX_FRAME_BYTES}")
-            body = position + HEADER.size
+        while end - position >= HEADER_BYTES:
+            nbytes, number, op_bytes, checksum = read_header(data, position)
+            body = position + HEADER_BYTES
             if end - body < nbytes:
                 break
-            op = bytes(data[body : body + op_bytes]).decode() if op_bytes else ""
-            frames.append((number, op, bytes(data[body + op_bytes : body + nbytes])))
+            op, payload = bytes(data[body : body + op_bytes]), bytes(data[body + op_bytes : body + nbytes])
+            check(checksum, op, payload)
+            frames.append((number, op.decode(), payload))
             position = body + nbytes
         if data is self._buffer:
             del self._buffer[:position]

@@ -20,6 +20,7 @@ from ..directory.requests import CANCELLED, TAKE_BACK, WAITING_OPS, reply_error
 from ..directory.service import DirectoryService
 from ..errors import DataPlaneError
 from ..security.authenticated_listener import HANDSHAKE_TIMEOUT_S, Stranger, Strangers
+from ..security.few_lines import limit_accept_errors
 from ..security.handshake import HandshakeError
 from .frames import CANCEL, SERVICE, DirectoryAddress, FrameReader, head, set_up_tcp
 
@@ -39,7 +40,7 @@ class DirectoryServer:
         self._service = service
         self._key = key
         self._sessions: set[_Session] = set()
-        self._strangers = Strangers()
+        self._strangers = Strangers[Stranger](SERVICE)
         self._servers: list[asyncio.Server] = []
 
     async def start(self, name: str, host: str) -> DirectoryAddress:
@@ -47,6 +48,7 @@ class DirectoryServer:
 
         The Unix socket is in the abstract namespace, so it leaves no file, even if this process is killed.
         """
+        limit_accept_errors()
         loop = asyncio.get_running_loop()
         local = f"{name}-{secrets.token_hex(8)}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -83,7 +85,9 @@ class DirectoryServer:
 
 
 class _Session(asyncio.Protocol):
-    def __init__(self, service: DirectoryService, key: bytes, sessions: set[_Session], strangers: Strangers) -> None:
+    def __init__(
+        self, service: DirectoryService, key: bytes, sessions: set[_Session], strangers: Strangers[Stranger]
+    ) -> None:
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """Tasks of the requests that are not answered yet, by request number."""
         self._service = service
@@ -118,9 +122,10 @@ class _Session(asyncio.Protocol):
                 return
         try:
             frames = self._reader.feed(data)
-        except ValueError as error:  # The frame is not from Headrace, or has a size that is never sent.
-            _logger.warning("a connection is closed: %s", error)
-            self._transport.abort()
+        except ValueError as error:  # The frame was damaged on the way, is not from Headrace, or is too large.
+            self._strangers.log("a connection is closed: %s", error)
+            self._send(0, str(error).encode())
+            self._transport.close()
             return
         if frames:
             self._answer_all(frames)
@@ -156,8 +161,7 @@ class _Session(asyncio.Protocol):
             if rest and not stranger.has_proved:
                 raise HandshakeError("the client did not wait for the server's part of the handshake")
         except HandshakeError as error:
-            _logger.warning("a connection was refused: %s", error)
-            self._transport.abort()
+            self._strangers.refuse(stranger, error)
             return b""
         if answer:
             self._transport.write(answer)
@@ -211,7 +215,7 @@ class _Session(asyncio.Protocol):
 
     def _send(self, number: int, reply: bytes) -> None:
         if not self._transport.is_closing():
-            self._transport.writelines((head(number, len(reply)), reply))
+            self._transport.writelines((head(number, reply), reply))
 
 
 def _cancelled_at_once(frames: Sequence[tuple[int, str, bytes]]) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Connects to the directory (metadata service) in another process, by Unix socket or, from other hosts, by TCP.
+"""Carries requests to the directory (metadata service) in another process over sockets.
 
 Each blocking call takes a connection from a pool, and the calling thread itself waits on the socket, so that a claim
 that waits delays no other call. All calls of an event loop share one connection. A connection that has ended is
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import os
 import select
 import socket
@@ -21,15 +22,23 @@ from typing import cast
 
 from ..directory.requests import CANCELLED
 from ..errors import DataPlaneError, DataPlaneTimeout, DirectoryLost
-from ..security.handshake import HandshakeError, prove_to_server, prove_to_server_async
+from ..security.handshake import HandshakeError
 from .cancellation import CallCancelled, Cancellation
-from .frames import CANCEL, HEADER, SERVICE, DirectoryAddress, FrameReader, head, set_up_tcp
+from .connecting import connected, connected_async
+from .frames import (
+    CANCEL,
+    HEADER_BYTES,
+    LAST_NUMBER,
+    Damaged,
+    DirectoryAddress,
+    FrameReader,
+    check,
+    head,
+    other_number,
+    read_header,
+)
 from .links import Undo, call_s, lasting_effect, take_back_s, undoing, unknown_outcome, wait_out
 
-CONNECT_TIMEOUT_S = 10.0
-"""Seconds that the directory's host may take to accept a TCP connection."""
-CONNECT_AGAIN_S = 0.02
-"""Seconds between attempts to connect while the directory has too many new connections."""
 _READ_BYTES = 1 << 16
 _JOIN_BYTES = 1 << 14
 """Largest payload in bytes that is copied into one buffer with its frame's head, because one send is then cheaper than
@@ -53,6 +62,7 @@ class SocketLink:
         self._pid = os.getpid()
         self._closed = False
         self._idle: list[socket.socket] = []
+        self._numbers = itertools.count()
         self._channels: dict[asyncio.AbstractEventLoop, _Channel] = {}
         # The idle connections are closed even if `detach` is never called.
         self._finalizer = weakref.finalize(self, _close_all, self._idle)
@@ -69,17 +79,18 @@ class SocketLink:
     ) -> bytes:
         started = time.monotonic()
         deadline = started + call_s(timeout_s)
-        connection = self._send(op, payload, started, deadline)
+        number = self._number()
+        connection = self._send(number, op, payload, started, deadline)
         try:
-            with (cancellation or Cancellation()).applies(functools.partial(_cancel, connection, deadline)):
-                reply = _receive(connection, deadline)
+            with (cancellation or Cancellation()).applies(functools.partial(_cancel, connection, number, deadline)):
+                reply = _receive(connection, number, deadline)
         except TimeoutError as error:
-            raise self._lost(op, error, started, self._take_back(op, connection, undo)) from None
+            raise self._lost(op, error, started, self._take_back(number, op, connection, undo)) from None
         except OSError as error:
             connection.close()
             raise self._lost(op, error, started, unknown_outcome(op)) from None
         except BaseException:
-            self._take_back(op, connection, undo)
+            self._take_back(number, op, connection, undo)
             raise
         self._give(connection)
         if reply == CANCELLED:
@@ -115,7 +126,11 @@ class SocketLink:
 
     # ---------------- These methods pool and open the connections.
 
-    def _send(self, op: str, payload: bytes, started: float, deadline: float) -> socket.socket:
+    def _number(self) -> int:
+        """Return the number of the next request. A late reply to an earlier request has another number."""
+        return 1 + next(self._numbers) % LAST_NUMBER
+
+    def _send(self, number: int, op: str, payload: bytes, started: float, deadline: float) -> socket.socket:
         """Send a request over a pooled connection, or over a new one if the pooled one has ended. Returns the
         connection.
 
@@ -126,7 +141,7 @@ class SocketLink:
             pooled = connection is not None
             connection = connection or self._connect(op, deadline)
             try:
-                _send(connection, op, payload, deadline)
+                _send(connection, number, op, payload, deadline)
                 return connection
             except OSError as error:
                 connection.close()
@@ -136,7 +151,7 @@ class SocketLink:
                 connection.close()
                 raise
 
-    def _take_back(self, op: str, connection: socket.socket, undo: Undo | None) -> str:
+    def _take_back(self, number: int, op: str, connection: socket.socket, undo: Undo | None) -> str:
         """Cancel the request that was sent over this connection, or undo it if it has been carried out.
 
         Returns the text to append to the call's error: what `lasting_effect` returns if the directory answered in time,
@@ -146,12 +161,13 @@ class SocketLink:
         """
         deadline = time.monotonic() + take_back_s()
         try:
-            _send(connection, CANCEL, b"", deadline)
-            reply = _receive(connection, deadline)
+            _send(connection, number, CANCEL, b"", deadline)
+            reply = _receive(connection, number, deadline)
             request = undoing(undo, reply)
             if request is not None:
-                _send(connection, *request, deadline)
-                _receive(connection, deadline)
+                number = self._number()
+                _send(connection, number, *request, deadline)
+                _receive(connection, number, deadline)
         except OSError:
             connection.close()
             return unknown_outcome(op)
@@ -186,7 +202,7 @@ class SocketLink:
         self._check_open(op)
         started = time.monotonic()
         try:
-            connection = _connected(self._address, self._key, deadline)
+            connection = connected(self._address, self._key, deadline)
         except OSError as error:
             raise self._lost(op, error, started) from None
         return connection
@@ -212,121 +228,13 @@ class SocketLink:
             return DataPlaneTimeout(f"{error}{outcome}", op=op, peer=self.peer, elapsed_s=elapsed_s)
         if isinstance(error, TimeoutError):
             what = "the directory did not answer"
-        elif isinstance(error, HandshakeError):
+        elif isinstance(error, HandshakeError | Damaged):
             what = str(error)
         elif isinstance(error, ConnectionRefusedError):
             what = "the directory's process has died or its data plane was closed"
         else:
             what = "the directory's process has died or closed the connection"
         return DirectoryLost(what + outcome, op=op, peer=self.peer, elapsed_s=elapsed_s)
-
-
-# ---------------- The Unix socket is tried first; a client on another host does not find it and uses TCP.
-
-
-def _connected(address: DirectoryAddress, key: bytes, deadline: float) -> socket.socket:
-    """Open a blocking connection to the directory, and carry out the handshake.
-
-    A directory that has too many new connections closes some of them, so this function tries to connect until the
-    deadline. Raises TimeoutError at the deadline, ConnectionRefusedError when no server listens, and HandshakeError
-    when the server does not know the run's key.
-    """
-    while True:
-        connection = _opened(address, deadline)
-        try:
-            prove_to_server(connection, key, SERVICE, deadline)
-            return connection
-        except (HandshakeError, TimeoutError):
-            connection.close()
-            raise
-        except ConnectionError:
-            connection.close()
-            if time.monotonic() > deadline:
-                raise TimeoutError from None
-            time.sleep(CONNECT_AGAIN_S)
-        except BaseException:
-            connection.close()
-            raise
-
-
-def _opened(address: DirectoryAddress, deadline: float) -> socket.socket:
-    """Open a blocking connection to the directory. Raises TimeoutError and ConnectionRefusedError as `_connected`
-    does."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        # Without a timeout, connect would wait for room in the queue of new connections.
-        connection.settimeout(CONNECT_TIMEOUT_S)
-        try:
-            while not _connects_locally(connection, address):
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-                time.sleep(CONNECT_AGAIN_S)
-        except ConnectionRefusedError:
-            if not address.host:
-                raise
-            connection.close()
-            left_s = max(0.001, min(CONNECT_TIMEOUT_S, deadline - time.monotonic()))
-            connection = socket.create_connection((address.host, address.port), left_s)
-            set_up_tcp(connection)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-async def _connected_async(address: DirectoryAddress, key: bytes) -> socket.socket:
-    """Open a non-blocking connection to the directory, and carry out the handshake, as `_connected` does. The event
-    loop is not blocked. The caller limits the time."""
-    loop = asyncio.get_running_loop()
-    while True:
-        connection = await _opened_async(loop, address)
-        try:
-            await prove_to_server_async(loop, connection, key, SERVICE)
-            return connection
-        except HandshakeError:
-            connection.close()
-            raise
-        except ConnectionError:
-            connection.close()
-            await asyncio.sleep(CONNECT_AGAIN_S)
-        except BaseException:
-            connection.close()
-            raise
-
-
-async def _opened_async(loop: asyncio.AbstractEventLoop, address: DirectoryAddress) -> socket.socket:
-    """Open a non-blocking connection to the directory, without blocking the event loop."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.setblocking(False)
-        try:
-            while not _connects_locally(connection, address):
-                await asyncio.sleep(CONNECT_AGAIN_S)
-        except ConnectionRefusedError:
-            if not address.host:
-                raise
-            connection.close()
-            family, kind, protocol, _, peer = socket.getaddrinfo(
-                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-            )[0]
-            connection = socket.socket(family, kind, protocol)
-            connection.setblocking(False)
-            await loop.sock_connect(connection, peer)
-            set_up_tcp(connection)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _connects_locally(connection: socket.socket, address: DirectoryAddress) -> bool:
-    """Connect to the directory's Unix socket. Returns False if the socket's queue of new connections is full; the
-    kernel does not wait for room in it. Raises ConnectionRefusedError when there is no such socket on this host."""
-    try:
-        connection.connect("\0" + address.local)
-    except BlockingIOError:
-        return False
-    return True
 
 
 # ---------------- Blocking calls send one request after another over a connection.
@@ -346,11 +254,11 @@ def _is_readable(connection: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def _send(connection: socket.socket, op: str, payload: bytes, deadline: float) -> None:
+def _send(connection: socket.socket, number: int, op: str, payload: bytes, deadline: float) -> None:
     """Send one request. Raises TimeoutError at `deadline`, and ConnectionError when the peer has closed the
     connection."""
     connection.settimeout(max(0.001, deadline - time.monotonic()))
-    start = head(1, len(payload), op)
+    start = head(number, payload, op)
     if len(payload) <= _JOIN_BYTES:
         connection.sendall(start + payload)
     else:
@@ -358,44 +266,53 @@ def _send(connection: socket.socket, op: str, payload: bytes, deadline: float) -
         connection.sendall(payload)
 
 
-def _cancel(connection: socket.socket, deadline: float) -> None:
+def _cancel(connection: socket.socket, number: int, deadline: float) -> None:
     """Cancel the request that was sent over this connection. Its thread receives the answer, or the error of a broken
     connection."""
     with contextlib.suppress(OSError):
-        _send(connection, CANCEL, b"", deadline)
+        _send(connection, number, CANCEL, b"", deadline)
 
 
-def _receive(connection: socket.socket, deadline: float) -> bytes:
-    """Receive one reply. Raises TimeoutError at `deadline`, and ConnectionError when the peer closes the connection.
+def _receive(connection: socket.socket, number: int, deadline: float) -> bytes:
+    """Receive the reply to the request `number`. Raises TimeoutError at `deadline`, ConnectionError when the peer
+    closes the connection, and Damaged when what arrives is not that reply.
 
-    If a reply arrives only in part, the connection is closed, because the beginning of the next reply could not be
-    found. Raises _Incomplete at `deadline` if the rest was still to come.
+    If a reply arrives only in part or is damaged, the connection is closed, because the beginning of the next reply
+    could not be found. Raises _Incomplete at `deadline` if the rest was still to come.
     """
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     data = connection.recv(_READ_BYTES)
     try:
-        while len(data) < HEADER.size:
+        while len(data) < HEADER_BYTES:
             data += _more(connection, data, deadline)
-        nbytes = HEADER.unpack_from(data)[0]
-        if len(data) == HEADER.size + nbytes:
-            return data[HEADER.size :]
-        reply = bytearray(nbytes)
-        found = len(data) - HEADER.size
-        reply[:found] = data[HEADER.size :]
-        view = memoryview(reply)
-        while found < nbytes:
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                count = connection.recv_into(view[found:])
-            except TimeoutError:
-                raise _Incomplete(found, nbytes) from None
-            if not count:
-                raise ConnectionResetError
-            found += count
-        return bytes(reply)
+        nbytes, answered, _, checksum = read_header(data)
+        reply = data[HEADER_BYTES:]
+        if len(reply) < nbytes:
+            reply = _rest(connection, reply, nbytes, deadline)
+        check(checksum, b"", reply)
+        if answered != number:
+            raise other_number(answered, reply)
+        return reply
     except BaseException:
         connection.close()
         raise
+
+
+def _rest(connection: socket.socket, data: bytes, nbytes: int, deadline: float) -> bytes:
+    """Receive the rest of a reply of `nbytes` bytes that begins with `data`, and return the whole reply."""
+    reply, found = bytearray(nbytes), len(data)
+    reply[:found] = data
+    view = memoryview(reply)
+    while found < nbytes:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            count = connection.recv_into(view[found:])
+        except TimeoutError:
+            raise _Incomplete(found, nbytes) from None
+        if not count:
+            raise ConnectionResetError
+        found += count
+    return bytes(reply)
 
 
 def _more(connection: socket.socket, data: bytes, deadline: float) -> bytes:
@@ -454,6 +371,8 @@ class _Channel(asyncio.Protocol):
         self._poll = select.poll()
         """Poll object that shows whether the directory has closed the connection."""
         self._next = 1
+        self._damage: Damaged | None = None
+        """Error by which this end gave the connection up; None if it did not."""
 
     async def ask(self, request: _Request) -> bytes:
         """Send a request and return the reply. Raises _Ended when the request was not sent because the connection has
@@ -466,12 +385,12 @@ class _Channel(asyncio.Protocol):
             self.abort()
         if self.ended or self._transport is None:
             raise _Ended
-        number, self._next = self._next, (self._next + 1) & 0xFFFFFFFF
+        number, self._next = self._next, self._next % LAST_NUMBER + 1
         future: asyncio.Future[bytes] = self._loop.create_future()
         self._waiting[number] = future
         request.is_open = True
         try:
-            self._transport.writelines((head(number, len(request.payload), request.op), request.payload))
+            self._transport.writelines((head(number, request.payload, request.op), request.payload))
             reply = await future
         except asyncio.CancelledError:
             await self._abandon(number, future, request)
@@ -491,7 +410,7 @@ class _Channel(asyncio.Protocol):
             if self.ended:
                 future.set_exception(ConnectionResetError())
             else:
-                self._transport.write(head(number, 0, CANCEL))
+                self._transport.write(head(number, b"", CANCEL))
         task = self._loop.create_task(self._take_back(number, future, request))
         self._undoing.add(task)
         task.add_done_callback(self._undoing.discard)
@@ -512,7 +431,7 @@ class _Channel(asyncio.Protocol):
 
     async def _open(self) -> None:
         try:
-            connection = await _connected_async(self._address, self._key)
+            connection = await connected_async(self._address, self._key)
             if connection.family == socket.AF_UNIX:
                 await self._loop.create_unix_connection(lambda: self, sock=connection)
             else:
@@ -538,17 +457,23 @@ class _Channel(asyncio.Protocol):
             self._poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
 
     def data_received(self, data: bytes) -> None:
-        for number, _, reply in self._reader.feed(data):
-            future = self._waiting.get(number)
-            if future is not None and not future.done():
-                future.set_result(reply)
+        try:
+            for number, _, reply in self._reader.feed(data):
+                future = self._waiting.get(number)
+                if future is None:
+                    raise other_number(number, reply)
+                if not future.done():
+                    future.set_result(reply)
+        except Damaged as error:
+            self._damage = error
+            self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.ended = True
         self._poll = select.poll()  # The number of the file descriptor may be reused from now on.
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(ConnectionResetError())
+                future.set_exception(self._damage or ConnectionResetError())
 
 
 def _seen(task: asyncio.Task[None]) -> None:

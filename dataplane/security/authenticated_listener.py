@@ -2,8 +2,8 @@
 
 Until then a client is called a stranger. A stranger costs one descriptor and at most HELLO_BYTES bytes of memory, it
 has HANDSHAKE_TIMEOUT_S seconds, and there are never more than MOST_STRANGERS for one service. This holds for each
-service, whether a separate thread (`AuthenticatedListener`) or an event loop (the directory's server) reads its
-connections.
+service, whether a separate thread (`AuthenticatedListener`) or an event loop (the directory's server, the endpoint for
+agents) reads its connections. What strangers cause in the log is limited by `few_lines.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Generic, Protocol, TypeVar, cast
 
+from .few_lines import FewLines
 from .handshake import HandshakeError, ServerHandshake, prove_to_server
 
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -85,26 +86,45 @@ class Stranger:
         seconds. A client with bytes that have arrived is not slow, even if they have not been read yet."""
         if self._challenged_s is not None and time.monotonic() < self._challenged_s + SLOW_S:
             return False
-        poll = select.poll()
-        poll.register(self._connection.fileno(), select.POLLIN)
-        return not poll.poll(0)
+        return not has_unread(self._connection)
 
 
-class Strangers:
+def has_unread(connection: Connection) -> bool:
+    """Return whether bytes, or the end, of an open connection have arrived that have not been read yet."""
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    return bool(poll.poll(0))
+
+
+class Closable(Protocol):
+    """A connection that `Strangers` may close when there are too many."""
+
+    def is_slow(self) -> bool: ...
+
+    def end(self) -> None: ...
+
+
+S = TypeVar("S", bound=Closable)
+
+
+class Strangers(Generic[S]):
     """The strangers of one service, oldest first."""
 
-    def __init__(self) -> None:
-        self._strangers: dict[Stranger, None] = {}
+    def __init__(self, service: str) -> None:
+        """service: name of the service in the log."""
+        self._service = service
+        self._strangers: dict[S, None] = {}
+        self._few = FewLines()
 
     def __len__(self) -> int:
         return len(self._strangers)
 
     @property
-    def oldest(self) -> Stranger | None:
+    def oldest(self) -> S | None:
         """The stranger that connected first; None when there is none."""
         return next(iter(self._strangers), None)
 
-    def add(self, stranger: Stranger) -> None:
+    def add(self, stranger: S) -> None:
         """Add a stranger that has just connected, and close an old connection if there are too many. The closed
         connection has a slow client or, above MOST_STRANGERS, is the oldest."""
         self._strangers[stranger] = None
@@ -117,14 +137,24 @@ class Strangers:
         for one in slow[:1]:
             self.end(one)
 
-    def remove(self, stranger: Stranger) -> None:
+    def remove(self, stranger: S) -> None:
         """Forget a stranger that has proved to know the key, or whose connection has ended. Idempotent."""
         self._strangers.pop(stranger, None)
 
-    def end(self, stranger: Stranger) -> None:
+    def end(self, stranger: S) -> None:
         """Forget a stranger, and close its connection."""
         self.remove(stranger)
         stranger.end()
+
+    def refuse(self, stranger: S, error: HandshakeError) -> None:
+        """Forget a stranger, close its connection, and log why."""
+        self.end(stranger)
+        self.log("a connection to the %s was refused: %s", self._service, error)
+
+    def log(self, text: str, *arguments: object) -> None:
+        """Log a line about a connection. Lines that would come too fast are counted in the next one."""
+        if (left_out := self._few.passes()) is not None:
+            _logger.warning(f"{text}%s", *arguments, left_out)
 
 
 _logger = logging.getLogger(__name__)
@@ -134,8 +164,6 @@ _ACCEPTED_AT_ONCE = 64
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_S = 0.05
 _BACKLOG = 1024
-_LOG_EVERY_S = 1.0
-"""Shortest time in seconds between two lines in the log about refused connections, which any stranger can cause."""
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -204,10 +232,7 @@ class AuthenticatedListener:
         self._key = key
         self._service = service
         self._admit = admit
-        self._strangers = Strangers()
-        self._refused = 0
-        """Number of connections refused since the last line in the log about them."""
-        self._logged_s = -_LOG_EVERY_S
+        self._strangers = Strangers[Stranger](service)
         self._pid = os.getpid()
         listener.setblocking(False)
         self._stop, self._stopped = socket.socketpair()
@@ -269,7 +294,7 @@ class AuthenticatedListener:
             except OSError as error:
                 if error.errno not in _NO_DESCRIPTORS:
                     continue  # The client has disconnected.
-                _logger.warning("no connection can be accepted: %s", error)
+                self._strangers.log("no connection to the %s can be accepted: %s", self._service, error)
                 if (oldest := self._strangers.oldest) is not None:
                     self._strangers.end(oldest)
                 else:
@@ -297,8 +322,7 @@ class AuthenticatedListener:
         except BlockingIOError:
             return
         except HandshakeError as error:
-            self._strangers.end(stranger)
-            self._log_refusal(error)
+            self._strangers.refuse(stranger, error)
         except OSError:  # The client has disconnected.
             self._strangers.end(stranger)
         else:
@@ -311,12 +335,3 @@ class AuthenticatedListener:
     def _end(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         connection.close()
-
-    def _log_refusal(self, error: HandshakeError) -> None:
-        self._refused += 1
-        now = time.monotonic()
-        if now >= self._logged_s + _LOG_EVERY_S:
-            _logger.warning(
-                "connections to the %s refused: %d; the last because %s", self._service, self._refused, error
-            )
-            self._refused, self._logged_s = 0, now

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import asyncio
 
-MAGIC = b"hdrace02"
+MAGIC = b"hdrace03"
 """First bytes of a connection: the protocol and its version."""
 NONCE_BYTES = 32
 PROOF_BYTES = 32

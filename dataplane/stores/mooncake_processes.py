@@ -87,7 +87,9 @@ class MooncakeMaster:
         when the thread that started it ends (PR_SET_PDEATHSIG). Returns the process and its log file."""
         log = tempfile.TemporaryFile()
         arguments = [name, f"--rpc_address={host}", f"--rpc_port={port}", f"--metrics_host={host}", "--metrics_port=0"]
-        command = [name, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *arguments, *self._options]
+        # Python looks for its library beside argv[0], or, if that has no folder, above the working folder.
+        shown = os.path.join(os.path.dirname(sys.executable), name)
+        command = [shown, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *arguments, *self._options]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("MC_")}
         environment["HEADRACE_MASTER_BINARY"] = str(self._binary)
         started: list[subprocess.Popen[bytes]] = []

@@ -158,16 +158,21 @@ class DirectoryPort:
 
 def split_frames(sent: bytes) -> list[tuple[bytes, bytes]]:
     """Cut frames of `rpc/frames.py`, each into its header with the op's name, and its payload."""
-    found = [frames.frame(number, body, op) for number, op, body in frames.FrameReader().feed(sent)]
-    ends = [frames.HEADER.size + frames.HEADER.unpack_from(frame)[2] for frame in found]
-    return [(frame[:end], frame[end:]) for frame, end in zip(found, ends, strict=True)]
+    found = []
+    while sent:
+        nbytes, _, op_bytes, _ = frames.read_header(sent)
+        start, end = frames.HEADER_BYTES + op_bytes, frames.HEADER_BYTES + nbytes
+        found.append((sent[:start], sent[start:end]))
+        sent = sent[end:]
+    return found
 
 
-def reframed(header: bytes, body: bytes) -> bytes:
-    """Return a frame with this header and payload, in which the length is put right."""
-    _, number, op_bytes = frames.HEADER.unpack_from(header)
-    op = header[frames.HEADER.size :]
-    return frames.HEADER.pack(len(op) + len(body), number, op_bytes) + op + body
+def reframed(header: bytes, body: bytes, covered: int | None = None) -> bytes:
+    """Return a frame with this header and payload, in which the length and the checksums are put right, so that what
+    is damaged reaches the decoders. covered: number of bytes of the payload under the checksum; None for all."""
+    _, number, op_bytes, _ = frames.read_header(header)
+    op = header[frames.HEADER_BYTES :]
+    return frames.header(len(op) + len(body), number, op_bytes, frames.digest(op, body[:covered])) + op + body
 
 
 class UnitPort:
@@ -196,7 +201,7 @@ class UnitPort:
         with link.exchange("get", "get", head, (), deadline) as (connection, _, raw_bytes):
             data = bytearray(raw_bytes)
             connection.receive_into([memoryview(data)], deadline)
-        return bytes(data[:-1])
+        return bytes(data[: -wire.ENDING.size])
 
     def _free(self, link: UnitLink, block_ids: list[int]) -> None:
         request = wire.encode(wire.Free(wire.column(block_ids)))
@@ -228,7 +233,7 @@ class UnitPort:
         return split_frames(sent)
 
     def framed(self, header: bytes, body: bytes) -> bytes:
-        return reframed(header, body)
+        return reframed(header, body, 4 + int.from_bytes(body[:4], "little"))  # the head, without what follows it
 
     def settle(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError):  # refused already

@@ -1,4 +1,4 @@
-"""A drill that sends each port damaged frames by the ten thousands, without the run's key and with it."""
+"""Each port gets damaged frames, without the run's key and with it: a few in each test run, 100,000 in a drill."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from collections.abc import Iterator
 import pytest
 
 from headrace.dataplane.security.handshake import CHALLENGE_BYTES, HELLO_BYTES, ClientHandshake
+from headrace.tests.attacks.mutations import mutated
 from headrace.tests.attacks.ports import PORTS, AttackedPort, frames_of, member, received, send, stranger
-
-pytestmark = pytest.mark.drill
 
 FRAMES = int(os.environ.get("HEADRACE_FUZZ_FRAMES", "100000"))
 """Frames that each port gets, half of them without the key."""
@@ -27,24 +26,6 @@ UNPROVED_AT_ONCE = 5
 """Damaged frames in one connection without the key."""
 GROWTH_BYTES = 96 << 20
 """Largest number of bytes by which this process, which is the server, the client and the attacker, may grow."""
-
-
-def mutated(dice: random.Random, frame: bytes) -> bytes:
-    """Return the frame with one mutation: a byte changed, a range cut, doubled, moved, or random bytes put in."""
-    at, until = sorted(dice.randrange(len(frame) + 1) for _ in range(2))
-    until = min(until, at + 32)
-    part = frame[at:until]
-    kind = dice.randrange(5)
-    if kind == 0:
-        at = dice.randrange(len(frame))
-        return frame[:at] + bytes([frame[at] ^ dice.randrange(1, 256)]) + frame[at + 1 :]
-    if kind == 1:
-        return frame[:at] + frame[until:]
-    if kind == 2:
-        return frame[:until] + part + frame[until:]
-    if kind == 3:
-        return part + frame[:at] + frame[until:]
-    return frame[:at] + dice.randbytes(dice.randrange(1, 32)) + frame[at:]
 
 
 def send_without_the_key(port: AttackedPort, dice: random.Random, frames: list[tuple[bytes, bytes]]) -> None:
@@ -117,10 +98,9 @@ def limited_memory() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, old)
 
 
-@pytest.mark.timeout(3600)
-@pytest.mark.usefixtures("limited_memory")
-@pytest.mark.parametrize("name", PORTS)
-def test_damaged_frames(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def attacked(name: str, num_frames: int, caplog: pytest.LogCaptureFixture) -> int:
+    """Send a port so many damaged frames, half of them without the key, while a real client works. Returns the bytes by
+    which this process has grown after 200 rounds; raises AssertionError for exceptions that are no refusals."""
     seed = int(SEED) if SEED else random.SystemRandom().randrange(1 << 32)
     print(f"{name}: HEADRACE_FUZZ_SEED={seed}", file=sys.stderr)
     dice, started = random.Random(seed), time.monotonic()
@@ -130,11 +110,11 @@ def test_damaged_frames(name: str, caplog: pytest.LogCaptureFixture) -> None:
         frames = frames_of(port)
         before, told = 0, set[str]()
         unproved = proved = rounds = 0
-        while min(unproved, proved) < FRAMES // 2:
-            if unproved < FRAMES // 2:
+        while min(unproved, proved) < num_frames // 2:
+            if unproved < num_frames // 2:
                 send_without_the_key(port, dice, frames)
                 unproved += UNPROVED_AT_ONCE
-            if proved < FRAMES // 2:
+            if proved < num_frames // 2:
                 send_with_the_key(port, dice, frames)
                 proved += port.at_once
             rounds += 1
@@ -144,10 +124,27 @@ def test_damaged_frames(name: str, caplog: pytest.LogCaptureFixture) -> None:
             if rounds == 200:
                 before = memory_bytes()[1]
         port.work()
-        grown = memory_bytes()[1] - before
+        grown = memory_bytes()[1] - before if before else 0
     finally:
         port.close()
-    print(f"{name}: {FRAMES} frames in {time.monotonic() - started:.0f} s, grown by {grown >> 20} MiB", file=sys.stderr)
+    print(
+        f"{name}: {num_frames} frames in {time.monotonic() - started:.0f} s, grown by {grown >> 20} MiB",
+        file=sys.stderr,
+    )
     errors = told | texts(caplog)
     assert not errors, f"{len(errors)} exceptions that are no refusals, such as {sorted(errors)[:12]}"
-    assert before and grown < GROWTH_BYTES
+    return grown
+
+
+@pytest.mark.parametrize("name", PORTS)
+def test_a_few_damaged_frames(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    attacked(name, 300, caplog)
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("limited_memory")
+@pytest.mark.parametrize("name", PORTS)
+def test_damaged_frames(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert FRAMES >= 4000, "memory is compared after 200 rounds"
+    assert attacked(name, FRAMES, caplog) < GROWTH_BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,11 @@ import psutil
 import pytest
 
 from headrace.dataplane import store_choice
+from headrace.dataplane.block_store import StoreSpec
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import open_data_plane
+from headrace.dataplane.handle import DataPlaneHandle
+from headrace.dataplane.rpc.frames import DirectoryAddress
 from headrace.dataplane.store_choice import check_store
 from headrace.dataplane.stores.local import LocalHost
 from headrace.testing.data_plane import fresh_run_id
@@ -110,3 +114,23 @@ def test_a_part_that_a_block_does_not_have_is_refused() -> None:
     for part in (-1, 1):
         with pytest.raises(ValueError, match=f"block 1: got part {part}, expected one below 1"):
             host.read(1, (part,))
+
+
+@pytest.mark.parametrize(
+    ("integrity", "kind", "host", "verified"),
+    [
+        ("auto", "shm", "", False),
+        ("auto", "ray", "", False),
+        ("auto", "tcp", "10.0.0.1", False),  # its messages have checksums of their own
+        ("auto", "ray", "10.0.0.1", True),
+        ("auto", "mooncake", "10.0.0.1", True),
+        ("verify", "shm", "", True),
+        ("off", "simple", "10.0.0.1", False),
+    ],
+)
+def test_rows_that_cross_hosts_are_checked(integrity: str, kind: str, host: str, verified: bool) -> None:
+    config = DataPlaneConfig.model_validate({"integrity": integrity})
+    address = DirectoryAddress("name", host, 1)
+    handle = DataPlaneHandle("run", config, StoreSpec(kind, "run", {}), "", address, "directory")
+    assert handle.verifies_blocks is verified
+    assert dataclasses.replace(handle, address=None).verifies_blocks is (integrity == "verify"), "in one process"

@@ -18,7 +18,8 @@ from headrace.tests.two_hosts import Host, two_hosts
 pytestmark = pytest.mark.processes
 PORT = 6390
 ENVIRONMENT = {**cli_runs.environment(), "RAY_AUTH_MODE": "disabled"}  # no stranger reaches these hosts
-SHORT = ("validation.every=0", "warmup.corpus=none", "dataplane.store.capacity_mib=64")
+TRUSTED = "dataplane.trusted_network=true"  # their Ray asks for no token
+SHORT = ("validation.every=0", "warmup.corpus=none", "dataplane.store.capacity_mib=64", TRUSTED)
 SCRIPTED = ("rollout.engine=scripted", "trainer.backend=scripted")
 
 
@@ -75,6 +76,15 @@ def test_a_drivers_host_may_take_no_actor(tmp_path: Path) -> None:
     hosts = hosts_of(tmp_path / "run")
     assert {hosts["train worker 0"], hosts["rollout 0"]} == {"far"}
     assert [line["step"] for line in cli_runs.metrics(tmp_path / "run") if "reward/mean" in line] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_ray_that_asks_for_no_token_is_refused_on_a_network_that_is_not_trusted(tmp_path: Path) -> None:
+    with cluster(near_cpus=3, far_cpus=1) as (near, _):
+        code, output = train(near, tmp_path / "run", *SCRIPTED, "algorithm.steps=2", TRUSTED.replace("true", "false"))
+    assert code == 2 and "dataplane.trusted_network: got false with resources.ray_address='10.77.0.1:6390'" in output
+    assert not (tmp_path / "run" / "actors.json").exists()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 import uuid
@@ -18,9 +19,11 @@ import psutil
 import ray
 from ray._private import parameter, services, worker
 from ray._private.node import Node
+from ray._raylet import ClusterID, Config, GcsClient
+from ray.exceptions import AuthenticationError
 
 from ...actors.process.socket_folder import ray_folder
-from ...dataplane.config import StoreConfig
+from ...dataplane.config import DataPlaneConfig, StoreConfig
 from ..config.config import ResourcesConfig
 from ..errors import UserError
 from .placement import PlacementRequest
@@ -62,17 +65,75 @@ def object_store_mib(store: StoreConfig) -> int:
     return store.capacity_mib + MIN_OBJECT_STORE_MIB if store.kind == "ray" else MIN_OBJECT_STORE_MIB
 
 
-def open_cluster(resources: ResourcesConfig, request: PlacementRequest, store: StoreConfig) -> Cluster:
+AUTH_MODE = "RAY_AUTH_MODE"
+"""Environment variable with which Ray's processes ask for a token (`token`) or do not (`disabled`)."""
+GREETING_S = 2.0
+"""Seconds within which Ray's GCS, like every HTTP/2 server, sends its first bytes to a connection."""
+
+
+def check_token(address: str | None, *, trusted_network: bool) -> None:
+    """Raise UserError for a Ray cluster in which any peer on the network can run code, unless the network is trusted.
+    address: cluster to join; None for one that will be started here. Raises OSError if `auto` finds no cluster."""
+    allow = "or set dataplane.trusted_network=true if everyone who reaches its hosts may do so"
+    if trusted_network:
+        return
+    if address in (None, "local"):
+        if os.environ.get(AUTH_MODE, "").lower() == "disabled":
+            raise UserError(
+                f"{AUTH_MODE}: got 'disabled', expected 'token' or no value, because any peer on the network could "
+                f"run code in the run's own Ray; unset it, {allow}"
+            )
+        return
+    found = services.get_ray_address_from_environment(address, None) if address == "auto" else address
+    if not asks_for_token(found):
+        raise UserError(
+            f"dataplane.trusted_network: got false with resources.ray_address={address!r}, expected true, because "
+            "that Ray cluster asks for no token and runs code for any peer on the network; start it with "
+            f"{AUTH_MODE}=token, {allow}"
+        )
+
+
+def asks_for_token(address: str) -> bool:
+    """Return whether Ray's GCS at `address` (HOST:PORT) refuses a request without a token. Also True where no GCS
+    answers, because joining it then says what is wrong."""
+    address = address.removeprefix("ray://")
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), GREETING_S) as connection:
+            if not connection.recv(1):
+                return True
+    except (OSError, ValueError):
+        return True
+    before = os.environ.get(AUTH_MODE)
+    os.environ[AUTH_MODE] = "disabled"
+    Config.initialize("")  # Ray reads the environment.
+    try:
+        # The cluster's id is wrong, so a GCS without a token refuses the request, too, but for that reason.
+        GcsClient(address=address, cluster_id=ClusterID.from_random().hex()).check_alive([], timeout=5)
+        return False
+    except AuthenticationError as error:
+        return "WrongClusterID" not in str(error)
+    except Exception:  # Ray's errors have several classes.
+        return True
+    finally:
+        del os.environ[AUTH_MODE]
+        if before is not None:
+            os.environ[AUTH_MODE] = before
+        Config.initialize("")
+
+
+def open_cluster(resources: ResourcesConfig, request: PlacementRequest, dataplane: DataPlaneConfig) -> Cluster:
     """Join the Ray cluster that the configuration names, or start one. Raises UserError if the cluster has too few
-    CPUs."""
+    CPUs, or asks for no token on a network that is not trusted."""
     return Cluster(
         address=resources.ray_address,
         num_cpus=resources.num_cpus,
         demand=CpuDemand(request.num_actors or 0, request.num_engines * request.tp, request.topology.world),
         pooled=request.pooled,
         namespace=f"headrace-{uuid.uuid4().hex[:8]}",
-        object_store_mib=object_store_mib(store),
+        object_store_mib=object_store_mib(dataplane.store),
         start_timeout_s=resources.start_timeout_s,
+        trusted_network=dataplane.trusted_network,
     )
 
 
@@ -90,16 +151,20 @@ class Cluster:
         object_store_mib: int,
         pooled: bool = False,
         start_timeout_s: float = 300.0,
+        trusted_network: bool = False,
     ) -> None:
         """address: cluster to join; None starts one with `num_cpus` logical CPUs. demand: CPUs that must be free in a
         joined cluster. pooled: whether engines and train workers use the GPUs of a pool; on a cluster with GPUs they
-        then need no CPU. start_timeout_s: seconds within which a new cluster must have started. Raises UserError if
-        the cluster lacks CPUs or has not started by then."""
+        then need no CPU. start_timeout_s: seconds within which a new cluster must have started. trusted_network:
+        whether the cluster may run code for any peer on the network. Raises UserError if it does and may not, lacks
+        CPUs, or has not started in time."""
         if num_cpus is not None and num_cpus < demand.cpus:
             raise UserError(
                 f"resources.num_cpus: got {num_cpus}, expected at least {demand.cpus}: {demand} need a logical CPU each"
             )
         self.owned = address is None
+        with suppress(OSError):  # If no cluster is there, joining it says so.
+            check_token(address, trusted_network=trusted_network)
         before = set(psutil.Process().children())
         self._print = worker.print_to_stdstream
         worker.print_to_stdstream = _log_what_ray_says

@@ -215,7 +215,6 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "sync.kv": (_is("sync.in_flight", "keep"), MODEL_ENGINES),
     "sync.cache": (_is("sync.transport", "auto", "collective", "ipc"),),
     "sync.dir": (_is("sync.transport", "disk"),),
-    "dataplane.trusted_network": (_is("dataplane.store.kind", "simple", "mooncake"),),
     "dataplane.store.num_units": (_is("dataplane.store.kind", "auto", "tcp", "simple"),),
     "dataplane.store.protocol": (_is("dataplane.store.kind", "mooncake"),),
     "dataplane.store.device": (_is("dataplane.store.kind", "mooncake"), _is("dataplane.store.protocol", "rdma")),

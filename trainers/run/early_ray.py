@@ -28,7 +28,7 @@ def train_early(config: Config, *, resume: bool) -> Path:
         return go_on_training(config, resume=resume, cluster=None, times=times)
     importing = import_ahead(_MODULES)
     try:
-        cluster = open_cluster(config.resources, PlacementRequest.of(config), config.dataplane.store)
+        cluster = open_cluster(config.resources, PlacementRequest.of(config), config.dataplane)
         times.mark("Ray")
     finally:
         importing.join(IMPORT_TIMEOUT_S)  # A process must not end in the middle of an import.

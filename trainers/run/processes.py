@@ -122,7 +122,7 @@ class _Launch:
         self._stack.callback(remove_shared_memory, self._run_id)
         self.heartbeat.enter("starting Ray", self._start_s)
         config = self._config
-        cluster = cluster or open_cluster(config.resources, self._request, config.dataplane.store)
+        cluster = cluster or open_cluster(config.resources, self._request, config.dataplane)
         self._stack.callback(cluster.close)
         return cluster
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 
-from ...errors import CapacityExceeded, DataPlaneError, RowsCleared, StoreLost
+from ...errors import CapacityExceeded, DataPlaneError, IntegrityError, RowsCleared, StoreLost
+from ...rpc.frames import LAST_NUMBER
 from ...security.authenticated_listener import connect_authenticated
 from ...security.handshake import HandshakeError, left_s
 from ..deadline import unanswered
-from .wire import DONE, FREED, FULL, SERVICE, Connection, Progress, UnitAddress
+from .wire import DAMAGED, DONE, FREED, FULL, SERVICE, Connection, Progress, UnitAddress
 
 DYING_S = 1.0
 """Seconds for which a unit with broken connections is asked whether it still listens."""
@@ -31,6 +33,7 @@ class UnitLink:
         self._key = key
         self._lock = threading.Lock()
         self._pid = os.getpid()
+        self._numbers = itertools.count()
         self._idle: list[Connection] = []
         self._closed = False
         self._watching = threading.Lock()
@@ -54,15 +57,16 @@ class UnitLink:
         head, and the number of raw bytes to receive from the connection. expected: number of raw bytes of the reply,
         for errors.
 
-        Raises RowsCleared when a block was freed, CapacityExceeded when the unit has no room, UnitDied when its address
-        refuses connections, DataPlaneTimeout when the deadline passes, and StoreLost when it passes after SILENT_S
-        seconds without a byte, or when the unit breaks the connection.
+        Raises RowsCleared when a block was freed, CapacityExceeded when the unit has no room, IntegrityError when the
+        raw bytes were damaged on the way, UnitDied when the unit's address refuses connections, DataPlaneTimeout when
+        the deadline passes, and StoreLost when it passes after SILENT_S seconds without a byte, or when the unit breaks
+        the connection, or got or sent a damaged message.
         """
         started, progress = time.monotonic(), Progress(expected)
         try:
             connection = self._sent(request, head, raw, deadline, progress)
             try:
-                reply = connection.receive(deadline)
+                reply = connection.receive(deadline, reply=True)
                 if reply is None:
                     raise ConnectionResetError
                 answer, text, raw_bytes = reply
@@ -73,7 +77,7 @@ class UnitLink:
             except BaseException:
                 connection.close()
                 raise
-            if answer in (DONE, FREED, FULL):
+            if answer in (DONE, FREED, FULL, DAMAGED):
                 self._give(connection)
             else:
                 connection.close()  # The unit closes its end, too.
@@ -82,7 +86,7 @@ class UnitLink:
                 raise
             raise self._lost(op, error, started, deadline, progress) from None
         if answer != DONE:
-            kind = {FREED: RowsCleared, FULL: CapacityExceeded}.get(answer, StoreLost)
+            kind = {FREED: RowsCleared, FULL: CapacityExceeded, DAMAGED: IntegrityError}.get(answer, StoreLost)
             text = text.decode(errors="replace")
             raise kind(text, op=op, peer=self.address.peer, elapsed_s=time.monotonic() - started)
 
@@ -129,6 +133,7 @@ class UnitLink:
             pooled = connection is not None
             connection = connection or self._connected(deadline)
             progress.sent, connection.progress = 0, progress
+            connection.number = 1 + next(self._numbers) % LAST_NUMBER
             try:
                 connection.send(request, head, raw, deadline)
                 return connection

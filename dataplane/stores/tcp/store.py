@@ -23,12 +23,27 @@ from ....codecs.integers import ALIGN, distinct, round_up
 from ....codecs.memory import as_bytes, fresh
 from ...block_store import HOLDER_BYTES, ByteRanges, PutsAll, StoreSpec, Want, holder_of
 from ...directory.requests import body_of
-from ...errors import CapacityExceeded, DataPlaneError, RowsCleared, StoreLost
+from ...errors import CapacityExceeded, DataPlaneError, IntegrityError, RowsCleared, StoreLost
 from ...meta import BlockRef
 from ...rpc.links import Link
 from ..shared_memory import SharedMemoryStore
 from .link import UnitDied, UnitLink
-from .wire import Cut, Get, Put, Reserve, UnitAddress, column, decode, encode, locations, memory_id
+from .wire import (
+    ENDING,
+    GONE,
+    STILL,
+    Cut,
+    Get,
+    Put,
+    Reserve,
+    UnitAddress,
+    column,
+    decode,
+    encode,
+    locations,
+    memory_id,
+    raw_checksum,
+)
 
 _PAD = memoryview(bytes(ALIGN))
 _ASK_TIMEOUT_S = 10.0
@@ -39,11 +54,13 @@ class TcpStore(PutsAll):
 
     def __init__(self, spec: StoreSpec, link: Link) -> None:
         """Join the units that the directory lists, without connecting to them. `shares_memory` False in the spec's
-        address makes this client use sockets even for units of its own host. Tests and benchmarks set it."""
+        address makes this client use sockets even for units of its own host. Tests and benchmarks set it. `checksums`
+        True makes it check all bytes that it sends and receives over sockets."""
         self._key = spec.key
         self._link = link
         self._lock = threading.Lock()
         self._memory_id = memory_id() if spec.address.get("shares_memory", True) else ""
+        self._checks = bool(spec.address.get("checksums", False))
         self._units: list[UnitLink] = []
         self._near: dict[int, SharedMemoryStore] = {}
         """Pools of the units that are on this process's host, by the unit's number."""
@@ -106,8 +123,9 @@ class TcpStore(PutsAll):
         unit, sizes = self._units[number], tuple(layout.nbytes for layout in layouts)
         near = self._near.get(number)
         if near is None:
-            request = encode(Put(first_block_id, sizes, wait_s))
-            return locations(unit.ask("put", "put", request, _laid_out(blocks, layouts), deadline))
+            raw = _laid_out(blocks, layouts)
+            request = encode(Put(first_block_id, sizes, wait_s, raw_checksum(raw) if self._checks else None))
+            return locations(unit.ask("put", "put", request, raw, deadline))
         room = unit.ask("put", "reserve", encode(Reserve(first_block_id, sum(sizes), wait_s)), (), deadline)
         bases = np.cumsum([0, *sizes[:-1]]).tolist()
         pieces = [piece for block in blocks for part in block for piece in part]
@@ -216,16 +234,21 @@ class TcpStore(PutsAll):
             column(np.searchsorted(positions, columns.block[chosen])),
             column(columns.start[chosen]),
             column(columns.nbytes[chosen]),
+            self._checks,
         )
-        expected = int(columns.nbytes[chosen].sum()) + 1
-        state = bytearray(1)
+        expected = int(columns.nbytes[chosen].sum()) + ENDING.size
+        targets, ending = columns.targets(chosen), bytearray(ENDING.size)
         with unit.exchange("get", "get", encode(request), (), deadline, expected=expected) as answer:
             connection, _, raw_bytes = answer
             if raw_bytes != expected:
                 raise ValueError(f"got a reply of {raw_bytes} bytes, expected {expected}")
-            connection.receive_into([*columns.targets(chosen), memoryview(state)], deadline)
-        if state != b"\1":
+            connection.receive_into([*targets, memoryview(ending)], deadline)
+        state, checksum = ENDING.unpack(ending)
+        if state == GONE:
             raise RowsCleared("a block was freed while it was read", op="get", peer=unit.address.peer)
+        if state != STILL or self._checks and raw_checksum(targets) != checksum:
+            what = f"{expected} bytes of {len(blocks)} blocks were damaged on the way"
+            raise IntegrityError(what, op="get", peer=unit.address.peer)
 
     def _copy_near(
         self,

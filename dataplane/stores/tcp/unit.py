@@ -28,11 +28,15 @@ from ...rpc.child_process import ChildProcess, serve_parent
 from ...security.authenticated_listener import AuthenticatedListener, listen
 from ..shared_memory import SharedMemoryHost, SharedMemoryStore
 from .wire import (
+    DAMAGED,
     DONE,
+    ENDING,
     FREED,
     FULL,
+    GONE,
     REFUSED,
     SERVICE,
+    STILL,
     Connection,
     Cut,
     Free,
@@ -44,6 +48,7 @@ from .wire import (
     encode,
     integers,
     memory_id,
+    raw_checksum,
     shown_ids,
 )
 
@@ -60,7 +65,6 @@ LATE_BLOCKS = 1 << 16
 LOOK_AGAIN_S = 0.25
 """Seconds after which a put that waits for room checks again for ranges whose late writers have ended."""
 THREAD_STACK_BYTES = 512 << 10
-_VALID, _FREED = b"\1", b"\0"
 
 
 class StorageUnit:
@@ -152,6 +156,7 @@ class StorageUnit:
                 handler(connection, head, raw_bytes)
             except ValueError as error:  # The message is malformed, so the bytes after it cannot be read, either.
                 _logger.warning("a connection is closed: %s", error)
+                connection.number = 0  # That of the request may be what was damaged.
                 _try_reply(connection, REFUSED, str(error))
                 return
             except OSError:
@@ -177,8 +182,14 @@ class StorageUnit:
         received = False
         try:
             with self._memory.writing(request.first_block_id, location) as room:
-                connection.receive_into([room(0, raw_bytes).data], deadline)
+                memory = room(0, raw_bytes).data
+                connection.receive_into([memory], deadline)
                 received = True
+                whole = request.checksum is None or raw_checksum([memory]) == request.checksum
+            if not whole:
+                self._pool.free(request.first_block_id, b"")
+                _reply(connection, DAMAGED, b"the bytes of a put were damaged on the way")
+                return
             found = self._blocks(request.first_block_id, request.sizes)
         except RowsCleared as error:  # The reservation has ended in the meantime.
             connection.skip(0 if received else raw_bytes, deadline)
@@ -222,9 +233,10 @@ class StorageUnit:
         pool = self._memory.pool_view()
         pieces = [pool[start:stop] for start, stop in zip(starts, stops, strict=True)]
         deadline = time.monotonic() + STALL_S
-        connection.send(DONE, b"", pieces, deadline, later_bytes=len(_VALID))
-        still = self._pool.places(block_ids) == places
-        connection.send_raw([memoryview(_VALID if still else _FREED)], deadline)
+        connection.send(DONE, b"", pieces, deadline, later_bytes=ENDING.size)
+        checksum = raw_checksum(pieces) if request.check else 0
+        state = STILL if self._pool.places(block_ids) == places else GONE
+        connection.send_raw([memoryview(ENDING.pack(state, checksum))], deadline)
 
     def _free(self, connection: Connection, head: bytes, raw_bytes: int) -> None:
         block_ids = integers(decode(head, Free).block_ids).tolist()

@@ -1,7 +1,8 @@
 """Defines the requests to a storage unit and its replies, and carries them over blocking sockets.
 
 A message is a frame of `rpc/frames.py`. Its payload is the number of bytes of its head, the head (msgpack), and then
-raw bytes. The raw bytes are sent straight from their memory and received straight into their destination.
+raw bytes. The raw bytes are sent straight from their memory and received straight into their destination. The frame's
+checksum covers the head. Checksums of the raw bytes are part of requests and replies that ask for them.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
 import numpy as np
+import xxhash
 
 from ...errors import SHOWN_KEYS
 from ...owned_folder import SHARED_MEMORY, pid_space
-from ...rpc.frames import HEADER, MAX_FRAME_BYTES, head, set_up_tcp
+from ...rpc.frames import HEADER_BYTES, check, head, other_number, read_header, set_up_tcp
 
 T = TypeVar("T")
 
@@ -73,6 +75,8 @@ class Connection:
         self.socket = connection
         self.progress = Progress()
         """Count of the bytes of the current message; the client replaces it with each request."""
+        self.number = 0
+        """Number of the request that is being answered, which its reply also has."""
         self._limits_s: dict[int, float] = {}
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
@@ -87,9 +91,10 @@ class Connection:
         Raises ValueError for a message of more than MAX_FRAME_BYTES, TimeoutError at the deadline (by the clock
         `time.monotonic()`), and ConnectionError when the other end has closed the connection.
         """
-        nbytes = _HEAD_BYTES.size + len(text) + sum([piece.nbytes for piece in raw]) + later_bytes
-        first = memoryview(head(0, nbytes, op) + _HEAD_BYTES.pack(len(text)) + text)
-        self.progress.to_send = nbytes
+        raw_bytes = sum([piece.nbytes for piece in raw]) + later_bytes
+        text = _HEAD_BYTES.pack(len(text)) + text
+        first = memoryview(head(self.number, text, op, raw_bytes=raw_bytes) + text)
+        self.progress.to_send = len(first) + raw_bytes
         self.send_raw([first, *raw], deadline)
 
     def send_raw(self, pieces: Sequence[memoryview], deadline: float) -> None:
@@ -107,31 +112,36 @@ class Connection:
                 self.progress.count(sent=sent)
                 left = _rest(left, sent) if left_bytes else ()
 
-    def receive(self, deadline: float | None) -> tuple[str, bytes, int] | None:
+    def receive(self, deadline: float | None, *, reply: bool = False) -> tuple[str, bytes, int] | None:
         """Receive a message's op and head. Returns them with the number of raw bytes that follow, which must be
         received or skipped next; None when the other end has closed the connection between two messages.
 
-        deadline: time by the clock `time.monotonic()`; None waits for the message's first byte without limit. Raises
-        ValueError for bytes that are not a message, TimeoutError, and ConnectionError.
+        deadline: time by the clock `time.monotonic()`; None waits for the message's first byte without limit. reply:
+        whether the message must be the reply to the request `number`, or the unit's word on a request that it could not
+        read; otherwise it is a request, and sets `number`. Raises Damaged and ValueError for bytes that are not such a
+        message, TimeoutError, and ConnectionError.
         """
-        if not self._fill(HEADER.size, deadline, at_end=True):
+        if not self._fill(HEADER_BYTES, deadline, at_end=True):
             return None
         deadline = time.monotonic() + _LOOK_S * 60 if deadline is None else deadline
-        nbytes, _, op_bytes = HEADER.unpack_from(self._take(HEADER.size))
-        if nbytes > MAX_FRAME_BYTES or nbytes < op_bytes + _HEAD_BYTES.size:
-            raise ValueError(
-                f"got a frame of {nbytes} bytes, expected {op_bytes + _HEAD_BYTES.size} to {MAX_FRAME_BYTES}"
-            )
-        self.progress.to_receive = HEADER.size + nbytes
+        nbytes, number, op_bytes, checksum = read_header(self._take(HEADER_BYTES))
+        if nbytes < op_bytes + _HEAD_BYTES.size:
+            raise ValueError(f"got a frame of {nbytes} bytes, expected at least {op_bytes + _HEAD_BYTES.size}")
+        self.progress.to_receive = HEADER_BYTES + nbytes
         self._fill(op_bytes + _HEAD_BYTES.size, deadline)
-        op = bytes(self._take(op_bytes)).decode()
-        (head_bytes,) = _HEAD_BYTES.unpack(self._take(_HEAD_BYTES.size))
+        op, size = bytes(self._take(op_bytes)), bytes(self._take(_HEAD_BYTES.size))
+        (head_bytes,) = _HEAD_BYTES.unpack(size)
         raw_bytes = nbytes - op_bytes - _HEAD_BYTES.size - head_bytes
         if head_bytes > MAX_HEAD_BYTES or raw_bytes < 0:
             raise ValueError(f"got a head of {head_bytes} bytes in a frame of {nbytes}, expected a smaller one")
         text = bytearray(head_bytes)
         self.receive_into([memoryview(text)], deadline)
-        return op, bytes(text), raw_bytes
+        check(checksum, op, size + text)
+        if not reply:
+            self.number = number
+        elif number not in (self.number, 0):
+            raise other_number(number, b"")
+        return op.decode(), bytes(text), raw_bytes
 
     def receive_into(self, pieces: Sequence[memoryview], deadline: float) -> None:
         """Fill pieces of memory with the next bytes. Raises TimeoutError at the deadline, and ConnectionError when the
@@ -265,6 +275,8 @@ class Put:
     """Number of bytes of each block, multiples of `codecs.memory.ALIGN`."""
     wait_s: float
     """Seconds for which the unit may wait for room."""
+    checksum: int | None = None
+    """Checksum of the bytes, as `raw_checksum` returns it; None if the unit need not check them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +301,7 @@ class Cut:
 @dataclass(frozen=True, slots=True)
 class Get:
     """Request (op `get`) to read R ranges of bytes of B blocks. The reply is the bytes of the ranges, end to end, and
-    one more byte: 1 if no block was freed in the meantime, else 0."""
+    an ENDING."""
 
     block_ids: bytes
     """Ids of the blocks, `[B]`, as `column` encodes them. A block without ranges is only checked for whether it still
@@ -300,6 +312,8 @@ class Get:
     """First byte of each range within its block, `[R]`, as `column` encodes it."""
     nbytes: bytes
     """Number of bytes of each range, `[R]`, as `column` encodes it."""
+    check: bool = False
+    """Whether the unit sends a checksum of the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,9 +324,21 @@ class Free:
     """Ids of the blocks, as `column` returns them."""
 
 
-DONE, FREED, FULL, REFUSED = "done", "freed", "full", "refused"
-"""Ops of replies: the request was carried out; a block was freed; the pool has no room; the request is not valid. The
-head of the last three is a text."""
+ENDING = struct.Struct("<BQ")
+"""Last bytes of the reply to a `Get`: STILL if no block was freed in the meantime, else GONE, and the checksum of the
+bytes, as `raw_checksum` returns it; 0 if the request asked for none."""
+STILL, GONE = 0xFF, 0
+DONE, FREED, FULL, REFUSED, DAMAGED = "done", "freed", "full", "refused", "damaged"
+"""Ops of replies: the request was carried out; a block was freed; the pool has no room; the request is not valid; the
+bytes of a put were damaged on the way. The head of the last four is a text."""
+
+
+def raw_checksum(pieces: Iterable[memoryview]) -> int:
+    """Return the xxh3 of pieces of memory (bytes each), end to end."""
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.intdigest()
 
 
 def column(numbers: Sequence[int] | np.ndarray) -> bytes:

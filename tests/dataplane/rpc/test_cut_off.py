@@ -378,12 +378,12 @@ def test_a_put_whose_connection_breaks_is_taken_back(
     sent: list[str] = []
     really_send, really_receive = socket_link._send, socket_link._receive
 
-    def send(connection: Any, op: str, *rest: Any) -> None:
+    def send(connection: Any, number: int, op: str, *rest: Any) -> None:
         sent.append(op)
-        really_send(connection, op, *rest)
+        really_send(connection, number, op, *rest)
 
-    def receive(connection: Any, deadline: float) -> bytes:
-        reply = really_receive(connection, deadline)
+    def receive(connection: Any, *rest: Any) -> bytes:
+        reply = really_receive(connection, *rest)
         if sent[-1] == "commit":
             connection.close()
             raise ConnectionResetError

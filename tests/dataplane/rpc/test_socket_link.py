@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import socket
 import threading
@@ -21,10 +22,19 @@ from headrace.dataplane.directory.requests import body_of
 from headrace.dataplane.errors import ClaimTimeout, DataPlaneError, DataPlaneTimeout, DirectoryLost
 from headrace.dataplane.factory import connect, connect_async
 from headrace.dataplane.rpc import links, server
-from headrace.dataplane.rpc.frames import HEADER, MAX_FRAME_BYTES, SERVICE, DirectoryAddress, FrameReader, frame, head
+from headrace.dataplane.rpc.frames import (
+    HEADER_BYTES,
+    MAX_FRAME_BYTES,
+    SERVICE,
+    DirectoryAddress,
+    FrameReader,
+    frame,
+    head,
+    header,
+)
 from headrace.dataplane.rpc.socket_link import SocketLink
 from headrace.dataplane.security.authenticated_listener import MAX_STRANGERS
-from headrace.dataplane.security.handshake import new_key, prove_to_server
+from headrace.dataplane.security.handshake import HELLO_BYTES, new_key, prove_to_server
 from headrace.tests.dataplane.rpc.served import Served
 from headrace.tests.dataplane.security.far_end import prove_to_client
 from headrace.tests.waiting import wait_until
@@ -33,16 +43,16 @@ from headrace.tests.waiting import wait_until
 def test_a_frame_of_a_mad_size_is_refused_before_it_is_buffered() -> None:
     reader = FrameReader()
     whole = frame(1, b"body", "put")
-    with pytest.raises(ValueError, match="a frame of 1099511627776 bytes, expected at most 4294967296"):
-        reader.feed(whole + HEADER.pack(1 << 40, 2, 3) + b"put" + b"x" * 1000)
+    with pytest.raises(ValueError, match="a frame of 1099511627776 bytes, expected 3 to 4294967296"):
+        reader.feed(whole + header(1 << 40, 2, 3, 0) + b"put" + b"x" * 1000)
     assert len(reader) == 0
     assert reader.feed(whole) == [(1, "put", b"body")]
 
 
 def test_a_message_that_no_reader_would_take_is_not_sent() -> None:
-    assert len(head(1, MAX_FRAME_BYTES - 3, "put")) == HEADER.size + 3
+    assert len(head(1, b"", "put", raw_bytes=MAX_FRAME_BYTES - 3)) == HEADER_BYTES + 3
     with pytest.raises(ValueError, match="put: got a message of 4294967296 bytes, expected less"):
-        head(1, MAX_FRAME_BYTES, "put")
+        head(1, b"", "put", raw_bytes=MAX_FRAME_BYTES)
 
 
 KEY = new_key()
@@ -228,7 +238,7 @@ def test_a_reply_that_the_time_limit_cuts_off_is_a_timeout(monkeypatch: pytest.M
     with near, far:
         monkeypatch.setattr(SocketLink, "_connect", lambda *_: near)
         link = SocketLink(DirectoryAddress("nowhere", "", 0), KEY, "directory pid=7", connect_s=None)
-        far.sendall(HEADER.pack(100, 1, 0) + bytes(10))
+        far.sendall(header(100, 1, 0, 0) + bytes(10))
         with pytest.raises(DataPlaneTimeout, match="ended after 10 of 100 bytes of the directory's reply.*op=status"):
             link.call("status", b"", 0.1)
 
@@ -366,6 +376,15 @@ def test_many_clients_connect_while_the_directory_is_busy(served: Served) -> Non
     assert len(connected) == 1200
     for link in connected:
         link.detach()
+
+
+def test_refusals_fill_no_log(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(50):
+        with socket.create_connection((served.address.host, served.address.port), 30) as stranger:
+            stranger.sendall(bytes(HELLO_BYTES))
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(100) == b""
+    assert 1 <= caplog.text.count("a connection to the directory was refused") < 25
 
 
 def test_strangers_are_few_and_keep_nobody_out(served: Served, client: DataPlaneClient) -> None:

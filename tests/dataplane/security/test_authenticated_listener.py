@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import socket
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.dataplane.security import authenticated_listener
+from headrace.dataplane.security import authenticated_listener, few_lines
 from headrace.dataplane.security.authenticated_listener import (
     MAX_STRANGERS,
     AuthenticatedListener,
@@ -70,7 +71,7 @@ def test_who_does_not_know_the_key_is_told_apart_by_both_ends(
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n")
         with contextlib.suppress(ConnectionResetError):  # what it sent was not read to its end
             assert stranger.recv(100) == b""
-    wait_until(lambda: "connections to the tests refused: 1; the last because the client's first bytes" in caplog.text)
+    wait_until(lambda: "a connection to the tests was refused: the client's first bytes" in caplog.text)
     with socket.create_connection(admitted.address, 30) as forger:
         forger.sendall(ClientHandshake(KEY, SERVICE).hello)
         assert len(forger.recv(CHALLENGE_BYTES)) == CHALLENGE_BYTES
@@ -86,7 +87,28 @@ def test_refusals_fill_no_log(admitted: Admitted, caplog: pytest.LogCaptureFixtu
         with socket.create_connection(admitted.address, 30) as stranger:
             stranger.sendall(bytes(HELLO_BYTES))
             assert stranger.recv(100) == b""
-    assert 1 <= caplog.text.count("connections to the tests refused") < 25
+    assert 1 <= caplog.text.count("a connection to the tests was refused") < 25
+
+
+def test_lines_that_were_left_out_are_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A service says so in its next line, and so does asyncio's log, which has a line for each place in a queue."""
+    now = [0.0]
+    monkeypatch.setattr(few_lines.time, "monotonic", lambda: now[0])
+    few_lines.limit_accept_errors()
+    few_lines.limit_accept_errors()
+    log = logging.getLogger("asyncio")
+    now[0] = 1e9
+    for _ in range(1024):
+        log.error("socket.accept() out of system resource\nsocket: %s", "x")
+    log.error("something else")
+    now[0] += few_lines.LOG_EVERY_S
+    log.error("socket.accept() out of system resource")
+    first, other, last = (record.getMessage() for record in caplog.records)
+    assert first.startswith("socket.accept() out of") and other == "something else"
+    assert last == "socket.accept() out of system resource (and 1023 lines like it before)"
+    log.filters[:] = []
 
 
 def test_strangers_are_few_and_keep_nobody_out(admitted: Admitted) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import headrace
 from headrace.dataplane.security.handshake import (
     CHALLENGE_BYTES,
     HELLO_BYTES,
@@ -172,3 +175,12 @@ def test_a_challenge_in_pieces_is_read_alone_and_what_follows_stays(prove: Calla
         thread.join(10)
         near.settimeout(10)
         assert not failed and near.recv(100) == b"what follows"
+
+
+def test_no_secret_is_part_of_the_text_of_an_object() -> None:
+    """A dataclass shows its fields in logs and errors, unless a field says otherwise."""
+    root = Path(headrace.__file__).parent
+    files = [path for folder in ("actors", "bench", "dataplane", "trainers") for path in (root / folder).rglob("*.py")]
+    pattern = re.compile(r"^    (?:key: bytes|secret: str).*", re.MULTILINE)
+    fields = [line for path in files for line in pattern.findall(path.read_text())]
+    assert len(fields) >= 5 and all("repr=False" in line for line in fields), fields

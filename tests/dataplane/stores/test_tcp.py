@@ -22,11 +22,14 @@ from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import CapacityExceeded, DataPlaneTimeout, RowsCleared, StoreLost
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
+from headrace.dataplane.rpc.frames import header
 from headrace.dataplane.security.authenticated_listener import listen
 from headrace.dataplane.security.handshake import new_key
 from headrace.dataplane.stores.tcp.link import UnitDied, UnitLink
 from headrace.dataplane.stores.tcp.unit import StorageUnit
 from headrace.dataplane.stores.tcp.wire import (
+    ENDING,
+    STILL,
     Connection,
     Cut,
     Free,
@@ -77,8 +80,8 @@ def get(link: UnitLink, *ranges: tuple[int, int, int]) -> bytes:
     with link.exchange("get", "get", encode(request), (), soon()) as (connection, _, raw_bytes):
         data = bytearray(raw_bytes)
         connection.receive_into([memoryview(data)], soon())
-    assert data[-1] == 1
-    return bytes(data[:-1])
+    assert ENDING.unpack_from(data, len(data) - ENDING.size)[0] == STILL
+    return bytes(data[: -ENDING.size])
 
 
 def free(link: UnitLink, *block_ids: int) -> None:
@@ -236,7 +239,7 @@ def test_a_message_in_drops_and_a_mad_size(unit: StorageUnit, link: UnitLink) ->
     dropper.send("put", encode(Put(1, (64,), 0.0)), [memoryview(bytes(64))], soon())
     reply = connection.receive(soon())
     assert reply is not None and reply[0] == "done" and len(sent) > 80
-    real.sendall((1 << 40).to_bytes(8, "little") + bytes(5))
+    real.sendall(header(1 << 40, 1, 0, 0))
     reply = connection.receive(soon())
     assert reply is not None and reply[0] == "refused" and b"a frame of 1099511627776 bytes" in reply[1]
     connection.close()
@@ -469,7 +472,7 @@ def test_a_unit_that_dies_amid_a_request_has_died(monkeypatch: pytest.MonkeyPatc
     link = UnitLink(unit.address, KEY)
     put(link, 1, bytes(64))
 
-    def broken(self: Connection, deadline: float) -> None:
+    def broken(self: Connection, deadline: float, **_: Any) -> None:
         unit.close()
         threading.Timer(0.1, listeners[0].close).start()
         raise ConnectionResetError
@@ -485,7 +488,7 @@ def test_a_connection_that_breaks_is_no_death(
 ) -> None:
     put(link, 1, bytes(64))
 
-    def broken(self: Connection, deadline: float) -> None:
+    def broken(self: Connection, deadline: float, **_: Any) -> None:
         raise ConnectionResetError(errno.ECONNRESET, "reset")
 
     with monkeypatch.context() as patch:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from ray._private import ray_constants, services
 
 from headrace.tests.process_pool import start_ray
 from headrace.trainers.cluster import ray_cluster
-from headrace.trainers.cluster.ray_cluster import Cluster, CpuDemand, lean_start
+from headrace.trainers.cluster.ray_cluster import Cluster, CpuDemand, asks_for_token, check_token, lean_start
 from headrace.trainers.errors import UserError
 
 
@@ -120,6 +122,69 @@ def test_a_cluster_that_cannot_be_joined_is_one_sentence(monkeypatch: pytest.Mon
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(UserError, match=r"^resources.ray_address: got 'h:1', expected .* joined: Version mismatch: R"):
         Cluster(address="h:1", num_cpus=None, demand=CpuDemand(0, 1, 0), namespace="n", object_store_mib=128)
+
+
+class Gcs:
+    """Ray's GCS as its client sees it, which refuses every request for a reason."""
+
+    reason = ""
+
+    def __init__(self, address: str, cluster_id: str) -> None:
+        assert os.environ["RAY_AUTH_MODE"] == "disabled", "the request has no token"
+
+    def check_alive(self, nodes: list[Any], timeout: float) -> None:
+        raise ray.exceptions.AuthenticationError(self.reason)
+
+
+def greet(listener: socket.socket) -> None:
+    """Begin the conversation with one client, as an HTTP/2 server does."""
+    with listener.accept()[0] as client:
+        client.sendall(b"\0")
+        client.recv(1)
+
+
+@pytest.mark.parametrize("reason", ["WrongClusterID", "InvalidAuthToken"])
+def test_a_cluster_without_a_token_needs_a_trusted_network(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[str] = []
+    monkeypatch.setattr(ray_cluster, "GcsClient", type("Refuses", (Gcs,), {"reason": reason}))
+    monkeypatch.setattr(ray, "init", lambda **settings: joined.append(settings["address"]))
+    for name, value in {"available_resources": {"CPU": 8.0}, "nodes": [], "cluster_resources": {}}.items():
+        monkeypatch.setattr(ray, name, lambda value=value: value)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    demand = CpuDemand(0, 1, 0)
+    with socket.create_server(("127.0.0.1", 0)) as gcs:
+        address = f"127.0.0.1:{gcs.getsockname()[1]}"
+        threading.Thread(target=greet, args=(gcs,)).start()
+        if reason == "WrongClusterID":
+            with pytest.raises(UserError, match="^dataplane.trusted_network: got false with resources.ray_address='12"):
+                Cluster(address=address, num_cpus=None, demand=demand, namespace="n", object_store_mib=128)
+            assert not joined
+        Cluster(
+            address=address, num_cpus=None, demand=demand, namespace="n", object_store_mib=128,
+            trusted_network=reason == "WrongClusterID",
+        )  # fmt: skip
+    assert joined == [address] and os.environ["RAY_AUTH_MODE"] == "token"
+
+
+def test_an_own_ray_without_a_token_needs_a_trusted_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(UserError, match="^RAY_AUTH_MODE: got 'disabled', expected 'token' or no value"):
+        start([0.0], monkeypatch)
+    check_token(None, trusted_network=True)
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    check_token(None, trusted_network=False)
+
+
+@pytest.mark.processes
+def test_a_rays_token_is_asked_about_by_a_request_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_ray()
+    before = os.environ.get("RAY_AUTH_MODE")
+    assert asks_for_token(ray.get_runtime_context().gcs_address) is True
+    assert ray.get(ray.remote(num_cpus=0)(os.getpid).remote()) > 0, "this process has its token still"
+    assert os.environ.get("RAY_AUTH_MODE") == before
+    monkeypatch.setattr(ray_cluster, "GREETING_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert asks_for_token(f"127.0.0.1:{silent.getsockname()[1]}"), "what is no Ray is left to ray.init"
 
 
 @pytest.mark.slow

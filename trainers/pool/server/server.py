@@ -85,16 +85,18 @@ def served_pool(
     address: str | None,
     num_cpus: int | None,
     prometheus_port: int | None = None,
+    trusted_network: bool = False,
 ) -> Iterator[ServedPool]:
     """Context manager that starts a pool, or restarts it from its journal in `folder`, and stops it at the end.
     num_gpus: number of GPUs, which are plain numbers without devices in a cluster without GPUs; None for the GPUs of
     the cluster, which are reserved in Ray for as long as the pool exists. address: Ray cluster to join; None starts one
     with `num_cpus` logical CPUs (None: those of this machine). prometheus_port: port on loopback at which the pool's
-    figures are served; 0 for any free one, None for none. Raises UserError if the cluster has a pool of this name
-    already, if its number of GPUs differs, if other programs hold some of them, or if the port is taken.
+    figures are served; 0 for any free one, None for none. trusted_network: whether the cluster may be one that asks for
+    no token. Raises UserError if it may not, if the cluster has a pool of this name already, if its number of GPUs
+    differs, if other programs hold some of them, or if the port is taken.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    cluster = _cluster(address, num_cpus)
+    cluster = _cluster(address, num_cpus, trusted_network)
     held = ExitStack()
     try:
         present = int(ray.cluster_resources().get("GPU", 0))
@@ -122,7 +124,7 @@ def served_pool(
         cluster.close()
 
 
-def _cluster(address: str | None, num_cpus: int | None) -> Cluster:
+def _cluster(address: str | None, num_cpus: int | None, trusted_network: bool) -> Cluster:
     """Connect this process to the Ray cluster at `address`, or start a cluster; see `served_pool`."""
     return Cluster(
         address=address,
@@ -130,6 +132,7 @@ def _cluster(address: str | None, num_cpus: int | None) -> Cluster:
         demand=CpuDemand(0, 0, 0),
         namespace=NAMESPACE,
         object_store_mib=MIN_OBJECT_STORE_MIB,
+        trusted_network=trusted_network,
     )
 
 
@@ -150,7 +153,7 @@ def start_actor(folder: Path, name: str, num_gpus: int, reserved: Sequence[Poole
 @contextmanager
 def joined(served: ServedPool) -> Iterator[PoolClient]:
     """Context manager that connects to a pool's cluster and yields a client of the pool."""
-    cluster = _cluster(served.address, None)
+    cluster = _cluster(served.address, None, True)  # Its network was judged when the pool started.
     try:
         yield PoolClient(served.name)
     finally:

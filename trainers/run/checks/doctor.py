@@ -155,6 +155,7 @@ def examine() -> list[Finding]:
         _layout,
         _rdma,
         _sockets,
+        _ray_token,
         _extras,
         _starts,
     ]
@@ -354,6 +355,17 @@ def _sockets() -> list[Finding]:
         return [Finding("machine", "sockets", State.FIX, str(error), "export TMPDIR=/tmp")]
     where = f"in {short}, because TMPDIR is too deep" if short else "in the folder for temporary files"
     return [Finding("machine", "sockets", State.OK, where)]
+
+
+def _ray_token(home: Path | None = None) -> list[Finding]:
+    """Return whether other users of this host can read the token with which code can be run in the user's Ray."""
+    path = (home or Path.home()) / ".ray" / "auth_token"
+    if not path.exists():
+        return [Finding("machine", "Ray's token", State.NOTE, "no ~/.ray/auth_token; a run's own Ray makes one")]
+    if path.stat().st_mode & 0o077:
+        found = f"other users may read {path}, and run code in your Ray with it"
+        return [Finding("machine", "Ray's token", State.FIX, found, f"chmod 600 {path}")]
+    return [Finding("machine", "Ray's token", State.OK, f"{path}, for this user only")]
 
 
 def _gib(nbytes: float) -> str:

@@ -120,7 +120,7 @@ def _quick_checks(config: Config, resume: bool) -> list[Check]:
         lambda: _check_engine_arguments(rollout),
         *checks_of_functions(config.rubrics, config.environment, config.loss, config.data, config.rollout),
         lambda: check_sampler(config.resolved_sampler, config.algorithm, config.dataplane),
-        lambda: _check_ray_address(resources.ray_address),
+        lambda: _check_ray_address(resources.ray_address, trusted_network=config.dataplane.trusted_network),
         lambda: _check_sockets(resources.ray_address, rollout.engine),
         lambda: _check_store(config.dataplane, joins_ray=resources.ray_address is not None),
         lambda: plan_here(PlacementRequest.of(config), resources, config.sync) and None,
@@ -204,7 +204,7 @@ def _check_engine_arguments(rollout: RolloutConfig) -> None:
 # ---------------- These functions check the machine.
 
 
-def _check_ray_address(given: str | None) -> None:
+def _check_ray_address(given: str | None, *, trusted_network: bool) -> None:
     if given is None or given == "local" or assumed_machine() is not None:
         return
     try:
@@ -219,6 +219,10 @@ def _check_ray_address(given: str | None) -> None:
         raise ValueError(
             f"resources.ray_address: got {given!r}, expected the address of a Ray that can be reached ({why})"
         ) from error
+    if not trusted_network:
+        from ...cluster.ray_cluster import check_token  # Only this check needs to import Ray.
+
+        check_token(address, trusted_network=False)
 
 
 def _cluster_address(given: str) -> str:

@@ -94,6 +94,17 @@ def test_no_shared_memory_and_rdma_devices(tmp_path: Path) -> None:
     assert doctor._rdma(tmp_path / "none")[0].state is State.NOTE
 
 
+def test_a_token_that_others_can_read(tmp_path: Path) -> None:
+    assert doctor._ray_token(tmp_path)[0].state is State.NOTE
+    (tmp_path / ".ray").mkdir()
+    token = tmp_path / ".ray" / "auth_token"
+    token.touch(0o644)
+    [finding] = doctor._ray_token(tmp_path)
+    assert finding.state is State.FIX and finding.fix == f"chmod 600 {token}"
+    token.chmod(0o600)
+    assert doctor._ray_token(tmp_path)[0].state is State.OK
+
+
 @pytest.mark.processes
 def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

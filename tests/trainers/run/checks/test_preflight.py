@@ -20,6 +20,7 @@ from headrace.cli import main
 from headrace.dataplane.stores import shm_folder
 from headrace.trainers.base_model.made_tokenizers import make_tokenizer
 from headrace.trainers.base_model.prepare import TINY_QWEN3
+from headrace.trainers.cluster import ray_cluster
 from headrace.trainers.cluster.gpu_bundles import Reservation
 from headrace.trainers.cluster.placement import ON_CPUS
 from headrace.trainers.config.config import with_run_dir
@@ -351,6 +352,25 @@ def test_shared_memory_that_is_too_small(place: Path, monkeypatch: pytest.Monkey
     assert checked(place, {**run, "dataplane": {"store": {"kind": "ray"}}})
 
 
+@pytest.fixture
+def no_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Does not wait for the first bytes of a Ray, as a test's port sends none."""
+    monkeypatch.setattr(ray_cluster, "GREETING_S", 0.01)
+
+
+def test_a_joined_ray_is_asked_about_its_token(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "asks_for_token", lambda address: False)
+    with socket.create_server(("127.0.0.1", 0)) as cluster:
+        address = f"127.0.0.1:{cluster.getsockname()[1]}"
+        run = {**SMALL, "resources": {"ray_address": address}}
+        [problem] = problems(place, run)
+        assert problem.startswith(
+            f"dataplane.trusted_network: got false with resources.ray_address='{address}', expect"
+        )
+        assert checked(place, {**run, "dataplane": {"trusted_network": True}}) == []
+
+
+@pytest.mark.usefixtures("no_greeting")
 def test_a_store_that_trusts_everybody_needs_a_network_that_may_be_trusted(place: Path) -> None:
     run = {"model": {"path": "no-one/has-this-model"}}
     with socket.create_server(("127.0.0.1", 0)) as cluster:  # any that can be reached
@@ -375,6 +395,7 @@ def test_prompts_that_are_left_out_are_no_mistake(place: Path) -> None:
     assert found[0].startswith("data.max_prompt_tokens: got 2, but all 2 prompts of './some.jsonl' are longer")
 
 
+@pytest.mark.usefixtures("no_greeting")
 def test_a_cluster_that_answers_is_accepted(place: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
