@@ -69,9 +69,8 @@ def header(nbytes: int, number: int, op_bytes: int, checksum: int) -> bytes:
 
 
 def read_header(data: bytes | bytearray | memoryview, start: int = 0) -> tuple[int, int, int, int]:
-    """Return a header's fields: the number of bytes of the body, the number of the request, the number of bytes of the
-    op's name, and the checksum for `check`. Raises Damaged when the header has changed on the way, or announces more
-    than MAX_FRAME_BYTES."""
+    """Return the fields of a header: body bytes, request number, bytes of the op's name, checksum for `check`. Raises
+    Damaged when the header has changed on the way, or announces more than MAX_FRAME_BYTES."""
     end = start + _FIELDS.size
     if _SUM.unpack_from(data, end)[0] != xxhash.xxh32_intdigest(memoryview(data)[start:end]):
         raise Damaged("the header of a message was damaged on the way")

@@ -373,7 +373,7 @@ def test_a_slow_answer_is_a_timeout_that_says_how_far_it_came(
         with link.exchange("get", "get", request, (), deadline, expected=(1 << 19) + 1) as (connection, _, raw_bytes):
             connection.receive_into([memoryview(bytearray(raw_bytes))], deadline)
     got, expected = map(int, re.findall(r"(\d+) of (\d+) bytes", str(late.value))[0])
-    assert got == expected - 1 > 1 << 19
+    assert got == expected - ENDING.size > 1 << 19
     go_on.set()
 
 
