@@ -193,7 +193,7 @@ class Episode:
         """Number of tokens that the policy and the environment may still add after the prompt."""
         return self._room(self._row())
 
-    # ---------------- These methods add text to the episode.
+    # ---------------- These methods add text and chat messages.
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text that is to be added, without special tokens."""

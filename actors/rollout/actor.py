@@ -210,7 +210,7 @@ class RolloutActor(EngineHost):
         For example, they name the split that was chosen and the number of prompts left out."""
         return self._data_notes
 
-    # ---------------- These methods change which engine actors get requests.
+    # ---------------- These methods manage engine actors, and end the parts of this actor.
 
     async def set_engines(self, names: Sequence[str], handles: Sequence[Any]) -> None:
         """Send requests to exactly these engine actors. `build` must have been called on each of them. handles: Ray

@@ -446,6 +446,9 @@ async def _check_tokens(session: Session, case: Case, first: int, completions: l
     session.log.expect(bool(difference.mean() < NOISE[0] and difference.max() < NOISE[1]), f"{case}: log-probs differ")
 
 
+# ---------------- These functions run the whole benchmark.
+
+
 def allow_functions() -> None:
     """Let vLLM's workers accept the functions that check every byte. This must be called before an engine starts."""
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
