@@ -150,7 +150,7 @@ class Gspo:
         return TokenLosses(-torch.minimum(gain, bounded), {**metrics, **drift(inputs)})
 
 
-# ---------------- CISPO clips the importance weight instead of the token, so that every token keeps a gradient.
+# ---------------- CISPO clips only the importance weight, so that every token keeps a gradient.
 #
 # The source is MiniMax 2025, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention",
 # arXiv:2506.13585.

@@ -147,7 +147,7 @@ class PolicyLoss:
         return TermSums(torch.stack(losses).sum(), {name: metrics[name] for name in self.metrics})
 
 
-# ---------------- Losses must be linear in 1/N.
+# ---------------- The sums of a loss must not depend on how rows are divided into microbatches.
 
 _PROBE_TOKENS = (3, 1, 0, 2)
 """Number of response tokens of each of the four made-up rows that `_check_linear` uses. Rows 0 and 1 are one group,

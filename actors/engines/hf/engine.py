@@ -99,7 +99,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         decoding = None if self._batch is None else self._batch.decoding
         return self.stats.tokens + (0 if decoding is None else decoding.num_steps) + self._incoming.num_received
 
-    # ---------------- These methods serve requests.
+    # ---------------- These methods serve and pause requests.
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return `params.n` completions, in order. Cancelling the call ends the request at the next decoding step.
