@@ -216,5 +216,5 @@ def test_a_block_of_more_rows_than_a_slot_can_name_is_refused() -> None:
 
 
 def test_a_row_without_dimensions_is_no_ragged_field() -> None:
-    with pytest.raises(ValueError, match="'img': ndim 0, expected at least 1"):
+    with pytest.raises(ValueError, match="'img': got ndim 0, expected at least 1"):
         Field("img", Kind.RAGGED, torch.uint8, ndim=0)
