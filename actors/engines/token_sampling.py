@@ -121,7 +121,7 @@ def checked_prompt(
             f"expected 0..{vocab_size - 1}; does the tokenizer belong to the model?"
         )
     if unknown := [token for token in params.stop_token_ids if token >= vocab_size]:
-        raise ValueError(f"request {request_id!r}: stop token id {unknown[0]}, expected one of 0..{vocab_size - 1}")
+        raise ValueError(f"request {request_id!r}: got stop token id {unknown[0]}, expected 0..{vocab_size - 1}")
     return prompt
 
 

@@ -120,7 +120,8 @@ class PolicyLoss:
         for _, term in terms:
             if term.denominator not in typing.get_args(Denominator):
                 raise ValueError(
-                    f"loss: {term.name} is a mean over {term.denominator}, expected over tokens, sequences or groups"
+                    f"loss: {term.name} is a mean over {term.denominator}, expected a mean over tokens, "
+                    "sequences or groups"
                 )
             if term.denominator != first.denominator:
                 raise ValueError(

@@ -87,7 +87,7 @@ def test_terms_must_agree() -> None:
         PolicyLoss([(1.0, NamedTerm("first", "tokens", ("kl",))), (1.0, NamedTerm("second", "tokens", ("kl",)))])
     with pytest.raises(ValueError, match="no terms"):
         PolicyLoss([])
-    with pytest.raises(ValueError, match="odd is a mean over microbatches, expected over tokens, sequences or groups"):
+    with pytest.raises(ValueError, match="odd is a mean over microbatches, expected a mean over tokens, sequences"):
         PolicyLoss([(1.0, NamedTerm("odd", "microbatches"))])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ppo_clip is a mean over tokens and reference_kl over sequences"):
         PolicyLoss([(1.0, PolicyTerm(PpoClip())), (0.1, ReferenceKl("k3", Aggregation("sequence")))])
