@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..process.process_keeper import end_kept, kept_command
 from .episode import Episode
 
 TASK = "task"
@@ -112,8 +113,8 @@ class _Child:
         # The import paths of this process are for its own Python. Another Python gets only the user's folders.
         paths = [*path, *(inherited if python == sys.executable else ())]
         process = await asyncio.create_subprocess_exec(
-            python, "-P", str(_SCRIPT), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE, limit=_LINE_BYTES,
+            *kept_command(python, "-P", str(_SCRIPT)), stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=_LINE_BYTES,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )  # fmt: skip
         child = _Child(process)
@@ -160,16 +161,15 @@ class _Child:
             self._waiting.pop(number, None)
 
     async def close(self) -> None:
-        """End the process by closing its input, and kill it if it takes too long. Idempotent."""
+        """End the process by closing its input, or after three seconds together with all that it has started.
+        Idempotent."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
             async with asyncio.timeout(3.0):
                 await self._process.wait()
         except TimeoutError:
-            with suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+            await end_kept(self._process)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -4,11 +4,11 @@
 abandoned: its thread keeps running until the function returns, if it ever does, but the call no longer counts toward
 the limit of concurrent calls. When too many such calls hang, the next call raises TooManyHang.
 
-`UserProcesses` kills a process whose call takes too long.
+`UserProcesses` ends a process whose call takes too long, with all that it has started.
 
     call -> a free process, else a new one, else wait -> a line of JSON -> the function -> a line of JSON
                                                           |  no answer in time, or the process has died
-                                                          +--> killed; the call is tried again as often as it may
+                                                          +--> ended; the call is tried again as often as it may
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from .process_keeper import end_kept, kept_command
 from .user_errors import contained
 from .user_process_child import PROMPT
 
@@ -80,7 +80,7 @@ class UserProcesses:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def close(self) -> None:
-        """End all processes. Idempotent."""
+        """End all processes, and what they have started. Idempotent."""
         for process in list(self._all):
             await self._kill(process)
         self._free.clear()
@@ -113,12 +113,12 @@ class UserProcesses:
 
     async def _start(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", str(_SCRIPT), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            limit=_LINE_BYTES,
+            *kept_command(sys.executable, "-P", str(_SCRIPT)), stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE, limit=_LINE_BYTES,
         )  # fmt: skip
         self._all.add(process)
         path = [folder or os.getcwd() for folder in (*sys.path, "")]
-        first = json.dumps({**self._first, "path": path, "parent": os.getpid()})
+        first = json.dumps({**self._first, "path": path})
         try:
             said = await self._ask(process, first.encode() + b"\n", START_S)
         except BaseException as error:
@@ -133,9 +133,7 @@ class UserProcesses:
 
     async def _kill(self, process: asyncio.subprocess.Process) -> None:
         self._all.discard(process)
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+        await end_kept(process)
 
 
 class TooManyHang(RuntimeError):

@@ -1,20 +1,18 @@
-"""Calls one function in a separate process, which ends with the process that started it.
+"""Calls one function in a separate process, which a keeper ends (see process_keeper.py).
 
-The first line of the input is {"target": "module:name", "options": {...}, "path": [...], "parent": process id},
-answered by {"ready": true} or {"failed": "..."}. Each further line is {"method": "__call__", "arguments": [...]},
+The first line of the input is {"target": "module:name", "options": {...}, "path": [...]}, answered by {"ready": true}
+or {"failed": "..."}. Each further line is {"method": "__call__", "arguments": [...]},
 answered by {"value": ...} or {"error": "..."}.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import importlib
 import inspect
 import json
 import os
 import runpy
-import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,20 +22,8 @@ PROMPT = "__prompt__"
 """Key that marks an argument as a prompt. The fields of a prompt become attributes of an object."""
 
 
-_PR_SET_PDEATHSIG = 1
 # This script runs without the package, so it reads its neighbour as a file.
 described = runpy.run_path(str(Path(__file__).with_name("user_errors.py")))["described"]
-
-
-def end_with(parent: int) -> None:
-    """Make Linux kill this process when the thread of process `parent` that started it ends. That thread runs the event
-    loop. The kill also works while a function hangs. Elsewhere the process ends when its input is closed and no
-    function runs."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # The parent process had already ended.
-        os._exit(1)
 
 
 def load(first: dict[str, Any]) -> Any:
@@ -70,7 +56,6 @@ def main() -> None:
 
     try:
         first = json.loads(sys.stdin.readline())
-        end_with(first["parent"])
         function = load(first)
     except BaseException as error:  # A user's module can raise any error at import.
         write({"failed": f"{type(error).__name__}: {error}"})
