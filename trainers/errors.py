@@ -1,6 +1,7 @@
-"""Defines the exceptions for mistakes that only the user can correct.
+"""Defines exceptions for damaged checkpoints, and for mistakes that only the user can correct.
 
 ValueError
+├── CheckpointDamaged  a file of a checkpoint is not as it was written
 └── UserError      any such mistake, as one sentence; the command line prints it and exits with status 2
     └── ConfigError  a mistake in the configuration file or in an override
 """
@@ -9,6 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+
+class CheckpointDamaged(ValueError):
+    """Raised instead of loading a checkpoint with a file that is not as it was written. The message names both."""
 
 
 class UserError(ValueError):

@@ -1,27 +1,36 @@
 """Saves and loads sharded checkpoints: every rank writes its shards, and any number of ranks can read them.
 
-Saving can run in the background while training continues.
+Saving can run in the background while training continues. Each checkpoint has the digests of its files:
+
+    write_digests     each rank reads back and digests the files that it has written; rank 0 writes digests.json
+    expect_undamaged  the ranks share the files; each digests its part, and all raise if one finds damage
 """
 
 from __future__ import annotations
 
 import datetime
+import json
+import logging
 import os
 import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+
+from ..errors import CheckpointDamaged
 
 STEPS = "steps"
 """Name of the checkpoint entry that holds the number of optimizer steps taken (int64 scalar). This number is the whole
@@ -75,6 +84,7 @@ def write(path: str, staged: dict[str, torch.Tensor], rank: int, world: int, gro
     """
     with _one_process(world):
         save(staged, checkpoint_id=draft_of(path), process_group=group)
+    write_digests(draft_of(path), rank, world, group)
     on_first_rank(lambda: publish(path), rank, world, group)
 
 
@@ -85,12 +95,13 @@ def load_checkpoint(
     `group`.
 
     Any number of ranks in any mesh may load. If n ranks have saved their RNG state, rank r takes that of rank r % n.
-    Raises ValueError, before any tensor is changed, when there is no complete checkpoint or when it belongs to another
-    model.
+    Raises ValueError, before any tensor is changed, when there is no complete checkpoint, when it belongs to another
+    model, and, as CheckpointDamaged, when a file of it is not as it was written.
     """
     on_first_rank(lambda: _recover(path), rank, world, group)
     if not _is_whole(path):
         raise ValueError(f"checkpoint {path}: missing or incomplete, expected a folder that save has written")
+    expect_undamaged(path, rank, world, group)
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     for name, value in state.items():
         entry = stored.get(name)
@@ -191,6 +202,108 @@ def _one_process(world: int) -> Iterator[None]:
         if world == 1:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
+
+
+DIGESTS = "digests.json"
+"""File of a checkpoint's folder with the size in bytes and the xxh3_64 of every other file, by name."""
+_CHUNK_BYTES = 16 << 20
+
+_log = logging.getLogger(__name__)
+Digests = dict[str, tuple[int, str]]
+"""Name of a file -> its size in bytes and the hexadecimal xxh3_64 of its content."""
+
+
+def file_digest(path: str | os.PathLike[str]) -> tuple[int, str]:
+    """Return the size in bytes and the hexadecimal xxh3_64 of a file. Raises OSError if it cannot be read."""
+    digest, size, chunk = xxhash.xxh3_64(), 0, memoryview(bytearray(_CHUNK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while read := file.readinto(chunk):
+            digest.update(chunk[:read])
+            size += read
+    return size, digest.hexdigest()
+
+
+def write_digests(folder: str, rank: int, world: int, group: dist.ProcessGroup | None) -> None:
+    """Write digests.json into a checkpoint's folder that all ranks have written. Collective over `group`. Raises
+    OSError on every rank if one rank cannot read its files."""
+
+    def own() -> Digests:
+        names = (name for name in os.listdir(folder) if name.startswith(f"__{rank}_") or (name[0] == "." and not rank))
+        return {name: file_digest(os.path.join(folder, name)) for name in names}
+
+    found = _together(own, world, group)
+    if not rank:
+        Path(folder, DIGESTS).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def expect_undamaged(path: str, rank: int, world: int, group: dist.ProcessGroup | None) -> None:
+    """Compare the files of the checkpoint `path` with their digests. Collective over `group`.
+
+    Raises CheckpointDamaged on every rank if a file is missing or has other bytes than were written. A checkpoint of a
+    version that wrote no digests is not checked, with a warning.
+    """
+    outcome: list[Digests | str | None] = [None if rank else _read(path)]
+    if world > 1:  # All ranks go by what one has read, as they must go on alike.
+        dist.broadcast_object_list(outcome, src=0, group=group)
+    [known] = outcome
+    if isinstance(known, str):
+        raise CheckpointDamaged(known)
+    if known is None:
+        return
+
+    def part() -> Digests:
+        names = sorted(known)[rank::world]
+        files = {name: os.path.join(path, name) for name in names}
+        return {name: file_digest(file) for name, file in files.items() if os.path.exists(file)}
+
+    found = _together(part, world, group)
+    damage = [
+        f"{name} {_difference(known[name], found.get(name))}"
+        for name in sorted(known)
+        if found.get(name) != known[name]
+    ]
+    if damage:
+        more = f", and {len(damage) - 1} more file(s)" if len(damage) > 1 else ""
+        raise CheckpointDamaged(f"checkpoint {path} is damaged: {damage[0]}{more}")
+
+
+def _read(path: str) -> Digests | str | None:
+    """Return the digests of a checkpoint, or a sentence if they cannot be read; None if it has none."""
+    try:
+        read = json.loads(Path(path, DIGESTS).read_bytes())
+        return {name: (int(size), str(digest)) for name, (size, digest) in read.items()}
+    except FileNotFoundError:
+        _log.warning("checkpoint %s: it has no %s, so its bytes are not checked", path, DIGESTS)
+        return None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return f"checkpoint {path} is damaged: {DIGESTS} cannot be read ({error})"
+
+
+def _difference(known: tuple[int, str], found: tuple[int, str] | None) -> str:
+    if found is None:
+        return "is missing"
+    if found[0] != known[0]:
+        return f"has {found[0]} bytes, and {known[0]} were written"
+    return f"has other bytes than were written (xxh3 {found[1]}, expected {known[1]})"
+
+
+def _together(own: Callable[[], Digests], world: int, group: dist.ProcessGroup | None) -> Digests:
+    """Return the digests that all ranks have computed, on every rank. An OSError of one rank is raised on all."""
+    outcome: Digests | str
+    try:
+        outcome = own()
+    except OSError as error:
+        outcome = str(error)
+    outcomes: list[Digests | str] = [outcome]
+    if world > 1:
+        outcomes = [outcome] * world
+        dist.all_gather_object(outcomes, outcome, group=group)
+    found: Digests = {}
+    for number, one in enumerate(outcomes):
+        if isinstance(one, str):
+            raise OSError(f"rank {number}: {one}")
+        found |= one
+    return found
 
 
 WRITE_TIMEOUT_S = 86_400.0

@@ -10,10 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from ..cluster.calls import ActorFailed, Call, gather_each
 from ..config.config import RunConfig
-from ..errors import UserError
+from ..errors import CheckpointDamaged, UserError
 from .rollout_pool import RolloutPool
 from .train_workers import TrainWorkers
 
@@ -21,6 +24,10 @@ _log = logging.getLogger(__name__)
 _DEFAULTS = RunConfig()
 ATTEMPTS = 2
 """Maximum number of attempts to write the final checkpoint of a run."""
+
+
+class NoCheckpoint(UserError):
+    """Raised when a run has no complete checkpoint from which it could go on."""
 
 
 @dataclass(slots=True)
@@ -106,7 +113,7 @@ class Checkpoints:
         with workers.stages.timed("checkpoint"):
             try:
                 draft = path.with_suffix(".json.tmp")
-                draft.write_text(json.dumps({key: value for key, value in asdict(state).items() if key != "ahead"}))
+                draft.write_text(_encoded(state))
                 draft.rename(path.with_suffix(".json"))
                 calls = [worker.save(str(path)) for worker in workers.handles]
                 workers.gather_slow(calls, "checkpoint", _draft_of(path))
@@ -149,22 +156,27 @@ class Checkpoints:
         self._expect_trimmed(workers.timeout_s)
 
     def latest_state(self) -> State:
-        """Return the state of the newest complete checkpoint. Raises UserError when there is none."""
+        """Return the state of the newest complete checkpoint. Raises NoCheckpoint when there is none, and UserError
+        when its file is damaged."""
         steps = self._steps()
         if not steps:
-            raise UserError(
+            raise NoCheckpoint(
                 f"--resume: {self.folder} holds no checkpoint, expected at least one (a run writes them every "
                 "run.checkpoint_minutes, every run.checkpoint_every steps, and when it is interrupted after a step); "
                 "start again in a new run.dir"
             )
-        return State(**json.loads(self._path(steps[-1]).with_suffix(".json").read_text()))
+        path = self._path(steps[-1]).with_suffix(".json")
+        try:
+            return _decoded(path.read_bytes())
+        except (ValueError, TypeError) as error:
+            raise self._set_aside(steps[-1], f"checkpoint {path} is damaged: {error}") from None
 
     def load(self, workers: TrainWorkers, rollouts: RolloutPool, state: State) -> None:
         """Load the checkpoint of `state` into all train workers, which must be newly built. For the state of the run's
         start (step 0) nothing is read.
 
         Collective over the train workers; their number may differ from when the checkpoint was saved. Raises
-        ActorFailed if a worker fails, dies or makes no progress.
+        ActorFailed if a worker fails, dies or makes no progress, and UserError if the checkpoint is damaged.
         """
         self._trims = []  # The actors of these calls can have been replaced.
         self._whole = self._writing = None
@@ -173,8 +185,26 @@ class Checkpoints:
             rollouts.roles.to_training()
             path = str(self._path(state.step))
             with workers.stages.timed("load checkpoint"):
-                workers.gather_slow([worker.load(path) for worker in workers.handles], "resume")
+                try:
+                    workers.gather_slow([worker.load(path) for worker in workers.handles], "resume")
+                except ActorFailed as error:
+                    if isinstance(error.cause, CheckpointDamaged):
+                        raise self._set_aside(state.step, str(error.cause)) from error
+                    raise
             self._whole = replace(state, outstanding=list(state.outstanding))
+
+    def _set_aside(self, step: int, damage: str) -> UserError:
+        """Rename the damaged checkpoint of `step`, and return the error to raise. The one before it is then the newest.
+
+        damage: sentence that names the file.
+        """
+        path = self._path(step)
+        aside = path.with_name(f"{path.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        steps = self._steps()
+        before = f"--resume now goes on from the one before it, of step {steps[-1]}" if steps else "there is no other"
+        return UserError(f"{damage}; it is kept as {aside.name}, and {before}")
 
     def _trim_journal(self, timeout_s: float, rollouts: RolloutPool) -> None:
         """Tell the rollout actors to delete from their journal the groups that the newest complete checkpoint covers.
@@ -232,6 +262,24 @@ class Checkpoints:
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}"
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(values, sort_keys=True).encode())
+
+
+def _encoded(state: State) -> str:
+    values = {key: value for key, value in asdict(state).items() if key != "ahead"}
+    return json.dumps({**values, "xxh3": _digest(values)})
+
+
+def _decoded(data: bytes) -> State:
+    """Return the state that `_encoded` has written. An earlier version wrote no digest. Raises ValueError or TypeError
+    if the data is damaged."""
+    values = json.loads(data)
+    if values.pop("xxh3", None) not in (None, _digest(values)):
+        raise ValueError("its content does not fit its digest")
+    return State(**values)
 
 
 def _draft_of(path: Path) -> Path:

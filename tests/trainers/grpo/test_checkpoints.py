@@ -16,9 +16,9 @@ from headrace.trainers.cluster import rollout_specs
 from headrace.trainers.cluster.calls import ActorFailed, gather
 from headrace.trainers.cluster.rollout_specs import journal
 from headrace.trainers.config.load import build_config
-from headrace.trainers.errors import UserError
+from headrace.trainers.errors import CheckpointDamaged, UserError
 from headrace.trainers.grpo import checkpoints
-from headrace.trainers.grpo.checkpoints import Checkpoints, State
+from headrace.trainers.grpo.checkpoints import Checkpoints, NoCheckpoint, State
 from headrace.trainers.grpo.gpu_turns import BothResident
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.grpo.train_workers import size_of
@@ -44,6 +44,20 @@ def test_one_from_before_prompts_could_be_outstanding_still_counts(tmp_path: Pat
     assert Checkpoints(tmp_path).latest_state() == State(3, 3, 24, [])
 
 
+@pytest.mark.parametrize("damage", [b'{"step": 4, "version": 4, "position": 99', b'{"stop": 4}', None])
+def test_damaged_numbers_are_named_and_the_checkpoint_before_is_offered(tmp_path: Path, damage: bytes | None) -> None:
+    for step in (2, 4):
+        (tmp_path / f"step_{step:06d}").mkdir()
+        (tmp_path / f"step_{step:06d}.json").write_text(checkpoints._encoded(State(step, step, 8 * step, [3])))
+    file = tmp_path / "step_000004.json"
+    file.write_bytes(file.read_bytes().replace(b"32", b"33") if damage is None else damage)
+    with pytest.raises(
+        UserError, match="step_000004.json is damaged: .*; it is kept as step_000004.damaged, and --resume"
+    ):
+        Checkpoints(tmp_path).latest_state()
+    assert Checkpoints(tmp_path).latest_state() == State(2, 2, 16, [3]) and (tmp_path / "step_000004.damaged").is_dir()
+
+
 class Workers:
     """A run of two train workers that write at once, unless a call is refused."""
 
@@ -58,13 +72,14 @@ class Workers:
         self.folder = folder
         self.refused: list[str] = []
         """Methods whose next call fails on all workers."""
+        self.error: Exception = OSError(28, "No space left on device")
         self.calls: list[str] = []
         self.warnings: list[str] = []
         self.checkpoints = Checkpoints(folder, self.config.run, warn=self.warnings.append)
 
     def answer(self, method: str) -> Any:
         if method in self.refused:
-            return RayTaskError(method, "a traceback", OSError(28, "No space left on device"))
+            return RayTaskError(method, "a traceback", self.error)
         return 1 if method == "progress" else None
 
     def gather_slow(self, calls: Any, stage: str, draft: Path | None = None) -> list[Any]:
@@ -107,6 +122,22 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, monkeypatch: pytes
     run.finish(6)
     assert run.names == ["notes.txt", "step_000005", "step_000005.json", "step_000006", "step_000006.json"]
     assert run.checkpoints.latest_state().step == 6 and not run.warnings
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Workers(monkeypatch, tmp_path)
+    run.finish(3)
+    run.finish(4)
+    for step, offer in ((4, "--resume now goes on from the one before it, of step 3"), (3, "there is no other")):
+        run.refused, run.error = ["load"], CheckpointDamaged("checkpoint X is damaged: __0_0.distcp has other bytes")
+        expected = f"__0_0.distcp has other bytes; it is kept as step_00000{step}.damaged, and {offer}"
+        with pytest.raises(UserError, match=expected):
+            run.checkpoints.load(run, run, run.checkpoints.latest_state())  # pyright: ignore[reportArgumentType]
+    assert [name for name in run.names if not name.endswith(".json")] == ["step_000003.damaged", "step_000004.damaged"]
+    with pytest.raises(NoCheckpoint):
+        run.checkpoints.latest_state()
 
 
 def test_all_checkpoints_are_kept_where_the_user_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
