@@ -9,7 +9,7 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -73,15 +73,13 @@ class Rubric:
     def __init__(
         self,
         rewards: Sequence[tuple[str, Reward | TokenReward | EpisodeReward, float]],
-        tagged: Sequence[str] = (),
         *,
         scale: float = 1.0,
         clip: tuple[float, float] | None = None,
         voter: str | None = None,
         apart: Sequence[ApartReward] = (),
     ) -> None:
-        """rewards: name, function and weight of each reward. tagged: names of the rewards whose unweighted values are
-        stored with each row as tags (metadata). scale, clip: factor and bounds of the weighted sum (see
+        """rewards: name, function and weight of each reward. scale, clip: factor and bounds of the weighted sum (see
         `RewardConfig`). voter: name of the reward that finds the answer in a response for `Score.answer`, with its
         method `answer_of(response)`; without such a method, the whole response is the answer. None: answers are not
         looked for.
@@ -96,9 +94,8 @@ class Rubric:
                 raise ValueError(f"reward: {name!r} is given twice; give one of them another name")
             if not math.isfinite(weight):
                 raise ValueError(f"reward {name!r}: got weight {weight}, expected a finite number")
-        assert {*tagged, *([] if voter is None else [voter])} <= set(names)
+        assert voter is None or voter in names
         self._rewards = [(name, reward, weight, wanted_by(reward)) for name, reward, weight in rewards]
-        self.tagged = tuple(tagged)
         self._voter = voter
         self.apart = ApartRewards(apart, voter) if apart else None
         """Rewards that are computed before the others; None if there are none."""
@@ -177,11 +174,10 @@ def _fits(value: Any) -> bool:
     return abs(value) <= MOST
 
 
-def build_rubric(config: RewardConfig, tagged: Collection[str] = (), voter: str | None = None) -> Rubric:
+def build_rubric(config: RewardConfig, voter: str | None = None) -> Rubric:
     """Build the rubric from the section `reward` of the configuration.
 
-    tagged: names (`RewardFunctionConfig.label`) of the functions whose unweighted values are stored with each row as
-    tags (metadata). voter: see `Rubric`. Raises ValueError for a path that cannot be imported, or for options that do
+    voter: see `Rubric`. Raises ValueError for a path that cannot be imported, or for options that do
     not fit.
     """
     rewards, apart = [], []
@@ -196,8 +192,7 @@ def build_rubric(config: RewardConfig, tagged: Collection[str] = (), voter: str 
             apart.append(_apart(function, reward, config.timeout_s))
             reward = _computed_before
         rewards.append((function.label, reward, function.weight))
-    tags = [function.label for function in config.functions if function.label in tagged]
-    return Rubric(rewards, tags, scale=config.scale, clip=config.clip, voter=voter, apart=apart)
+    return Rubric(rewards, scale=config.scale, clip=config.clip, voter=voter, apart=apart)
 
 
 def check_rewards(functions: Sequence[RewardFunctionConfig]) -> None:

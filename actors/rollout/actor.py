@@ -81,9 +81,6 @@ class RolloutSetup:
     """Folder or hub id of the tokenizer."""
     reward: RewardConfig
     """Section `reward` of the configuration: the rubric that scores every sample."""
-    tagged_rewards: frozenset[str]
-    """Names (`RewardFunctionConfig.label`) of the reward functions whose unweighted values are stored with each row as
-    tags (metadata), for advantages that need more than the total reward."""
     data: DataConfig
     """Section `data` of the configuration: the sources of prompts."""
     evaluations: tuple[EvaluationSetup, ...]
@@ -134,7 +131,7 @@ class RolloutActor(EngineHost):
     def _build(self) -> ServingEngine:
         setup = self._setup
         torch.set_num_threads(setup.threads)
-        rubric = build_rubric(setup.reward, setup.tagged_rewards)
+        rubric = build_rubric(setup.reward)
         tokenizer = load_tokenizer(setup.tokenizer)
         opened = open_prompts(setup.data, tokenizer, seed=setup.seed, check_lengths=setup.check_prompts)
         note = end_note(end_tokens(setup.tokenizer, tokenizer), tokenizer)

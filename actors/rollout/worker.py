@@ -266,7 +266,7 @@ class RolloutWorker:
         batch, tags = rollout_rows(
             samples,
             scores,
-            self._rubric.tagged,
+            self._rubric.names,
             mask_truncated=self._mask_truncated,
             keeps_old_kv=self._keeps_old_kv,
             routes=routes,

@@ -20,8 +20,6 @@ from ...actors.rollout.rows import RouteRules
 from ...actors.sample_file import SampleFile, SamplesConfig
 from ...dataplane.config import Section
 from ...dataplane.handle import DataPlaneHandle
-from ..advantages.config import AdvantageConfig
-from ..advantages.estimators import build_advantages
 from ..base_model.prepare import route_spec
 from ..config.config import Config, RunConfig
 from ..config.evaluation_sets import EvaluationConfig, ValidationConfig, evaluation_data
@@ -46,9 +44,6 @@ def rollout_setup(
         model=config.model,
         tokenizer=model,
         reward=config.reward,
-        tagged_rewards=tagged_rewards(
-            config.advantage, config.reward, dynamic=config.algorithm.dynamic_sampling.enabled
-        ),
         data=config.data,
         evaluations=tuple(plan.setup for plan in evaluation_plans(training, config.validation, config.evaluation)),
         check_prompts=index == 0,
@@ -74,14 +69,6 @@ def sampling(rollout: RolloutConfig, *, n: int, seed: int) -> SamplingParams:
         stop=rollout.stop,
         stop_token_ids=rollout.stop_token_ids,
     )
-
-
-def tagged_rewards(advantage: AdvantageConfig, reward: RewardConfig, *, dynamic: bool) -> frozenset[str]:
-    """Return the names of the rewards that the advantage estimator or dynamic sampling needs individually. Each row
-    carries these rewards as tags (numbers that can be read without the row's content). dynamic: whether the run samples
-    dynamically."""
-    one_by_one = set(build_advantages(advantage, reward.weights).components)
-    return frozenset(one_by_one | {name for name, _ in reward.signal_terms} if dynamic else one_by_one)
 
 
 def sample_file(samples: SamplesConfig, run: RunConfig, prompts_per_step: int) -> SampleFile | None:
@@ -131,7 +118,6 @@ def fingerprint(config: Config) -> str:
         model["dtype"] = "float32"  # This was the default when the first journals were written.
     sampled = asdict(sampling(rollout, n=config.algorithm.group_size, seed=seed))
     del sampled["routes_from"], sampled["continues"]  # These fields vary by request and are not settings of the run.
-    tagged = tagged_rewards(config.advantage, reward, dynamic=config.algorithm.dynamic_sampling.enabled)
     decisive = {
         "seed": seed,
         "model": model,
@@ -140,7 +126,8 @@ def fingerprint(config: Config) -> str:
         "sampling": sampled,
         **_environment(config.environment),
         "rewards": [
-            {**_without_defaults(term, _LATER_REWARD), "name": term.label, "tagged": term.label in tagged}
+            # Rows without the values of single rewards, of earlier versions, have no place beside those with them.
+            {**_without_defaults(term, _LATER_REWARD), "name": term.label, "tagged": True}
             for term in reward.functions
         ],
     }

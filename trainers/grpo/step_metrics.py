@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ...actors.rewards.rubric import reward_tag
 from ...actors.rollout.results import merge_reports
 from ...actors.rollout.rows import KV_STALENESS, RouteCounts
 from ...actors.train.worker import WorkerReport
@@ -108,11 +109,16 @@ def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def row_metrics(meta: KVBatchMeta, estimate: AdvantageEstimator) -> dict[str, float]:
     """Return the metrics of rewards, advantages and lengths, by episode, from the tags in the receipt `meta`. Tags are
-    numbers for each row. Metrics of rewards and advantages are NaN if no row is valid. estimate: the run's
-    estimator of advantages."""
+    numbers for each row. Metrics of rewards and advantages are NaN if no row is valid. estimate: the run's estimator of
+    advantages."""
     episodes = episodes_of(meta)
     valid, lengths = episodes.valid, episodes.sums(meta.tags["response_length"])
     rewards = meta.tags["reward"][episodes.first][valid].astype(np.float64)
+    single = {
+        tag: values[episodes.first][valid].astype(np.float64)
+        for tag, values in meta.tags.items()
+        if tag.startswith(reward_tag(""))
+    }
     advantages = with_advantages(estimate, meta).tags["advantage"]
     _, group = np.unique(meta.groups, return_inverse=True)
     useful = np.bincount(group, weights=advantages != 0) > 0
@@ -124,6 +130,7 @@ def row_metrics(meta: KVBatchMeta, estimate: AdvantageEstimator) -> dict[str, fl
         "advantage/min": float(np.min(advantages)),
         "advantage/max": float(np.max(advantages)),
         "reward/flat_groups_share": 1.0 - float(np.mean(useful)),
+        **{tag: float(np.mean(values)) if valid.any() else math.nan for tag, values in single.items()},
         "rollout/response_length_mean": float(np.mean(lengths, dtype=np.float64)),
         "rollout/response_length_max": float(np.max(lengths)),
         "rollout/failed_rows": float(np.sum(~valid)),
@@ -141,7 +148,6 @@ def rollout_metrics(fed: FeedTally) -> dict[str, float]:
     generating_s = covered_s(fed.generated, fed.since_s, until_s)
     tokens = rollout.response_tokens - rollout.restored_tokens
     return {
-        **{f"reward/{name}": value for name, value in rollout.component_means().items()},
         **source_metrics(rollout.source_rows, rollout.source_rewards),
         "rollout/truncated_rows": float(rollout.truncated),
         "rollout/truncated_share": rollout.truncated / rollout.rows if rollout.rows else math.nan,

@@ -232,10 +232,9 @@ def test_rewards_that_ask_for_the_number_of_tokens_get_it(user_module: str) -> N
         term(f"{user_module}:tokens_over", 1.0, {"limit": 3}),
         term("exact_match"),
     )
-    rubric = build_rubric(RewardConfig(functions=functions), tagged={"tokens_over", "exact_match"})
+    rubric = build_rubric(RewardConfig(functions=functions))
     score = rubric.score(prompt("x"), "x", "stop", response_tokens=8)
     assert score.components == {"overlong": -0.5, "tokens_over": 5.0, "exact_match": 1.0} and score.reward == 5.0
-    assert rubric.tagged == ("tokens_over", "exact_match")
     unknown = rubric.score(prompt("x"), "x", "stop")
     assert not unknown.valid
     assert "reward 'overlong' raised ValueError: the reward needs response_tokens" in unknown.error

@@ -54,7 +54,6 @@ def setup(model_folder: str, plane: DataPlane) -> RolloutSetup:
                 RewardFunctionConfig(kind="format", weight=0.1, options={"pattern": r"\d+"}),
             )
         ),
-        tagged_rewards=frozenset(),
         data=DataConfig(max_prompt_tokens=16),
         evaluations=(
             EvaluationSetup("validation", "val", DataConfig(max_prompt_tokens=16), 8, RewardConfig(), correct=None),

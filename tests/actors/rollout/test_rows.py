@@ -131,16 +131,16 @@ def length(prompt: Prompt, response: str, finish_reason: str, response_tokens: i
 
 
 def test_rows_are_tagged_with_the_rewards_that_are_asked_for() -> None:
-    rubric = Rubric([("length", length, 0.5), ("one", lambda *_: 1.0, 1.0)], tagged=["length"])
+    rubric = Rubric([("length", length, 0.5), ("one", lambda *_: 1.0, 1.0)])
     samples = [sample(0, 5), sample(1, 3), sample(2, 0), sample(3, 4, "abort")]
     scores = [_score_one(rubric, one, None, lambda _: None) for one in samples]
-    _, tags = rollout_rows(samples, scores, rubric.tagged)
+    _, tags = rollout_rows(samples, scores, ["length"])
     assert set(tags) == {"reward", "valid", "response_length", "reward/length"}
     assert tags["reward/length"].dtype == np.float32
     assert tags["reward/length"].tolist() == [5.0, 0.0, 0.0, 0.0]
     assert tags["valid"].tolist() == [1.0, 0.0, 1.0, 0.0] and tags["reward"].tolist() == [3.5, 0.0, 1.0, 0.0]
     assert set(rollout_rows(samples, scores)[1]) == {"reward", "valid", "response_length"}
-    _, none = rollout_rows(samples[3:], [Score(0.0, {}, False, "aborted")], rubric.tagged)
+    _, none = rollout_rows(samples[3:], [Score(0.0, {}, False, "aborted")], ["length"])
     assert none["reward/length"].tolist() == [0.0], "every put has the same tags, or the directory refuses it"
 
 

@@ -225,7 +225,7 @@ def test_a_journal_s_fingerprint_is_what_it_was(tmp_path: Path) -> None:
         '{"data": {"answer_field": "answer", "held_out": false, "options": {}, "prompt_field": "prompt", "seed": 0, '
         '"source": "task:reverse", "split": "train", "template": "{prompt}"}, "environment": ["single_turn", '
         '["calculator"], 4], "model": {"dtype": "float32", "path": "builtin:tiny-qwen3"}, "rewards": [{"kind": "my:f", '
-        '"name": "f", "options": {}, "tagged": false, "weight": 2.0}], "sampling": {"max_new_tokens": 256, "n": 8, '
+        '"name": "f", "options": {}, "tagged": true, "weight": 2.0}], "sampling": {"max_new_tokens": 256, "n": 8, '
         '"seed": 0, "stop": [], "stop_token_ids": [], "temperature": 1.0, "top_k": 0, "top_p": 1.0}, "seed": 0, '
         '"warmup": {"batch_size": 128, "corpus": "none", "lr": 0.005, "steps": 1000, "target_loss": 0.12}}'
     )

@@ -12,7 +12,6 @@ from headrace.actors.rewards.rubric import BUILT_REWARDS
 from headrace.tests.trainers.config.refusals import only_problem
 from headrace.trainers.advantages.config import AdvantageConfig
 from headrace.trainers.advantages.estimators import RewardRows, build_advantages
-from headrace.trainers.cluster import rollout_specs
 from headrace.trainers.cluster.worker_specs import backend_config
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
@@ -20,11 +19,6 @@ from headrace.trainers.losses.config import LossConfig
 
 RECOMPUTE = {"algorithm": {"prev_logprobs": "recompute"}}
 TWO = {"reward": {"functions": [{"kind": "exact_match", "weight": 0.5}, {"kind": "per_position", "weight": 2}]}}
-
-
-def tagged_rewards(config: Config) -> frozenset[str]:
-    dynamic = config.algorithm.dynamic_sampling.enabled
-    return rollout_specs.tagged_rewards(config.advantage, config.reward, dynamic=dynamic)
 
 
 def test_the_kinds_of_rewards_are_those_that_can_be_built() -> None:
@@ -47,14 +41,9 @@ def test_the_longest_answer_is_dr_grpos_constant_by_default() -> None:
     assert backend_config(Config(), "model").loss.length_norm is None
 
 
-def test_gdpo_gets_the_weights_and_asks_for_tags() -> None:
+def test_gdpo_gets_the_weights() -> None:
     config = build_config({"advantage": {"kind": "gdpo"}, **TWO})
     assert config.reward.weights == {"exact_match": 0.5, "per_position": 2.0}
-    assert tagged_rewards(config) == {"exact_match", "per_position"}
-    assert tagged_rewards(build_config(TWO)) == set()
-    functions = [*TWO["reward"]["functions"], {"kind": "format", "weight": 0, "options": {"pattern": "x"}}]
-    config = build_config({"advantage": {"kind": "gdpo"}, "reward": {"functions": functions}})
-    assert tagged_rewards(config) == {"exact_match", "per_position"}
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,11 @@ def test_metrics_and_flat_groups_count_episodes() -> None:
 
 def test_equal_rewards_are_groups_without_a_signal() -> None:
     tags = {"valid": np.ones(6), "reward": np.array([1.0, 1.0, 1.0, 0.0, 0.5, 0.5]), "response_length": np.ones(6)}
+    tags["reward/format"] = np.array([1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     meta = cast(KVBatchMeta, Receipt(tags, [1, 1, 2, 2, 3, 3]))
     metrics = row_metrics(meta, GrpoAdvantage())
     assert metrics["reward/flat_groups_share"] == pytest.approx(2 / 3)
+    assert metrics["reward/format"] == pytest.approx(1 / 6), "of the step's rows, whichever calls ended in it"
     assert metrics["advantage/max"] == -metrics["advantage/min"] == pytest.approx(2**-0.5, rel=1e-4)
     tags["valid"][:] = 0
     failed = row_metrics(meta, GrpoAdvantage())
