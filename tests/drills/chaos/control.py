@@ -28,7 +28,8 @@ class Order:
     number: int
     """Number of the order. A process recognises a new order by it, and its notes refer to the order by it."""
     kind: str
-    """Kind of the fault: `cut`, `disk`, `shm`, `slow_store` or `slow_checkpoint` (explained in `pairs.FAULTS`)."""
+    """Kind of the fault: `clock`, `cut`, `disk`, `shm`, `slow_store` or `slow_checkpoint` (explained in
+    `faults.FAULTS`)."""
     lasts_s: float
     """Seconds from the fault's first effect to its end. A cut ignores this, because it takes effect once."""
     waits_s: float

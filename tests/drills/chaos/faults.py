@@ -9,7 +9,7 @@ from typing import Literal
 ProcessKind = Literal[
     "driver", "directory", "rollout actor", "engine actor", "train worker", "storage unit", "watchdog", "raylet"
 ]
-FaultKind = Literal["stop", "kill", "cut", "disk", "shm", "slow_store", "slow_checkpoint"]
+FaultKind = Literal["stop", "pause", "kill", "clock", "cut", "disk", "shm", "slow_store", "slow_checkpoint"]
 Outcome = Literal["goes on", "restarts", "stops"]
 """How a run reacts to a fault, from mild to severe: it continues, and only replaces processes that were killed; it goes
 back to its last checkpoint by itself; or it stops with an explanation, and continues when it is started with
@@ -26,9 +26,11 @@ PROCESSES: tuple[ProcessKind, ...] = (
 )  # fmt: skip
 FAULTS: dict[FaultKind, str] = {
     "stop": "SIGSTOP, and SIGCONT after some seconds",
+    "pause": "SIGSTOP for longer than other processes may be silent, and SIGCONT",
     "kill": "SIGKILL",
+    "clock": "its date is an hour ahead for some seconds",
     "cut": "its connections to the directory or the storage unit are shut down",
-    "disk": "its writes to the run folder fail: no space left on device",
+    "disk": "its writes to the run folder fail half done: no space left on device",
     "shm": "it gets no more memory in /dev/shm: no space left on device",
     "slow_store": "its calls of the store take longer",
     "slow_checkpoint": "its writes to the run folder (checkpoint, journal, metrics) take longer",
@@ -54,17 +56,21 @@ class Pair:
 # goes back to its last checkpoint. Idle connections are made again.
 PAIRS: tuple[Pair, ...] = (
     Pair("driver", "stop", "goes on"),
+    Pair("driver", "pause", "goes on"),
     Pair("driver", "kill", "stops"),
+    Pair("driver", "clock", "goes on"),
     Pair("driver", "cut", "restarts"),
     Pair("driver", "disk", "stops"),
     Pair("driver", "slow_checkpoint", "goes on"),
     Pair("directory", "stop", "goes on"),
     Pair("directory", "kill", "restarts"),
+    Pair("directory", "clock", "goes on"),
     Pair("directory", "cut", "restarts"),
     Pair("directory", "shm", "goes on", ("shm",)),
     Pair("directory", "slow_store", "goes on"),
     Pair("rollout actor", "stop", "goes on"),
     Pair("rollout actor", "kill", "goes on"),
+    Pair("rollout actor", "clock", "goes on"),
     Pair("rollout actor", "cut", "restarts"),
     Pair("rollout actor", "disk", "stops"),
     Pair("rollout actor", "slow_store", "goes on"),
@@ -73,6 +79,7 @@ PAIRS: tuple[Pair, ...] = (
     Pair("engine actor", "kill", "goes on", _WITH_UNITS),
     Pair("train worker", "stop", "goes on"),
     Pair("train worker", "kill", "restarts"),
+    Pair("train worker", "clock", "goes on"),
     Pair("train worker", "cut", "restarts"),
     Pair("train worker", "disk", "goes on"),
     Pair("train worker", "shm", "stops"),
@@ -83,6 +90,7 @@ PAIRS: tuple[Pair, ...] = (
     Pair("storage unit", "cut", "restarts", _WITH_UNITS),
     Pair("storage unit", "slow_store", "goes on", _WITH_UNITS),
     Pair("watchdog", "stop", "goes on"),
+    Pair("watchdog", "pause", "goes on"),
     Pair("watchdog", "kill", "goes on"),
     Pair("raylet", "stop", "goes on"),
     Pair("raylet", "kill", "restarts"),
@@ -91,8 +99,16 @@ PAIRS: tuple[Pair, ...] = (
 _NO_FILE = "it writes no file of the run"
 _NO_STORE = "it never calls the store"
 _NO_SHM = "it takes no memory there"
+_NO_JUDGE = "it ends no other process for its silence"
+_NO_HOOK = "the hook does not change its date"
 _NO_LINK = "it has no connection to the data plane"
+_NO_JUDGES: tuple[ProcessKind, ...] = (
+    "directory", "rollout actor", "engine actor", "train worker", "storage unit", "raylet",
+)  # fmt: skip
+_WITHOUT_HOOK: tuple[ProcessKind, ...] = ("engine actor", "storage unit", "watchdog", "raylet")
 NO_SENSE: dict[tuple[ProcessKind, FaultKind], str] = {
+    **{(process, "pause"): _NO_JUDGE for process in _NO_JUDGES},
+    **{(process, "clock"): _NO_HOOK for process in _WITHOUT_HOOK},
     ("driver", "shm"): _NO_SHM,
     ("driver", "slow_store"): "it moves receipts and never reads or writes a row",
     ("directory", "disk"): _NO_FILE,
@@ -129,6 +145,8 @@ REST_S = 1.5
 """Maximum number of seconds between the recovery from a fault and the next fault."""
 LASTS_S = (1.0, 4.0)
 """Minimum and maximum duration of a fault in seconds."""
+PAUSE_S = 36.0
+"""Seconds that a pause lasts. This is longer than the `resources.stage_timeout_s` of the drill's runs."""
 ON_TOP_SHARE = 0.15
 """Share of faults after which the next fault strikes without waiting for the run's recovery."""
 
@@ -178,7 +196,7 @@ def _injuries(pairs: list[Pair], dice: random.Random) -> list[Injury]:
     return [
         Injury(
             pair,
-            lasts_s=dice.uniform(*LASTS_S),
+            lasts_s=PAUSE_S if pair.fault == "pause" else dice.uniform(*LASTS_S),
             rest_s=dice.uniform(0.0, REST_S),
             on_top=dice.random() < ON_TOP_SHARE,
             choice=dice.random(),

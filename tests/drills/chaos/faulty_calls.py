@@ -1,4 +1,4 @@
-"""Injects faults into the calls of this process as ordered: full disks, slow calls and cut connections."""
+"""Injects faults into the calls of this process as ordered: full disks, slow calls, wrong dates, cut connections."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import functools
 import io
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +31,8 @@ class Faults:
         self._order: Order | None = None
         self._ends = 0.0
         self._struck = False
+        self.torn = set[str]()
+        """Files of which the current order's full disk has taken a part of a write."""
         self._lock = threading.Lock()
         self._listening = 0
         """Pid of the process that started the thread that looks for orders; 0 before. A forked process must start its
@@ -70,7 +74,10 @@ class Faults:
             if order is not None and order.number != done:
                 done = order.number
                 self._struck, self._ends = False, time.monotonic() + order.waits_s
+                self.torn.clear()
                 self._order = order
+                if order.kind == "clock":  # The date is wrong whether it is asked for or not.
+                    self.strikes("clock")
                 if order.kind == "cut":
                     cut = cut_connections(order.ports)
                     if cut:
@@ -110,20 +117,27 @@ def _is_of_data_plane(address: Any, ports: tuple[int, ...]) -> bool:
 
 
 class _FaultyFile(io.FileIO):
-    """A binary file whose writes are delayed or fail with ENOSPC while a fault ordered for its folder is active."""
+    """A binary file whose writes are delayed, or fail half done with ENOSPC, while a fault ordered for its folder is
+    active."""
 
     faults: Faults
 
     def write(self, data: Any) -> int:
         path = os.path.abspath(os.fsdecode(self.name)) if not isinstance(self.name, int) else ""
         self.faults.delay("slow_checkpoint", path)
-        _expect_room(self.faults, path)
-        return super().write(data)
+        return super().write(_with_room(self.faults, path, data))
 
 
-def _expect_room(faults: Faults, path: str) -> None:
-    if faults.strikes("disk", path):
+def _with_room(faults: Faults, path: str, data: Any) -> Any:
+    """Return the part of `data` that the disk takes. A full disk takes half of the first write to a file, and raises
+    OSError at the next one, which is what it does at the end of its room."""
+    if not faults.strikes("disk", path):
+        return data
+    half = memoryview(data).cast("B")[: memoryview(data).nbytes // 2]
+    if path in faults.torn or not half:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+    faults.torn.add(path)
+    return half
 
 
 def install_file_faults(faults: Faults, folder: str) -> None:
@@ -153,7 +167,7 @@ def install_file_faults(faults: Faults, folder: str) -> None:
         path = _path_of(descriptor)
         if path.startswith(folder):
             faults.delay("slow_checkpoint", path)
-            _expect_room(faults, path)
+            data = _with_room(faults, path, data)
         return real_write(descriptor, data)
 
     @functools.wraps(real_fallocate)
@@ -165,6 +179,22 @@ def install_file_faults(faults: Faults, folder: str) -> None:
     builtins.open = io.open = faulty_open  # type: ignore[assignment]
     os.write = faulty_write
     os.posix_fallocate = faulty_fallocate
+
+
+CLOCK_STEP_S = 3600.0
+"""Seconds by which a fault `clock` sets the date ahead."""
+
+
+def install_clock_fault(faults: Faults) -> None:
+    """Patch `time.time`, so that it is an hour ahead while such a fault is active. Its beginning and end are steps of
+    the clock."""
+    real_time = time.time
+
+    @functools.wraps(real_time)
+    def stepped_time() -> float:
+        return real_time() + (CLOCK_STEP_S if faults.strikes("clock") else 0.0)
+
+    time.time = stepped_time
 
 
 def _path_of(descriptor: int) -> str:
@@ -183,3 +213,17 @@ def slowed(faults: Faults, call: Callable[..., Any], kind: str = "slow_store") -
         return call(*arguments, **named)
 
     return slow
+
+
+# ---------------- A function of a user that leaves something to end.
+
+_started: list[subprocess.Popen[bytes]] = []
+
+
+def starts_a_process(prompt: Any, response: str, finish_reason: str) -> float:
+    """Return 0 as a reward. The first call in a process starts another process, which sleeps for a day in a session of
+    its own, as sandboxes and compilers do. It must end with the reward's process."""
+    if not _started:
+        sleep = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(86400)"]
+        _started.append(subprocess.Popen(sleep, start_new_session=True))
+    return 0.0

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from headrace.tests.drills.chaos.control import VARIABLE, Control
-from headrace.tests.drills.chaos.faulty_calls import Faults, install_file_faults, slowed
+from headrace.tests.drills.chaos.faulty_calls import Faults, install_clock_fault, install_file_faults, slowed
 
 SITE = "import headrace.tests.drills.chaos.hook as hook\nhook.install()\n"
 """Content of the file `sitecustomize.py`, which every Python process of the run imports at its start."""
@@ -190,4 +190,5 @@ def install() -> None:
         return
     faults = Faults(Control(Path(folder)))
     install_file_faults(faults, run_folder)
+    install_clock_fault(faults)
     sys.meta_path.insert(0, _Patcher(faults))

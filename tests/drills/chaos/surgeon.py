@@ -135,7 +135,7 @@ class Surgeon:
         self._open.append(fault)
         began_s = time.monotonic()
         try:
-            if pair.fault == "stop":
+            if pair.fault in ("stop", "pause"):
                 self._stop(target, injury.lasts_s)
             elif pair.fault == "kill":
                 target.kill()
@@ -143,7 +143,7 @@ class Surgeon:
                 self._hurt_unit(target, injury)
             else:
                 fault.struck = self._order(target, injury)
-            fault.struck = fault.struck or pair.fault in ("stop", "kill") or pair.process == "storage unit"
+            fault.struck = fault.struck or pair.fault in ("stop", "pause", "kill") or pair.process == "storage unit"
         except psutil.NoSuchProcess:
             pass  # it ended by itself, as another was killed
         fault.lasted_s = round(time.monotonic() - began_s, 1)

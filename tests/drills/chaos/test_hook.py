@@ -45,10 +45,14 @@ def full():
     return False
 
 file = open(run / "early", "ab")
+torn = os.open(run / "torn", os.O_WRONLY | os.O_CREAT)
 descriptor = os.open(run / "low", os.O_WRONLY | os.O_CREAT)
 assert not full()
 struck(1, "disk", full, folder=str(run))
-for write in (lambda: (file.write(b"x"), file.flush()), lambda: os.write(descriptor, b"x")):
+assert os.write(torn, b"12345678") == 4, "a full disk takes a part first"
+assert (run / "torn").read_bytes() == b"1234"
+second = lambda: os.write(torn, b"5678")
+for write in (second, lambda: (file.write(b"x"), file.flush()), lambda: os.write(descriptor, b"x")):
     try:
         write()
     except OSError as error:
@@ -98,6 +102,8 @@ assert host.allocate(1, 64) is not None and host.has_ready(64)
 struck(4, "shm", lambda: not host.has_ready(64))
 assert host.allocate(2, 64) is None and "No space left" in host.shortage()
 host.close()
+before = time.time()
+struck(5, "clock", lambda: time.time() - before > 3000)
 """
 
 
@@ -121,4 +127,4 @@ def test_a_process_notes_its_rows_and_suffers_what_it_is_ordered(tmp_path: Path)
     assert putting["putting"] == read["read"], "the same bytes have the same digests"
     assert put["keys"] == read["keys"] == ["0.0", "0.1"] and put["plane"] == read["plane"]
     assert len(set(read["read"]["input_ids"])) == 2, "rows of two lengths"
-    assert [note["struck"] for note in notes if "struck" in note] == [1, 2, 3, 4]
+    assert [note["struck"] for note in notes if "struck" in note] == [1, 2, 3, 4, 5]
