@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import logging
 import os
 import statistics
 import subprocess
@@ -34,6 +35,7 @@ from .metrics import (
 from .page import card, data_script, page, plot_html, script, short, table, write_page
 from .samples import FILE, Row, read_samples
 
+_log = logging.getLogger(__name__)
 CLOSE_S = 10.0
 """Seconds within which a build must end after it is terminated; then it is killed."""
 _PRIORITY = 15
@@ -59,7 +61,11 @@ class LiveReport:
             return
         self._last_s = time.monotonic()
         quiet = subprocess.DEVNULL
-        self._process = subprocess.Popen(self._command, stdin=quiet, stdout=quiet, stderr=quiet)
+        try:
+            self._process = subprocess.Popen(self._command, stdin=quiet, stdout=quiet, stderr=quiet)
+        except OSError as error:  # The run goes on, and the next build is tried in its turn.
+            _log.warning("the report is not built: %s", error)
+            return
         with contextlib.suppress(psutil.Error):
             psutil.Process(self._process.pid).nice(os.getpriority(os.PRIO_PROCESS, 0) + _PRIORITY)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import logging
 import os
 import shutil
@@ -46,6 +47,7 @@ class RunFolder:
     data.json       rows of the files and datasets of training prompts, which a resumed run compares
     samples.jsonl   episodes of some steps and of validations, for `headrace samples` and the report
     reward_errors.jsonl  errors of failed rows, a line per rollout call with failed rows; only if any row failed
+    stuck.txt       the stacks of actors that were ended because they hung
     incidents.txt   deaths and failures that the run survived, one sentence per line; only if there were any
     error.txt       the traceback, when the run failed
     watchdog.txt    the stage and the processes' stacks, when the watchdog ended the run
@@ -167,6 +169,10 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Exception) and not self.path.is_dir():
+            self.close()
+            gone = f"run.dir: {self.path} is gone: it was removed or renamed while the run was under way"
+            raise FileNotFoundError(errno.ENOENT, f"{gone} ({type(error).__name__}: {error})") from error
         if error is not None:
             for draft in (draft for pattern in _DRAFTS for draft in self.path.glob(pattern)):
                 _remove(draft)  # The processes that wrote the drafts have ended by now.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -10,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ...actors.protocols import Span
+
+_log = logging.getLogger(__name__)
 
 DRIVER = "driver"
 STEP = "step"
@@ -109,8 +112,10 @@ class Tracer:
             self._begun.append((step, now))
         elif self._begun and self._end_s > now:
             self._end_s = now
-            if self._path is not None:
-                self.write(self._path)
+            try:
+                self.write()
+            except OSError as error:  # The run goes on without its timeline.
+                _log.warning("the timeline is not written: %s", error)
 
     @property
     def begun(self) -> bool:

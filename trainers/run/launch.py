@@ -16,7 +16,7 @@ from ..cluster.start_times import StartTimes
 from ..config.checks import cautions, contradictions
 from ..config.config import Config, with_run_dir
 from ..errors import ConfigError, UserError
-from ..grpo.checkpoints import Checkpoints, State
+from ..grpo.checkpoints import Checkpoints, NoCheckpoint, State
 from ..grpo.evaluation import BEST
 from ..grpo.feed import PARTITION, Feed
 from ..grpo.run_parts import Run
@@ -96,11 +96,11 @@ def tell_how_to_go_on(folder: RunFolder, progress: Progress) -> None:
     Prints nothing if the run has not begun."""
     try:
         step = Checkpoints(folder.checkpoints_dir).latest_state().step
-    except UserError:
+    except NoCheckpoint:
         if folder.metrics.begun and not folder.metrics.finished:
             progress.message(f"{folder.path} has no checkpoint, so this run cannot be continued")
         return
-    except OSError:  # The failure of the disk was already reported.
+    except (OSError, UserError):  # The failure of the disk, or the damage, was already reported.
         return
     command = f"headrace train {shlex.quote(str(folder.config_path))} --resume"
     if folder.metrics.finished:
@@ -157,11 +157,15 @@ class _Training:
             gc.collect()  # Handles of the ended Ray must be deleted before the next Ray starts.
             state = self._go_back(lost)
         self._watch.heartbeat.enter("writing the report")
-        self._tracer.write(self._folder.trace_path)
         self._folder.metrics.finish(state.step)
         self._live_report.close()
-        write_report(self._folder.path)
-        self._progress.message(f"report: {self._folder.report_path}")
+        try:
+            self._tracer.write(self._folder.trace_path)
+            write_report(self._folder.path)
+        except (OSError, UserError) as error:  # The run has ended well, with its model.
+            self._progress.message(f"report.html could not be built: {error}")
+        else:
+            self._progress.message(f"report: {self._folder.report_path}")
 
     def _check_prompts(self) -> None:
         """Raise ConfigError if tokenizer or prompts cannot be used. A no-op once the run has begun."""
@@ -372,7 +376,7 @@ class _Training:
         self._died = lost
         try:
             state = Checkpoints(self._folder.checkpoints_dir).latest_state()
-        except UserError:
+        except NoCheckpoint:
             state = State()
         where = f"the checkpoint of step {state.step}" if state.step else "the start, as there is no checkpoint yet"
         limit = f"run.max_restarts={self._config.run.max_restarts}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
@@ -204,7 +205,7 @@ def test_text_of_the_run_cannot_break_the_page(tmp_path: Path) -> None:
 def test_folders_without_metrics_are_a_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no metrics.jsonl"):
         write_report(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text("nonsense\n")
+    (tmp_path / "metrics.jsonl").write_text('{"reward": 1}\n')
     with pytest.raises(UserError, match="line 1"):
         write_report(tmp_path)
 
@@ -265,3 +266,16 @@ def test_each_evaluation_set_has_a_curve_and_a_table_and_learning_has_plots(tmp_
     assert text.count("<h2>Evaluation minus</h2>") == text.count("<h2>Validation</h2>") == 2, "a plot and a table"
     assert "<td>9.0</td><td>0.25</td><td>0.625</td><td>-1</td>" in text and "&lt;b&gt;" in text
     assert "Truncated answers" in text and "Engine mismatch" in text
+
+
+def test_a_report_that_cannot_be_started_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(live_report.subprocess, "Popen", refuse)
+    live = LiveReport(tmp_path, 1e-9)
+    live.tick()
+    live.close()
+    assert "the report is not built: [Errno 24] Too many open files" in caplog.text

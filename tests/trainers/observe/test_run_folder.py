@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,16 @@ def test_a_full_disk_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert note.endswith("error.txt: No space left on device")
     left = {path.name for path in tmp_path.rglob("*")}
     assert left == {"config.yaml", "metrics.jsonl", "checkpoints", "run.lock"}
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file", "checkpoints"), UserError("x")])
+def test_an_error_after_the_folder_was_removed_says_so(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(FileNotFoundError, match="run.dir: .*run is gone: it was removed or renamed while") as caught:  # noqa: SIM117
+        with RunFolder(config_for(tmp_path / "run"), resume=False) as run:
+            run.metrics.log(1, {})
+            shutil.rmtree(tmp_path / "run")
+            raise error
+    assert caught.value.__cause__ is error and not (tmp_path / "run").exists()
 
 
 def test_a_report_that_cannot_be_written_leaves_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,3 +187,10 @@ def test_a_span_outside_the_kept_step_costs_microseconds() -> None:
         with tracer.span("x"):
             pass
     assert (time.thread_time() - start) / 2000 < 50e-6
+
+
+def test_a_timeline_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tracer = Tracer(1, 1, tmp_path / "removed" / "trace.json")
+    for step in (1, 2, 3):
+        tracer.begin_step(step)
+    assert "the timeline is not written: [Errno 2]" in caplog.text
