@@ -49,6 +49,11 @@ async def awaited(function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         raise contained(error) from None
 
 
+def is_users(filename: str) -> bool:
+    """Return whether a file has code of the user, as its path in a traceback says."""
+    return not filename.startswith((*_OWN, *_LIBRARIES))
+
+
 def described(error: BaseException) -> str:
     """Return the type, the text and the place of an error in one line. The place is the last line of the user's own
     code, or else of a library, that the error came through."""

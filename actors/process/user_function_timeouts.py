@@ -124,7 +124,8 @@ class UserProcesses:
         except BaseException as error:
             await self._kill(process)
             if isinstance(error, (TimeoutError, ConnectionError, ValueError)):
-                raise UserFunctionFailed(f"the process of {self._name!r} did not start: {error}") from None
+                why = f" within {START_S:g} s" if isinstance(error, TimeoutError) else f": {error}"
+                raise UserFunctionFailed(f"the process of {self._name!r} did not start{why}") from None
             raise
         if "failed" in said:
             await self._kill(process)

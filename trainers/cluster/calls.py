@@ -128,14 +128,20 @@ class ActorHandle:
         """Name, process id and host of the actor, as its process last reported them."""
         self.ray_actor = start()
         """Ray's own handle of the actor's current process."""
+        self._kills: list[tuple[float, str]] = []
+        """Time (`time.monotonic`) of each `kill`, and why."""
 
     def restart(self) -> None:
         """Start a new process for the actor, without waiting for it. The caller must then call `configure` and
         `build`."""
         self.ray_actor = self._start()
 
-    def kill(self) -> None:
-        """Kill the actor's process, even during a call. Does not wait until the process is gone."""
+    def kill(self, why: str = "was ended by this run") -> None:
+        """Kill the actor's process, even during a call. Does not wait until the process is gone.
+
+        why: what the errors of its calls say after the actor's name, because Ray does not know the reason.
+        """
+        self._kills.append((time.monotonic(), why))
         self.cluster.kill(self.ray_actor)
 
     def run(self, function: Callable[Concatenate[Any, P], Any], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -161,9 +167,12 @@ class ActorHandle:
             message = f"{stage}: {self.info} failed after {elapsed:.1f} s: {type(cause).__name__}: {cause}"
             raise ActorFailed(message, cause) from error
         except RayActorError as error:
+            in_flight = f"the call {call.method.__name__} was in flight for {elapsed:.1f} s"
+            why = next((why for killed_s, why in self._kills if call.started <= killed_s), None)
             raise ActorFailed(
-                f"{stage}: {self.info} died; the call {call.method.__name__} was in flight for {elapsed:.1f} s: "
-                f"{death_in_words(str(error))}",
+                f"{stage}: {self.info} died; {in_flight}: {death_in_words(str(error))}"
+                if why is None
+                else f"{stage}: {self.info} {why}; {in_flight}",
                 died=True,
             ) from error
         except (GetTimeoutError, RayError) as error:

@@ -174,8 +174,6 @@ class Cluster:
             # accelerators.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            # What a tool or an environment has started in an actor's process then ends with it, however it ends.
-            os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
             settings = {
                 "num_cpus": num_cpus or max(os.cpu_count() or 1, demand.cpus),
                 "object_store_memory": object_store_mib << 20,

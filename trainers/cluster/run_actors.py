@@ -110,15 +110,15 @@ class RunActors:
         _log.warning("replaced: %s", failure)
         for tell in self.on_death:
             tell(str(failure))
-        handle.kill()
+        handle.kill(f"is replaced: {failure}")
         handle.restart()
         _identify([handle], "replace", self.start_timeout_s, self.placement, self.on_started)
         _started([handle.build()], "replace", self.start_timeout_s)
         if not self.engines.embedded and isinstance(handle, RolloutHandle):
             engines = [engine.handle for engine in self.engines.active if not engine.dead]
             _started([handle.set_engines(engines)], "replace", self.start_timeout_s)
-            asleep = [engine.handle for engine in self.engines.engines if engine.asleep]
-            _started([handle.suspend_engine(engine, True) for engine in asleep], "replace", self.start_timeout_s)
+            away = [engine.handle for engine in self.engines.engines if engine.asleep or engine.left_out]
+            _started([handle.suspend_engine(engine, True) for engine in away], "replace", self.start_timeout_s)
         self._tell()
 
     def find_dead(self, wait_s: float, *, insist: bool) -> list[ActorInfo]:
@@ -150,7 +150,7 @@ class RunActors:
         if lost := self._without_node(self.workers):
             raise ActorFailed(f"start: the host of {', '.join(lost)} has left the Ray cluster", died=True)
         for worker in self.workers:
-            worker.kill()
+            worker.kill("was ended, because all train workers are started again")
             worker.restart()
         _identify(self.workers, "start", self.start_timeout_s, self.placement, self.on_started)
         _build([], self.workers, self.start_timeout_s, StartTimes())
@@ -414,7 +414,9 @@ def _introduce(engines: EnginePool, rollouts: Sequence[RolloutHandle], timeout_s
 
     def tell(engine: Engine) -> None:
         if engine.left_out:
-            calls = [rollout.remove_engine(engine.handle) for rollout in rollouts]
+            # A suspended engine comes back or the run ends, so requests wait for it without a limit of their own.
+            calls: list[Call[Any]] = [rollout.remove_engine(engine.handle) for rollout in rollouts]
+            calls += [rollout.suspend_engine(engine.handle, False) for rollout in rollouts]
         else:
             calls = [rollout.add_engine(engine.handle) for rollout in rollouts]
         try:

@@ -117,9 +117,10 @@ class Evaluation:
             if not isinstance(outcome, ActorFailed):
                 self._reports.append(outcome)
                 continue
-            if not outcome.died:
+            if outcome.died:
+                pool.replace(rollout, call.pid, outcome, version)
+            elif not pool.may_repeat(outcome, call.started, version):
                 raise outcome
-            pool.replace(rollout, call.pid, outcome, version)
             if rollout not in pool.active:  # The new engine waits for the next sync.
                 rollout = pool.active[0]
             by_call[call.again(rollout)] = rollout
@@ -132,8 +133,7 @@ class Evaluation:
         bound_s = self._rollouts.timeout_s
         for rollout, call in calls:
             if self._rollouts.still_s(rollout) >= bound_s and rollout.info.pid == call.pid:
-                _log.warning("stuck: no progress within %g s from %s: it is killed", bound_s, rollout.info)
-                rollout.kill()
+                self._rollouts.end_stuck(rollout, f"without progress in {self.plan.name}")
                 self._rollouts.begin_watch()  # Ray soon reports that the actor is gone.
 
     def _metrics(self) -> dict[str, float]:

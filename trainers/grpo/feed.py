@@ -52,6 +52,8 @@ TASK = "train"
 """Name of the data plane's task (a named consumer of rows) through which the driver claims rows for training."""
 LOOK_AFTER_S = 1.0
 """Seconds between two checks on the rollout calls during a wait for groups."""
+NAMED = 5
+"""Largest number of unfinished prompts of a stuck actor that a message names."""
 
 
 def train_task(sampler: str, options: dict[str, Any], next_prompt: int, outstanding: Sequence[int]) -> TaskConfig:
@@ -105,6 +107,18 @@ class Rollouts(Protocol):
 
     def still_s(self, actor: RolloutHandle) -> float:
         """Return the seconds since `actor` last made progress, counted from the last `begin_watch` at the earliest."""
+        ...
+
+    def end_stuck(self, handle: RolloutHandle, without: str) -> str:
+        """Kill an actor that has made no progress, and return the sentence that its calls then fail with. without: what
+        it has not shown for resources.stage_timeout_s."""
+        ...
+
+    def may_repeat(self, failure: ActorFailed, since_s: float, version: int) -> bool:
+        """Return whether a call that failed can be sent again. It can if it found no engine and one was replaced.
+
+        since_s: time (`time.monotonic()`) at which the call began. version: version that new engines serve.
+        """
         ...
 
     def exclude(self, engine: str, reason: str, called_s: float) -> None:
@@ -438,12 +452,12 @@ class Feed:
                 )
             if issue.killed_s == math.inf and self._rollouts.still_s(issue.actor) >= self._timeout_s:
                 issue.killed_s, got_on = now, True
-                _log.warning(
-                    "stuck: no token, no group and no answer within %g s from %s: it is killed",
-                    self._timeout_s, issue.actor.info,
-                )  # fmt: skip
                 if issue.actor.info.pid == issue.call.pid:  # Another process can have replaced the actor's.
-                    issue.actor.kill()
+                    left = self._not_put([one for one in issue.positions if self._in_flight.get(one) is issue])
+                    prompts = f"{', '.join(map(str, left[:NAMED]))}{', ...' if len(left) > NAMED else ''}"
+                    self._rollouts.end_stuck(
+                        issue.actor, f"without a token, a group or an answer (unfinished: the prompts at {prompts})"
+                    )
         if got_on:
             self._stages.report_progress()
         return got_on
@@ -495,12 +509,14 @@ class Feed:
 
     def _replace(self, issue: _Issue, failure: ActorFailed) -> None:
         """Replace an actor that died, and issue those prompts of its call again whose groups it had not stored yet.
-        Raises `failure` if the actor did not die or no more actors may be replaced."""
-        if not failure.died:
+        Raises `failure` if the actor did not die or no more actors may be replaced. An actor that only waited in vain
+        for an engine stays, if an engine was replaced since."""
+        if not failure.died and not self._rollouts.may_repeat(failure, issue.call.started, self._state.version):
             raise failure
         self._lost(issue)
         missing = self._not_put([position for position in issue.positions if self._in_flight.get(position) is issue])
-        self._rollouts.replace(issue.actor, issue.call.pid, failure, self._state.version)
+        if failure.died:
+            self._rollouts.replace(issue.actor, issue.call.pid, failure, self._state.version)
         self._tally.reissued += len(missing)
         self._issue(missing, issue.fresh)
 

@@ -394,7 +394,7 @@ class TakeTurns(_OwnGpus):
     def _end(self, engine: Engine, reason: str) -> None:
         """Kill the process of an engine, which always frees its memory, and mark it as dead. See
         `RolloutPool.replace_dead`."""
-        engine.handle.kill()
+        engine.handle.kill(f"was ended: {reason}")
         engine.dead = True
         self._actors.engines.exclude(engine, reason)
 

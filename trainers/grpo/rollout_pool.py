@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from ...actors.engines.router import NoEngineAvailable
 from ...actors.rollout.results import RolloutReport
 from ..cluster.calls import ActorFailed, Call, ProgressWatch, ended, gather_each
 from ..cluster.engine_pool import Engine, NoEngineLeft
 from ..cluster.handles import EngineHandle, RolloutHandle
 from ..cluster.run_actors import RunActors
+from ..supervision.stuck_report import STUCK, record_stuck
 from .gpu_turns import Roles
 from .stages import Stages
 from .weight_sync import HEALTH_S, SyncReport
+
+_log = logging.getLogger(__name__)
 
 
 class RolloutPool:
     """Watches and replaces the rollout actors and engines of one run."""
 
-    def __init__(self, actors: RunActors, roles: Roles, stages: Stages, timeout_s: float) -> None:
-        """timeout_s: seconds within which an actor must make progress (resources.stage_timeout_s)."""
+    def __init__(
+        self, actors: RunActors, roles: Roles, stages: Stages, timeout_s: float, folder: str | None = None
+    ) -> None:
+        """timeout_s: seconds within which an actor must make progress (resources.stage_timeout_s). folder: the run's
+        folder, which gets the stacks of actors that are ended because they hang; None for none."""
         self._actors = actors
         self.roles = roles
         self.stages = stages
         self.timeout_s = timeout_s
+        self._folder = folder
         self._watch = ProgressWatch(())
 
     def ahead_of(self, version: int) -> bool:
@@ -101,8 +110,7 @@ class RolloutPool:
             if failure is not None and failure.died:
                 gone[engine.name] = str(failure)
             elif self._watch.silent_s(engine.handle) >= self.timeout_s:
-                gone[engine.name] = self._stuck(engine)
-                engine.handle.kill()
+                gone[engine.name] = self.end_stuck(engine.handle, "without an answer")
         if gone:
             with self.roles.engines_kept():
                 for engine in [one for one in self._separate if one.name in gone and not one.asleep]:
@@ -120,8 +128,22 @@ class RolloutPool:
         others = [self._watch.still_s(engine.handle) for engine in self._separate if not engine.left_out]
         return max(self._watch.silent_s(actor), min([self._watch.still_s(actor), *others]))
 
-    def _stuck(self, engine: Engine) -> str:
-        return f"stuck: no answer within {self.timeout_s:g} s from {engine.handle.info}: it is killed"
+    def end_stuck(self, handle: EngineHandle, without: str) -> str:
+        """Kill an actor that has made no progress, and return the sentence that its calls then fail with. The sentence
+        names the place at which the actor was stuck, if its process is on this host and can still tell it.
+
+        without: what the actor has not shown for resources.stage_timeout_s, such as "without an answer".
+        """
+        info, place = handle.info, ""
+        if self._folder is not None and info.is_here:
+            place = record_stuck(self._folder, str(info), info.pid)
+        where = f" in {place}" if place else ""
+        why = f"was stuck{where} for {self.timeout_s:g} s {without}, and was ended"
+        if place:
+            why += f" (stacks in {STUCK})"
+        _log.warning("%s %s", info, why)
+        handle.kill(why)
+        return f"{info} {why}"
 
     @property
     def _separate(self) -> list[Engine]:
@@ -162,6 +184,25 @@ class RolloutPool:
                     engines.readmit(engine)
         self.begin_watch()  # The progress of other actors was not watched meanwhile.
 
+    def may_repeat(self, failure: ActorFailed, since_s: float, version: int) -> bool:
+        """Return whether a call that failed can be sent again. It can if it found no engine and one was replaced.
+
+        The call can know of an engine's death before the driver, which was busy. The driver therefore asks all engines,
+        and replaces those that have died by engines that serve `version`. since_s: time (`time.monotonic()`) at which
+        the call began.
+        """
+        if not isinstance(failure.cause, NoEngineAvailable):
+            return False
+        asked = [engine for engine in self._separate if not engine.dead and not engine.asleep]
+        answers = gather_each([engine.handle.progress() for engine in asked], "health", HEALTH_S)
+        for engine, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, ActorFailed) and answer.died:
+                engine.dead = True
+                with self.roles.engines_kept():
+                    self._actors.engines.exclude(engine, str(answer))
+        self.replace_dead(version)
+        return any(engine.renewed_s > since_s for engine in self._separate)
+
     def sync_broken(self, version: int) -> None:
         """Sync the train workers' weights of `version` to the engines that a failed sync left without complete weights.
 
@@ -189,7 +230,6 @@ class RolloutPool:
                 return False
             reason = engine.left_out
             if not engine.dead:
-                reason = self._stuck(engine)
-                engine.handle.kill()
+                reason = self.end_stuck(engine.handle, "without an answer")
             self.replace(engine.handle, engine.handle.info.pid, ActorFailed(reason, died=True), version)
         return bool(gone)

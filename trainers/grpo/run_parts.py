@@ -64,6 +64,6 @@ class Run:
         roles_note: str,
     ) -> Run:
         """Build a run from the given parts, and the parts that follow from them."""
-        rollouts = RolloutPool(actors, roles, stages, config.resources.stage_timeout_s)
+        rollouts = RolloutPool(actors, roles, stages, config.resources.stage_timeout_s, config.run.dir)
         workers = TrainWorkers.of(config, actors.workers, stages)
         return cls(config, client, actors, rollouts, workers, roles, weights, stages, observers, roles_note)

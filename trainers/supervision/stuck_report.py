@@ -10,7 +10,9 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import json
+import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -23,11 +25,15 @@ from typing import Any, TextIO
 
 import psutil
 
+from ...actors.process.user_errors import is_users
 from ...dataplane.owned_folder import pid_space, process_start
+
+_log = logging.getLogger(__name__)
 
 FOLDER = "stacks"
 """Name of the folder of stack files in the run's folder."""
 SIGNAL = signal.SIGUSR1
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 SETTLE_S = 0.2
 """Seconds without growth after which a stack file counts as complete."""
 
@@ -86,6 +92,41 @@ def collect_stacks(folder: str | os.PathLike[str], pids: Mapping[str, int], time
     return found
 
 
+STUCK = "stuck.txt"
+"""File in the run's folder with the stacks of actors that were ended because they hung."""
+
+
+def record_stuck(folder: str | os.PathLike[str], name: str, pid: int) -> str:
+    """Append the stacks of a process of this host to stuck.txt, and return the place at which it hangs.
+
+    Returns "" if the process does not answer within STUCK_TIMEOUT_S. folder: the run's folder. name: name of the
+    process in the file.
+    """
+    text = collect_stacks(folder, {name: pid}, STUCK_TIMEOUT_S)[name]
+    try:
+        with open(Path(folder) / STUCK, "a", encoding="utf-8") as file:
+            file.write(f"{heading(f'{name} was stuck')}\n{text}\n\n")
+    except OSError as error:  # The place is worth more than the file.
+        _log.warning("the stacks of %s are not written: %s", name, error)
+    return stuck_place(text)
+
+
+def stuck_place(stacks: str) -> str:
+    """Return the place at which a process hangs, such as `badenv.py:9 (play)`; "" if its stacks do not show it.
+
+    stacks: the stacks of its threads, as faulthandler writes them. The place is the innermost line of the user's code,
+    first in a thread that runs an event loop, then in any other. Without such a line it is the innermost line of an
+    event loop that does not wait.
+    """
+    threads = [_FRAME.findall(part) for part in re.split(r"^(?=Thread |Current thread )", stacks, flags=re.MULTILINE)]
+    loops = [frames for frames in threads if any(file.endswith("asyncio/base_events.py") for file, _, _ in frames)]
+    users = [frame for frames in (*loops, *threads) for frame in frames if is_users(frame[0])]
+    busy = [frames[0] for frames in loops if not frames[0][0].endswith("selectors.py")]
+    for file, line, function in (*users, *busy):
+        return f"{os.path.basename(file)}:{line} ({function})"
+    return ""
+
+
 def remove_stacks(folder: str | os.PathLike[str]) -> None:
     """Remove all stack files of the run; open ones disappear when their processes close them. Idempotent."""
     shutil.rmtree(Path(folder) / FOLDER, ignore_errors=True)
@@ -107,6 +148,8 @@ IMPORT_TIMEOUT_S = 60.0
 """Additional seconds for importing the data plane's client. The watchdog imports it only for a report, to stay
 small."""
 STACKS_TIMEOUT_S = 10.0
+STUCK_TIMEOUT_S = 5.0
+"""Seconds within which an actor that is about to be ended can tell its stacks."""
 DRIVER = "driver"
 
 

@@ -117,8 +117,7 @@ def _is_of_data_plane(address: Any, ports: tuple[int, ...]) -> bool:
 
 
 class _FaultyFile(io.FileIO):
-    """A binary file whose writes are delayed, or fail half done with ENOSPC, while a fault ordered for its folder is
-    active."""
+    """A binary file whose writes are delayed, or fail half done with ENOSPC, while such a fault is active."""
 
     faults: Faults
 

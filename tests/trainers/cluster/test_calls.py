@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
 from headrace.testing import PENDING, FakeCluster
 from headrace.trainers.cluster import calls
@@ -122,3 +123,16 @@ def test_a_driver_that_was_stopped_does_not_find_its_actors_late(monkeypatch: py
     with pytest.raises(ActorFailed, match="no answer within 60 s"):
         gather([FakeCluster().trainer(lambda method: PENDING).progress()], "health", 60.0)
     assert sum(waits) == 60.0
+
+
+def test_calls_of_an_actor_that_was_ended_tell_why_and_not_that_it_was() -> None:
+    cluster = FakeCluster()
+    worker = cluster.trainer(lambda method: RayActorError())
+    first = worker.progress()
+    worker.kill("was stuck in badenv.py:9 (play) for 15 s, and was ended")
+    with pytest.raises(ActorFailed, match=r"train worker 0 .*was stuck in badenv.py:9 \(play\) for") as told:
+        gather([first], "rollout", 1.0)
+    assert told.value.died and "on request" not in str(told.value)
+    worker.restart()
+    with pytest.raises(ActorFailed, match="died; the call progress was in flight"):
+        gather([worker.progress()], "rollout", 1.0)

@@ -66,5 +66,6 @@ def test_every_rollout_actor_is_introduced_to_the_engines_and_hears_of_changes(m
             ("set_engines", ["engine 0", "engine 1"]),
             ("suspend_engine", "engine 1"),
             ("remove_engine", "engine 0"),
+            ("suspend_engine", "engine 0"),
             ("add_engine", "engine 0"),
         ]

@@ -43,7 +43,7 @@ class Actor(RolloutHandle):
         super().__init__(lambda: None, f"rollout {number}", DriverMeter())
         self.world = world
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
         self.world.hung.remove(self)
         self.world.num_dead += 1
         self.world.killed_at = self.world.looks
@@ -100,6 +100,8 @@ class World:
     hung: list[Actor] = field(default_factory=list)
     """Actors that do nothing more, until they are killed."""
     looks: int = 0
+    said: list[str] = field(default_factory=list)
+    """What is said of actors that were killed."""
     killed_at: int = 0
     """Number of the look after which a hung actor was killed."""
 
@@ -217,6 +219,16 @@ class World:
     def still_s(self, actor: RolloutHandle) -> float:
         """Return seconds without progress as if no actor were stuck but the `hung`."""
         return 3600.0 * self.looks if actor in self.hung else 0.0
+
+    def end_stuck(self, handle: RolloutHandle, without: str) -> str:
+        """Kill the actor as `RolloutPool` does, and note what is said of it."""
+        self.said.append(without)
+        handle.kill()
+        return without
+
+    def may_repeat(self, failure: ActorFailed, since_s: float, version: int) -> bool:
+        """No engine of this world is ever replaced."""
+        return False
 
     def exclude(self, engine: str, reason: str, called_s: float) -> None:
         raise AssertionError("no report of this world names an engine")

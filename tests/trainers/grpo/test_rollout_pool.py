@@ -8,6 +8,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from headrace.actors.engines.protocol import EngineDied
+from headrace.actors.engines.router import NoEngineAvailable
 from headrace.testing import PENDING, FakeActor, FakeCluster
 from headrace.testing.cluster import Answer
 from headrace.trainers.cluster import calls, run_actors
@@ -103,6 +104,20 @@ def test_the_last_engine_that_died_and_may_not_be_replaced_ends_the_run_at_once(
         run.look(3)
 
 
+def test_a_call_that_waited_in_vain_for_a_dead_engine_is_sent_again_once_another_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(monkeypatch, max_replaced=3)
+    run.look(3)
+    in_vain = ActorFailed("rollout 0 failed", NoEngineAvailable("no engine was available for 60 s"))
+    assert not run.pool.may_repeat(in_vain, run.now, 0), "both engines live, so it would only happen again"
+    run.gone[0] = RayTaskError("progress", "a traceback", EngineDied("vLLM's engine process died"))
+    began, run.now = run.now, run.now + 60.0
+    assert not run.pool.may_repeat(ActorFailed("rollout 0 failed", KeyError("a reward")), began, 0)
+    assert run.pool.may_repeat(in_vain, began, 0) and run.events[-1] == "restarted 0" and run.actors.replaced == 1
+    assert not run.pool.may_repeat(in_vain, run.now + 1.0, 0)
+
+
 def test_an_engine_that_hangs_is_replaced_and_not_the_rollout_actor_that_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -110,7 +125,8 @@ def test_an_engine_that_hangs_is_replaced_and_not_the_rollout_actor_that_waits_f
     run.look(3)
     run.gone[1] = PENDING
     run.look(BOUND_S + 5)
-    assert run.events[-1] == "restarted 1" and "no answer within 100 s from engine 1" in run.events[-3]
+    assert run.events[-1] == "restarted 1"
+    assert "engine 1 (" in run.events[-3] and "was stuck for 100 s without an answer, and was ended" in run.events[-3]
     assert run.pool.still_s(run.rollout) < BOUND_S
 
 
