@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .dataplane.factory import DataPlane, connect, connect_async, open_data_plane, open_storage_unit
     from .dataplane.handle import DataPlaneHandle
     from .dataplane.meta import KVBatchMeta
-    from .dataplane.status import PartitionRows, TaskReset, TaskStatus
+    from .dataplane.status import LeaseStatus, PartitionRows, TaskReset, TaskStatus
     from .dataplane.streaming import StreamingDataset
     from .trainers.config.config import Config
     from .trainers.config.load import load_config
@@ -74,6 +74,7 @@ __all__ = [
     "KeysNotFound",
     "Kind",
     "LeaseLost",
+    "LeaseStatus",
     "PartitionRows",
     "PeerLost",
     "RowsCleared",
@@ -105,7 +106,7 @@ _MODULES = {
     "dataplane.factory": "DataPlane connect connect_async open_data_plane open_storage_unit",
     "dataplane.handle": "DataPlaneHandle",
     "dataplane.meta": "KVBatchMeta",
-    "dataplane.status": "PartitionRows TaskReset TaskStatus",
+    "dataplane.status": "LeaseStatus PartitionRows TaskReset TaskStatus",
     "dataplane.streaming": "StreamingDataset",
     "trainers.config.config": "Config",
     "trainers.config.load": "load_config",

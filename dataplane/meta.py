@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -32,7 +34,7 @@ POSITION = "position"
 `in_order` and `windowed` follow it."""
 Tags: TypeAlias = "Mapping[str, np.ndarray | Sequence[str] | Sequence[float]]"
 """Type of tags: name -> a number or a string for each row, `[N]`."""
-_FORMAT = "receipt3"
+_FORMAT = "receipt4"
 _SUM_BYTES = 8
 """Number of bytes of the xxh3 checksum with which an encoded receipt begins."""
 _FIELD_KEYS = ("name", "kind", "dtype", "trailing", "pad_value", "ndim", "shared")
@@ -49,6 +51,27 @@ class BlockRef:
     layout: BlockLayout
 
 
+class Hold(Protocol):
+    """One lease of a client in this process, which the receipts of its rows share. When it is garbage-collected, its
+    client gives the rows back that are left."""
+
+    lease_id: int
+    left: dict[str, int]
+    """Generation of each row that is neither released nor cleared, by its key."""
+
+    def hand_over(self) -> None:
+        """Keep the rows leased when this hold is garbage-collected."""
+        ...
+
+    def end(self, part: KVBatchMeta, error: BaseException | None) -> None:
+        """Release rows at the end of a `with`: as done, or for retry after `error`."""
+        ...
+
+    async def end_async(self, part: KVBatchMeta, error: BaseException | None) -> None:
+        """Release rows as `end` does, for a receipt of an asyncio client."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class KVBatchMeta:
     """Receipt for N rows: their keys and locations, without their content, so that any holder can read them. Frozen;
@@ -57,6 +80,11 @@ class KVBatchMeta:
     A `get` with a receipt reads the rows' bytes without a call to the directory. Its methods do not change it; they
     return new receipts. Receipts are compared by identity, and travel between processes by pickle or by `to_bytes` /
     `from_bytes` (about 20 bytes per row).
+
+    The receipt of a claim is a context manager (`async with` for an asyncio client). At the end, its rows that were not
+    released yet are released: as done, or for retry after an exception. If the receipt and all receipts made of it are
+    garbage-collected before that, the rows are given back for retry. A receipt that was pickled or encoded may be in
+    use elsewhere, so its rows then stay leased until they are released or its client ends.
     """
 
     partition: str
@@ -86,6 +114,47 @@ class KVBatchMeta:
     plane_id: int = field(kw_only=True)
     """Random number of the data plane that issued the receipt (`StoreSpec.plane_id`). Clients of another data plane
     refuse the receipt."""
+    generations: np.ndarray = field(kw_only=True)
+    """Number that each row got when it was created, int64 `[N]`. It tells a row from a later row with the same key."""
+    holds: tuple[Hold, ...] = field(default=(), kw_only=True, repr=False)
+    """This process's holds on the rows of claims that this receipt is made of. They do not travel."""
+
+    def __enter__(self) -> KVBatchMeta:
+        """Return this receipt. Raises ValueError if it is not made of receipts that `claim` returned here."""
+        if not self.holds:
+            raise ValueError("with: the receipt holds no rows in this process, expected a receipt from claim")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for hold, part in self._held():
+            hold.end(part, error)
+
+    async def __aenter__(self) -> KVBatchMeta:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        for hold, part in self._held():
+            await hold.end_async(part, error)
+
+    def _held(self) -> list[tuple[Hold, KVBatchMeta]]:
+        """Return for each hold the part of this receipt whose rows this process has not released yet."""
+        rows = [[i for i, key in enumerate(self.keys) if key in hold.left] for hold in self.holds]
+        return [
+            (hold, replace(self.select(index), lease_id=hold.lease_id))
+            for hold, index in zip(self.holds, rows, strict=True)
+            if index
+        ]
+
+    def __copy__(self) -> KVBatchMeta:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVBatchMeta:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KVBatchMeta.from_bytes, (self.to_bytes(),)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -112,6 +181,7 @@ class KVBatchMeta:
             lengths=self.lengths[index],
             versions=self.versions[index],
             groups=self.groups[index],
+            generations=self.generations[index],
             tags={name: values[index] for name, values in self.tags.items()},
             blocks=tuple(self.blocks[i] for i in used.tolist()),
             sources=tuple(
@@ -175,10 +245,12 @@ class KVBatchMeta:
             lengths=np.concatenate([meta.lengths for meta in metas]),
             versions=np.concatenate([meta.versions for meta in metas]),
             groups=np.concatenate([meta.groups for meta in metas]),
+            generations=np.concatenate([meta.generations for meta in metas]),
             tags={name: np.concatenate([meta.tags[name] for meta in metas]) for name in self.tags},
             blocks=blocks,
             sources=_concat_sources(metas, maps),
             lease_id=self.lease_id if all(meta.lease_id == self.lease_id for meta in others) else 0,
+            holds=_joint_holds(metas),
         )
 
     def merge_fields(self, other: KVBatchMeta) -> KVBatchMeta:
@@ -207,6 +279,7 @@ class KVBatchMeta:
             tags={**self.tags, **other.tags},
             blocks=blocks,
             sources=tuple(sources),
+            holds=_joint_holds((self, other)),
         )
 
     def with_tags(self, **tags: np.ndarray | Sequence[str] | Sequence[float]) -> KVBatchMeta:
@@ -216,7 +289,10 @@ class KVBatchMeta:
         return replace(self, tags={**self.tags, **check_tags(tags, len(self))})
 
     def to_bytes(self) -> bytes:
-        """Encode the receipt in about 20 bytes per row: an xxh3 checksum, then msgpack with packed integer columns."""
+        """Encode the receipt in about 20 bytes per row: an xxh3 checksum, then msgpack with packed integer columns. The
+        garbage collection of this receipt gives no rows back any more, as others can use the bytes."""
+        for hold in self.holds:
+            hold.hand_over()
         layouts = [ref.layout for ref in self.blocks]
         field_sets = list(dict.fromkeys(layout.fields for layout in layouts))
         body = msgspec.msgpack.encode(
@@ -226,7 +302,7 @@ class KVBatchMeta:
                 self.partition,
                 pack_keys(self.keys, squeeze=True),
                 self.fields,
-                [pack_ints(column) for column in (self.lengths, self.versions, self.groups)],
+                [pack_ints(column) for column in (self.lengths, self.versions, self.groups, self.generations)],
                 [[name, values.dtype.str, pack_tag(values)] for name, values in self.tags.items()],
                 field_sets,
                 [
@@ -243,7 +319,7 @@ class KVBatchMeta:
                 ],
                 [pack_source(source, self.lengths) for source in self.sources],
                 self.lease_id,
-                [[item.to_dict()[key] for key in _FIELD_KEYS] for item in self.schema.values()],
+                _pack_schema(self.schema),
             ]
         )
         return xxhash.xxh3_64_digest(body) + body
@@ -256,17 +332,17 @@ class KVBatchMeta:
             raise ValueError(f"these {len(data)} bytes are not a receipt, or are damaged: their checksum is wrong")
         try:
             return _from_body(body)
-        except Exception as error:  # Bytes of another version or program can raise any error.
+        except (ValueError, TypeError, LookupError, AttributeError, msgspec.MsgspecError) as error:
             raise ValueError(f"these {len(data)} bytes are not a receipt of format {_FORMAT}: {error}") from error
 
 
 def _from_body(body: bytes) -> KVBatchMeta:
-    """Decode the bytes of a receipt after its checksum. Bytes that are not a receipt may raise any exception."""
+    """Decode the bytes of a receipt after its checksum. Raises one of several errors for bytes that are no receipt."""
     items = msgspec.msgpack.decode(body)
-    mark, plane_id, partition, keys, fields, columns, tags, sets, blocks, sources, lease, schema = items
-    if mark != _FORMAT:
-        raise ValueError(f"their format is {mark!r}")
-    lengths, versions, groups = map(unpack_ints, columns)
+    if items[0] != _FORMAT:
+        raise ValueError(f"their format is {items[0]!r}")
+    _, plane_id, partition, keys, fields, columns, tags, sets, blocks, sources, lease, schema = items
+    lengths, versions, groups, generations = map(unpack_ints, columns)
     field_sets = [tuple(names) for names in sets]
     return KVBatchMeta(
         partition,
@@ -284,9 +360,23 @@ def _from_body(body: bytes) -> KVBatchMeta:
         ),
         tuple(unpack_source(parts, lengths) for parts in sources),
         lease,
-        schema=Schema(Field.from_dict(dict(zip(_FIELD_KEYS, item, strict=True))) for item in schema),
+        schema=_unpack_schema(schema),
         plane_id=plane_id,
+        generations=generations,
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _pack_schema(schema: Schema) -> bytes:
+    return msgspec.msgpack.encode([[item.to_dict()[key] for key in _FIELD_KEYS] for item in schema.values()])
+
+
+@functools.lru_cache(maxsize=64)
+def _unpack_schema(data: bytes) -> Schema:
+    """Decode the schema of a receipt. All receipts of a partition have the same bytes here, so they are decoded
+    once."""
+    items = msgspec.msgpack.decode(data)
+    return Schema(Field.from_dict(dict(zip(_FIELD_KEYS, item, strict=True))) for item in items)
 
 
 def _shared(groups: list[list[Any]] | None) -> SharedRows | None:
@@ -361,6 +451,10 @@ def _joint_schema(op: str, metas: Sequence[KVBatchMeta]) -> Schema:
         if any(newest.get(name) != field for name, field in meta.schema.items()):
             raise ValueError(f"{op}: the receipts differ in schema")
     return newest
+
+
+def _joint_holds(metas: Sequence[KVBatchMeta]) -> tuple[Hold, ...]:
+    return tuple(dict.fromkeys(hold for meta in metas for hold in meta.holds))
 
 
 def _merge_blocks(metas: Sequence[KVBatchMeta]) -> tuple[tuple[BlockRef, ...], list[np.ndarray]]:

@@ -53,6 +53,8 @@ class DataPlaneStatus:
     lost_rows: int = 0
     """Number of rows, of `partitions`, that have lost a field because the process of the store that held it has died.
     Claims pass over them. They stay until they are cleared or their fields are put again."""
+    oldest_lease: str = ""
+    """Description of the oldest lease: its task, partition and holder; "" without leases."""
 
     def to_bytes(self) -> bytes:
         """Encode the values by position, without the fields' names. The message is kept small, because the driver asks
@@ -85,6 +87,22 @@ class TaskStatus:
     whose sampler does not follow the prompts."""
     settled_ahead: int
     """Number of settled positions after `next_prompt`; 0 for a task whose sampler does not follow the prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseStatus:
+    """Snapshot of one lease: which rows a claim holds, and for how long."""
+
+    lease_id: int
+    task: str
+    holder: str
+    """Name and process of the client that claimed the rows."""
+    keys: tuple[str, ...]
+    """Keys of the rows that the lease still holds."""
+    held_s: float
+    """Seconds since the claim."""
+    expires_s: float
+    """Seconds until the lease ends unless it is renewed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +179,7 @@ class PartitionRows:
         """Decode what `to_bytes` encoded. Raises ValueError for other bytes."""
         try:
             return _from_bytes(data)
-        except Exception as error:  # Bytes of another version or program can raise any error.
+        except (ValueError, TypeError, LookupError, AttributeError, msgspec.MsgspecError) as error:
             raise ValueError(f"these {len(data)} bytes are not a list of rows: {error}") from error
 
 

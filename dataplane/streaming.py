@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -107,7 +108,8 @@ class StreamingDataset(IterableDataset):
         None sets no end.
         on_timeout: with `stop`, an iteration ends when too few rows become ready within `timeout_s`; with `raise`, it
         raises ClaimTimeout. clear: whether rows are removed from the partition when they are done. with_receipts:
-        whether to yield pairs of a batch or row and its receipt. Results can be written under the receipt's keys. rank,
+        whether to yield pairs of a batch or row and its receipt, with which `DataPlaneClient.write` writes results.
+        Receipts of a loader's worker have no lease, because it releases rows before the trainer has used them. rank,
         world: this process's rank and the number of ranks; both or neither. The partition must not have `task` with
         another sampler than `rank_aware`. Rows that do not make a whole batch for every rank stay in the partition.
 
@@ -191,6 +193,7 @@ class StreamingDataset(IterableDataset):
         """Yield the batch or the rows of one claim, and release them. Rows that were yielded are done once the next
         item is requested. The other rows are given back when the iteration is abandoned."""
         num_done = 0
+        shown = meta if get_worker_info() is None else replace(meta, lease_id=0, holds=())
         try:
             batch = client.get(meta, timeout_s=self._timeout_s)
             if self._batch_size is None:
@@ -198,10 +201,10 @@ class StreamingDataset(IterableDataset):
                 for number in range(len(meta)):
                     row = _Row({name: values[number] for name, values in columns.items()})
                     row.schema = batch.schema
-                    yield (row, meta.select([number])) if self._with_receipts else row
+                    yield (row, shown.select([number])) if self._with_receipts else row
                     num_done += 1
             else:
-                yield (batch, meta) if self._with_receipts else batch
+                yield (batch, shown) if self._with_receipts else batch
                 num_done = len(meta)
         except BaseException:  # This is GeneratorExit when the iteration is abandoned.
             self._give_back(client, meta, num_done)

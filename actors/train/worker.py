@@ -456,7 +456,7 @@ class TrainWorker:
                 continue
             column = Jagged(values, meta.lengths[rows])
             with self._span(f"put {field}"):
-                self._client.put(meta.partition, [meta.keys[row] for row in rows], {field: column})
+                self._client.write(meta.select(rows), {field: column})
             self._reader.keep(index, field, column)
 
     @contextmanager

@@ -84,6 +84,8 @@ class StoreEndpoint:
         self._client.register(partition, schema, (TASK,), group_size=group_size)
         self._partition = partition
         self._first = first
+        self._claimed: KVBatchMeta | None = None
+        """Receipt of the latest claim, which keeps its rows leased."""
 
     def put(self, load: Load, values: TensorDict, keys: Sequence[str]) -> KVBatchMeta:
         return self._client.put(self._partition, keys, values)
@@ -99,7 +101,7 @@ class StoreEndpoint:
         return row_digests(got)
 
     def claim(self, num_rows: int, timeout_s: float) -> None:
-        self._client.claim(self._partition, TASK, self._first, num_rows, timeout_s=timeout_s)
+        self._claimed = self._client.claim(self._partition, TASK, self._first, num_rows, timeout_s=timeout_s)
 
     def clear(self, token: KVBatchMeta) -> None:
         self._client.clear(self._partition, token.keys)

@@ -248,7 +248,9 @@ def empty_receipt(partition: str, schema: Schema, fields: tuple[str, ...], plane
     """Return the receipt of a put without rows."""
     none, places = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
     sources = (RowSource(fields, places, places, none),)
-    return KVBatchMeta(partition, (), fields, none, none, none, {}, (), sources, schema=schema, plane_id=plane_id)
+    return KVBatchMeta(
+        partition, (), fields, none, none, none, {}, (), sources, schema=schema, plane_id=plane_id, generations=none
+    )
 
 
 # ---------------- A table lists the checks, and a decorator applies them.
@@ -273,7 +275,7 @@ CHECKS: dict[str, Check] = {
     "batch_size": _or_none(as_count), "clear": as_flag, "on_timeout": as_string,
     "rank": _or_none(as_integer), "stop_after": _or_none(as_count), "with_receipts": as_flag,
     "world": _or_none(as_count),
-    "versions": _unchecked, "wait": as_flag, "whole_groups": as_flag,
+    "older_than_s": as_seconds, "versions": _unchecked, "wait": as_flag, "whole_groups": as_flag,
 }  # fmt: skip
 """Check of each argument of the public calls, by the argument's name."""
 SPECIAL: dict[str, Check] = {
@@ -283,6 +285,7 @@ SPECIAL: dict[str, Check] = {
     "open_data_plane.listen": lambda name, value: value if value == "" else listen_address(name, value),
     "put.tags": _or_none(as_tags), "reset.keys": _or_none(_keys), "rows.keys": _or_none(_keys),
     "status.partition": _or_none(as_text), "task_status.fields": _or_none(as_names),
+    "write.fields": as_rows, "write.tags": _or_none(as_tags),
 }  # fmt: skip
 """Checks of arguments that differ from CHECKS in one call, as `call.argument`."""
 _T = TypeVar("_T")

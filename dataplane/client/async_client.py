@@ -21,7 +21,7 @@ from ..errors import DataPlaneTimeout, DirectoryLost
 from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta, Tags
 from ..rpc.links import Link
-from ..status import DataPlaneStatus, PartitionRows, TaskReset, TaskStatus
+from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from .arguments import Fields, Keys
 from .operations import Ask, CountedClient, Moved, Shield, Steps, Work
 from .saving import load, save
@@ -94,6 +94,18 @@ class AsyncDataPlaneClient(CountedClient):
             self._operations.put(partition, keys, fields, versions, groups, tags, replace, timeout_s)
         )
 
+    async def write(
+        self,
+        meta: KVBatchMeta,
+        fields: Fields,
+        *,
+        tags: Tags | None = None,
+        replace: bool = False,
+        timeout_s: float | None = None,
+    ) -> KVBatchMeta:
+        """Write further fields of the rows of a receipt, as `DataPlaneClient.write` does."""
+        return await self._move(self._operations.write(meta, fields, tags, replace, timeout_s))
+
     async def get(
         self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, timeout_s: float | None = None
     ) -> Batch:
@@ -156,6 +168,14 @@ class AsyncDataPlaneClient(CountedClient):
     async def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:
         """End the lease (a consumer's exclusive hold) on the rows of a receipt, as `DataPlaneClient.release` does."""
         await self._run(self._operations.release(meta, task, outcome, timeout_s))
+
+    async def leases(self, partition: str, *, timeout_s: float | None = None) -> tuple[LeaseStatus, ...]:
+        """Return the leases on rows of a partition, as `DataPlaneClient.leases` does."""
+        return await self._run(self._operations.leases(partition, timeout_s))
+
+    async def revoke(self, partition: str, task: str, *, older_than_s: float, timeout_s: float | None = None) -> int:
+        """End leases of a task and return how many rows they held, as `DataPlaneClient.revoke` does."""
+        return await self._run(self._operations.revoke(partition, task, older_than_s, timeout_s))
 
     async def skip(
         self,
@@ -265,6 +285,8 @@ class AsyncDataPlaneClient(CountedClient):
                     failure = error
         except StopIteration as end:
             return end.value
+        finally:
+            failure = None  # A cycle through the traceback would keep the operation's receipts alive.
 
     async def _ask(self, step: Ask) -> bytes:
         started = time.monotonic()

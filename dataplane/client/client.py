@@ -17,7 +17,7 @@ from ..directory.calls import Outcome
 from ..directory.samplers import TaskConfig
 from ..meta import KVBatchMeta, Tags
 from ..rpc.cancellation import CallCancelled, Cancellation
-from ..status import DataPlaneStatus, PartitionRows, TaskReset, TaskStatus
+from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from .arguments import Fields, Keys
 from .operations import Ask, CountedClient, Moved, Shield, Steps, Work
 from .saving import load, save
@@ -98,7 +98,8 @@ class DataPlaneClient(CountedClient):
         """Write some fields of N rows, and return a receipt that gives access to just these fields. The receipt has the
         rows' keys and locations.
 
-        keys: ids of the N rows; new keys create rows, known keys get further fields. fields: anything that
+        keys: ids of the N rows; new keys create rows, known keys get further fields. Rows that this client has claimed
+        are written as by `write`, which is the call for results of a consumer. fields: anything that
         `codecs.jagged.pack` takes. versions: policy version of each new row, or one for all of them (None means -1).
         groups: name of each row's group; None takes each key up to its last ".". tags: name -> a number or a string for
         each row, `[N]`; a later put of a tag overwrites it with values of the same type. The integer tag `position` is
@@ -118,6 +119,26 @@ class DataPlaneClient(CountedClient):
         `reserve_s`.
         """
         return self._move(self._operations.put(partition, keys, fields, versions, groups, tags, replace, timeout_s))
+
+    def write(
+        self,
+        meta: KVBatchMeta,
+        fields: Fields,
+        *,
+        tags: Tags | None = None,
+        replace: bool = False,
+        timeout_s: float | None = None,
+    ) -> KVBatchMeta:
+        """Write further fields of the rows of a receipt, and return a receipt that gives access to just these fields.
+        This is how results of a consumer are written back.
+
+        Works like `put`, but only on rows that still exist: raises RowsCleared naming the keys of rows that were
+        cleared since the receipt was issued, even if others with these keys were put. If the receipt has a lease, this
+        must still hold the rows: raises LeaseLost naming the others. Nothing is written then. So a consumer that comes
+        late creates no rows and overwrites nothing, also with replace=True. Raises ForeignReceipt for a receipt of
+        another data plane.
+        """
+        return self._move(self._operations.write(meta, fields, tags, replace, timeout_s))
 
     def get(self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, timeout_s: float | None = None) -> Batch:
         """Read fields of the rows of a receipt (`meta`), in the receipt's order, into new memory. fields: None reads
@@ -200,11 +221,12 @@ class DataPlaneClient(CountedClient):
 
         Blocks until enough rows are ready; claims of a task with equal arguments are served first come, first served,
         so a claim of many rows delays those behind it until it has its n rows; `at_least` avoids that. The lease lasts
-        until the rows are released or cleared. It is renewed in the background for as long as this client's process
-        runs. When the process dies or is stopped, or when the client is closed, the rows can be claimed again `lease_s`
-        after the last renewal. Raises ClaimTimeout (it says what the claim waited for), SamplerError when the sampler
-        fails (no row is leased then), InvalidArgument for an unknown task or argument, and SchemaMismatch for an
-        unknown field.
+        until the rows are released or cleared, at most the `max_hold_s` of the task. It is renewed in the background
+        for as long as this client's process runs. When the process dies or is stopped, or when the client is closed,
+        the rows can be claimed again `lease_s` after the last renewal; when the receipt and those made of it are
+        garbage-collected in this process, at once. The receipt is a context manager (`KVBatchMeta`) that releases the
+        rows. Raises ClaimTimeout (it says what the claim waited for), SamplerError when the sampler fails (no row is
+        leased then), InvalidArgument for an unknown task or argument, and SchemaMismatch for an unknown field.
         """
         return self._move(
             self._operations.claim(
@@ -232,6 +254,21 @@ class DataPlaneClient(CountedClient):
         data plane, and ValueError for a receipt without a lease.
         """
         self._run(self._operations.release(meta, task, outcome, timeout_s))
+
+    def leases(self, partition: str, *, timeout_s: float | None = None) -> tuple[LeaseStatus, ...]:
+        """Return the leases on rows of a partition, oldest first: which client holds which rows of which task, and for
+        how long. Idempotent."""
+        return self._run(self._operations.leases(partition, timeout_s))
+
+    def revoke(self, partition: str, task: str, *, older_than_s: float, timeout_s: float | None = None) -> int:
+        """End the leases that claims of `task` took at least `older_than_s` seconds ago, so that their rows can be
+        claimed again. Returns the number of these rows.
+
+        Meant for rows whose holder lives but is stuck. The holder's next `write` or `release` with them raises
+        LeaseLost. 0 ends all leases of the task. Idempotent. Raises ValueError for an unknown task and for a negative
+        time.
+        """
+        return self._run(self._operations.revoke(partition, task, older_than_s, timeout_s))
 
     def skip(
         self,
@@ -378,6 +415,8 @@ class DataPlaneClient(CountedClient):
                     failure = error
         except StopIteration as end:
             return end.value
+        finally:
+            failure = None  # A cycle through the traceback would keep the operation's receipts alive.
         return Shielded(partial(self._carry_out, steps), self._undo).result()
 
     def _ask(self, step: Ask, cancellation: Cancellation | None) -> bytes:

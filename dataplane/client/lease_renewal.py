@@ -1,23 +1,50 @@
-"""Renews the leases of one client, so that they do not run out while it lives."""
+"""Renews the leases of one client, so that they do not run out while it lives, and gives rows back that it dropped."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
+import queue
 import threading
 import time
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from ...codecs import messages
+from ..compact import pack_keys
 from ..directory import requests
-from ..errors import DataPlaneError
+from ..directory.calls import Fence
+from ..errors import DataPlaneError, LeaseLost
+from ..meta import KVBatchMeta
 from ..rpc.links import Link
+from .holds import LeaseHold
 
 _logger = logging.getLogger(__name__)
 
 RENEWALS = 4
 """Number of renewals within the duration of a lease (`lease_s`), so that a lease survives one renewal that is late or
 lost."""
+GIVE_BACK_S = 5.0
+"""Time limit in seconds for giving back the rows of a receipt that was garbage-collected."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """The rows that this client holds under one lease."""
+
+    left: dict[str, int]
+    """Generation of each row by its key, without the rows that this client has released or cleared."""
+    is_live: bool = True
+    """Whether the lease exists, as far as this client knows. A lease that other clients have ended by release or clear
+    is noticed only at the next renewal."""
+    watch: weakref.ref[LeaseHold] | None = None
+    """Reference to the hold that the receipts share; None if another process claimed the rows."""
 
 
 class LeaseRenewal:
@@ -26,49 +53,112 @@ class LeaseRenewal:
 
     Renewal of a lease begins when its claim returns to this client, or when this client calls `renew` with a receipt of
     another process. When the process has died or is stopped, or when the client is closed or no longer referenced, its
-    leases run out `lease_s` after their last renewal.
+    leases run out `lease_s` after their last renewal. When the last receipt of a claim has been garbage-collected, the
+    rows that it still holds are given back for retry.
     """
 
     def __init__(self, link: Link, lease_s: float) -> None:
         self._link = link
         self._lease_s = lease_s
         self._lock = threading.Lock()
+        self._has_ended = False
+        self._begin()
+
+    def _begin(self) -> None:
         self._pid = os.getpid()
-        self._held: dict[int, set[str]] = {}
-        """Keys of the rows that this client holds under each lease, by lease id. A lease that other clients have ended
-        by release or clear is noticed only at the next renewal."""
+        self._held: dict[int, _Held] = {}
+        self._watched: dict[weakref.ref[LeaseHold], tuple[int, str, str]] = {}
+        """Lease id, partition and task of each hold whose rows are given back when it is garbage-collected. Holds that
+        were handed over are not among them."""
+        self._inbox: queue.SimpleQueue[weakref.ref[LeaseHold] | None] = queue.SimpleQueue()
+        """References to holds that were garbage-collected, and None for the end. The garbage collector can run within
+        any instruction, so it only puts the reference here, which needs no lock and runs no Python code."""
         self._thread: threading.Thread | None = None
         """Thread that renews; None while there is no lease."""
-        self._ended = threading.Event()
 
-    def add(self, lease_id: int, keys: Iterable[str]) -> None:
+    def add(self, lease_id: int, keys: Iterable[str], generations: np.ndarray | None = None) -> None:
         """Renew the lease `lease_id` from now on, on behalf of the rows `keys`."""
+        rows = dict.fromkeys(keys, -1) if generations is None else dict(zip(keys, generations.tolist(), strict=True))
         with self._lock:
             if self._pid != os.getpid():  # After a fork, the parent has the thread and the leases.
-                self._pid, self._held, self._thread = os.getpid(), {}, None
-            self._held.setdefault(lease_id, set()).update(keys)
-            if self._thread is None and not self._ended.is_set():
+                self._begin()
+            held = self._held.setdefault(lease_id, _Held({}))
+            held.left.update(rows)
+            held.is_live = True
+            if self._thread is None and not self._has_ended:
                 self._thread = threading.Thread(target=self._run, name="lease-renewal", daemon=True)
                 self._thread.start()
+
+    def hold(self, meta: KVBatchMeta, task: str, client: weakref.ref[Any]) -> LeaseHold:
+        """Return a new hold of `client` on the rows of a claim, which were given to `add` before."""
+        lease_id, partition = meta.lease_id, meta.partition
+        with self._lock:
+            held = self._held.setdefault(lease_id, _Held({}))
+            hold = LeaseHold(lease_id, partition, task, held.left, client, functools.partial(self._hand_over, lease_id))
+            held.watch = weakref.ref(hold, self._inbox.put)
+            self._watched[held.watch] = lease_id, partition, task
+        return hold
+
+    def _hand_over(self, lease_id: int) -> None:
+        with self._lock:
+            held = self._held.get(lease_id)
+            if held is not None and held.watch is not None:
+                self._watched.pop(held.watch, None)
 
     def drop(self, lease_id: int, keys: Iterable[str]) -> None:
         """Record that the rows `keys` of a lease were released. A lease is no longer renewed once all of its rows given
         to `add` were released."""
         with self._lock:
-            left = self._held.get(lease_id, set())
-            left.difference_update(keys)
-            if not left:
-                self._held.pop(lease_id, None)
+            held = self._held.get(lease_id)
+            if held is None:
+                return
+            for key in keys:
+                held.left.pop(key, None)
+            if not held.left:
+                del self._held[lease_id]
+                if held.watch is not None:
+                    self._watched.pop(held.watch, None)
+
+    def cleared(self, partition: str, keys: Sequence[str] | None) -> None:
+        """Record that this client has cleared rows, which ends their leases. keys: None for all rows."""
+        for hold in self._holds(partition):
+            self.drop(hold.lease_id, list(hold.left) if keys is None else keys)
+
+    def fence(self, partition: str, keys: Sequence[str]) -> Fence | None:
+        """Return the condition of a put by key: rows that this client has claimed and neither released nor cleared must
+        still be held by their lease. None if it has claimed none of them."""
+        generations, leases = np.full(len(keys), -1), []
+        for hold in self._holds(partition):
+            if not hold.left.keys().isdisjoint(keys):
+                left = dict(hold.left)
+                generations = np.maximum(generations, [left.get(key, -1) for key in keys])
+                leases.append(hold.lease_id)
+        return Fence(generations, tuple(leases)) if leases else None
 
     def end(self) -> None:
         """Stop renewing all leases. Idempotent."""
-        self._ended.set()
+        self._has_ended = True
+        self._inbox.put(None)
+
+    def _holds(self, partition: str) -> list[LeaseHold]:
+        """Return the holds on rows of a partition whose receipts this process has."""
+        with self._lock:
+            watches = [held.watch for held in self._held.values()] if self._pid == os.getpid() else []
+        holds = [watch() for watch in watches if watch is not None]
+        return [hold for hold in holds if hold is not None and hold.partition == partition]
 
     def _run(self) -> None:
-        heard = time.monotonic()
-        while not self._ended.wait(self._lease_s / RENEWALS):
+        inbox, heard = self._inbox, time.monotonic()
+        due = heard + self._lease_s / RENEWALS
+        while not self._has_ended:
+            with contextlib.suppress(queue.Empty):
+                watch = inbox.get(timeout=max(0.0, due - time.monotonic()))
+                if watch is not None:
+                    self._give_back(watch)
+                continue
+            due = time.monotonic() + self._lease_s / RENEWALS
             with self._lock:
-                asked = tuple(self._held)
+                asked = tuple(lease_id for lease_id, held in self._held.items() if held.is_live)
                 if not asked:
                     self._thread = None
                     return
@@ -81,9 +171,41 @@ class LeaseRenewal:
                 live = ()
             else:
                 heard = time.monotonic()
-            with self._lock:
-                for lease_id in set(asked).difference(live):
-                    self._held.pop(lease_id, None)
+            self._lose(set(asked).difference(live))
+
+    def _lose(self, lease_ids: Iterable[int]) -> None:
+        """Stop renewing leases that have ended. Those whose receipts this process still has are kept, so that their
+        holder writes and releases nothing by mistake."""
+        with self._lock:
+            for lease_id in lease_ids:
+                held = self._held.get(lease_id)
+                if held is not None and (held.watch is None or held.watch() is None):
+                    del self._held[lease_id]
+                elif held is not None:
+                    held.is_live = False
+
+    def _give_back(self, watch: weakref.ref[LeaseHold]) -> None:
+        """Give back the rows of a hold that was garbage-collected, unless its receipts were handed over."""
+        with self._lock:
+            found = self._watched.pop(watch, None)
+            held = None if found is None else self._held.pop(found[0], None)
+        if found is None or held is None or not held.left or not held.is_live:
+            return
+        lease_id, partition, task = found
+        request = requests.Release(partition, task, lease_id, pack_keys(list(held.left)), "retry")
+        try:
+            reply = self._link.call("release", requests.encode(request), GIVE_BACK_S)
+            requests.body_of(reply, "release", 0.0)
+        except LeaseLost:
+            pass  # Other clients have cleared these rows, or released them.
+        except (DataPlaneError, ValueError) as error:
+            _logger.info("the rows of a dropped receipt return only when their lease runs out: %s", error)
+        else:
+            _logger.warning(
+                "%d rows of partition %r were claimed by task %r, but their receipt was dropped without release: they "
+                "can be claimed again",
+                len(held.left), partition, task,
+            )  # fmt: skip
 
     def _renew(self, lease_ids: tuple[int, ...]) -> tuple[int, ...]:
         request, timeout_s = requests.encode(requests.Renew(lease_ids)), self._lease_s / RENEWALS

@@ -5,6 +5,7 @@ A step is a request to the directory or a piece of work. The blocking client and
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -23,7 +24,7 @@ from ...codecs.schema import Schema
 from ..block_store import BlockStore
 from ..compact import pack_keys, unpack_keys
 from ..directory import requests
-from ..directory.calls import ClaimRows, Committed, Outcome, PutRows, check_distinct
+from ..directory.calls import ClaimRows, Committed, Fence, Outcome, PutRows, check_distinct
 from ..directory.samplers import TaskConfig
 from ..errors import (
     DataPlaneError,
@@ -37,7 +38,7 @@ from ..errors import (
 from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta, Tags, check_tags
 from ..rpc.links import Link, Undo
-from ..status import DataPlaneStatus, PartitionRows, TaskReset, TaskStatus
+from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from ..traffic import ClientStats
 from .arguments import Fields, checked, empty_receipt
 from .block_io import check_readable, column_bytes, naming_lost, read_rows, write_blocks
@@ -76,8 +77,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Shield:
-    """Step of an operation after which it has effects. A blocking client runs the following steps in a thread that no
-    signal interrupts."""
+    """Step of an operation after which it has effects or uses connections. A blocking client runs the following steps
+    in a thread that no signal interrupts."""
 
 
 SHIELD = Shield()
@@ -117,6 +118,8 @@ class Operations:
         weakref.finalize(self, leases.end)  # This ends the renewal even if the client is never closed.
         self.stats = ClientStats()
         self.label = f"{name or 'client'} pid={os.getpid()}"
+        self.client: weakref.ref[Any] = weakref.ref(self)
+        """The client whose operations these are."""
         self._plane_id = handle.store.plane_id
         self._schemas: dict[str, Schema] = {}
         # The client uses granted space for only half of `reserve_s`, so that a put has the other half to finish.
@@ -127,8 +130,7 @@ class Operations:
         return self.handle.config.timeout_s if timeout_s is None else timeout_s
 
     def _ask(self, op: str, request: object, timeout_s: float | None) -> Steps[bytes]:
-        if op in requests.TAKE_EFFECT:
-            yield SHIELD
+        yield SHIELD
         return (yield Ask(op, requests.encode(request), self.timeout(timeout_s)))
 
     @checked
@@ -166,6 +168,32 @@ class Operations:
         replace: bool,
         timeout_s: float | None,
     ) -> Steps[Moved[KVBatchMeta]]:
+        fence = self._leases.fence(partition, keys)
+        return (yield from self.fenced_put(partition, keys, fields, versions, groups, tags, replace, timeout_s, fence))
+
+    @checked
+    def write(
+        self, meta: KVBatchMeta, fields: Fields, tags: Tags | None, replace: bool, timeout_s: float | None
+    ) -> Steps[Moved[KVBatchMeta]]:
+        self._check_origin(meta, "write")
+        leases = (meta.lease_id,) if meta.lease_id else tuple(hold.lease_id for hold in meta.holds)
+        fence = Fence(meta.generations, leases)
+        keys = list(meta.keys)
+        return (yield from self.fenced_put(meta.partition, keys, fields, None, None, tags, replace, timeout_s, fence))
+
+    def fenced_put(
+        self,
+        partition: str,
+        keys: list[str],
+        fields: Fields,
+        versions: int | np.ndarray | None,
+        groups: list[str] | None,
+        tags: Tags | None,
+        replace: bool,
+        timeout_s: float | None,
+        fence: Fence | None,
+    ) -> Steps[Moved[KVBatchMeta]]:
+        """Put rows that fulfil a condition. fence: the condition; None for rows that the put may create."""
         bound = self.timeout(timeout_s)
         deadline = time.monotonic() + bound
         cached = self._schemas.get(partition)
@@ -174,7 +202,7 @@ class Operations:
 
         def prepare(schema: Schema) -> tuple[PutRows, list[EncodedBlock]]:
             return prepared(
-                self.handle, self.label, schema, partition, keys, fields, versions, groups, tags or {}, replace
+                self.handle, self.label, schema, partition, keys, fields, versions, groups, tags or {}, replace, fence
             )
 
         try:
@@ -214,7 +242,12 @@ class Operations:
             _logger.debug("%s: the directory took the credit of a put back; it is written again", self.label)
         remaining = max(0.0, deadline - time.monotonic())
         request = requests.encode(requests.Reserve(put, remaining, given_back))
-        reply = yield Ask("reserve", request, remaining, _abort_reserved)
+        try:
+            reply = yield Ask("reserve", request, remaining, _abort_reserved)
+        except BaseException:  # The request may never have been sent.
+            if given_back:
+                yield from self._give_back(given_back)
+            raise
         space = messages.decode(reply, requests.Space)
         written = yield from self._write(put, blocks, space, deadline, credit=False)
         assert written is not None, "only credit can be revoked"
@@ -287,6 +320,7 @@ class Operations:
             left_s = max(0.0, deadline - time.monotonic())
             return read_rows(self.store, meta, names, check=check, timeout_s=left_s)
 
+        yield SHIELD
         try:
             batch = yield Work("get", read, deadline)
         except StoreLost as error:
@@ -300,6 +334,7 @@ class Operations:
     ) -> Steps[KVBatchMeta]:
         bound = self.timeout(timeout_s)
         request = requests.Lookup(partition, pack_keys(keys), fields, bound if wait else None)
+        yield SHIELD
         reply = yield Ask("lookup", requests.encode(request), bound)
         return KVBatchMeta.from_bytes(reply)
 
@@ -345,12 +380,13 @@ class Operations:
             at_least,
             arguments or {},
         )
-        request = requests.Claim(rows, bound)
+        request = requests.Claim(rows, bound, self.label)
         yield SHIELD
         reply = yield Ask("claim", requests.encode(request), bound, partial(_retry, task))
         try:
             meta = KVBatchMeta.from_bytes(reply)
-            self._leases.add(meta.lease_id, meta.keys)
+            self._leases.add(meta.lease_id, meta.keys, meta.generations)
+            meta = dataclasses.replace(meta, holds=(self._leases.hold(meta, task, self.client),))
         except BaseException:
             yield from self._give_rows_back(task, reply)
             raise
@@ -362,7 +398,7 @@ class Operations:
         if len(meta):
             request = requests.RenewRows(meta.partition, meta.lease_id, pack_keys(meta.keys))
             yield from self._ask("renew_rows", request, timeout_s)
-            self._leases.add(meta.lease_id, meta.keys)
+            self._leases.add(meta.lease_id, meta.keys, meta.generations)
 
     @checked
     def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, timeout_s: float | None) -> Steps[None]:
@@ -375,6 +411,16 @@ class Operations:
     @checked
     def skip(self, partition: str, task: str, positions: np.ndarray, timeout_s: float | None) -> Steps[None]:
         yield from self._ask("skip", requests.Skip(partition, task, positions), timeout_s)
+
+    @checked
+    def leases(self, partition: str, timeout_s: float | None) -> Steps[tuple[LeaseStatus, ...]]:
+        reply = yield from self._ask("leases", requests.OnePartition(partition), timeout_s)
+        return messages.decode(reply, tuple[LeaseStatus, ...])
+
+    @checked
+    def revoke(self, partition: str, task: str, older_than_s: float, timeout_s: float | None) -> Steps[int]:
+        reply = yield from self._ask("revoke", requests.Revoke(partition, task, older_than_s), timeout_s)
+        return messages.decode(reply, int)
 
     @checked
     def reset(self, partition: str, task: str, keys: list[str] | None, timeout_s: float | None) -> Steps[TaskReset]:
@@ -397,6 +443,7 @@ class Operations:
     @checked
     def clear(self, partition: str, keys: list[str] | None, timeout_s: float | None) -> Steps[int]:
         reply = yield from self._ask("clear", requests.SomeRows(partition, _packed(keys)), timeout_s)
+        self._leases.cleared(partition, keys)
         return messages.decode(reply, int)
 
     @checked
@@ -490,6 +537,7 @@ class CountedClient:
 
     def __init__(self, handle: DataPlaneHandle, link: Link, store: BlockStore, name: str = "") -> None:
         self._operations = Operations(handle, store, LeaseRenewal(link, handle.config.lease_s), name)
+        self._operations.client = weakref.ref(self)
         self._link = link
 
     @property
@@ -509,7 +557,8 @@ class CountedClient:
             nbytes = result.nbytes if isinstance(result, Moved) else 0
             return result
         finally:
-            self.stats.count_call(steps.__name__, time.monotonic() - started, nbytes)
+            op = "put" if steps.__name__ == "write" else steps.__name__
+            self.stats.count_call(op, time.monotonic() - started, nbytes)
 
     def _body(self, step: Ask, reply: bytes, elapsed_s: float) -> bytes:
         self.stats.count_directory(len(step.payload) + len(reply))

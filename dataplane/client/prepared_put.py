@@ -7,7 +7,7 @@ import numpy as np
 from ...codecs.blocks import BatchEncoder, EncodedBlock
 from ...codecs.schema import Schema
 from ...codecs.shared_rows import shared_fields
-from ..directory.calls import Grouping, PutRows, schema_id
+from ..directory.calls import Fence, Grouping, PutRows, schema_id
 from ..handle import DataPlaneHandle
 from ..meta import Tags, check_tags
 from .arguments import Fields, as_versions, mismatch, packed
@@ -25,12 +25,14 @@ def prepared(
     groups: list[str] | None,
     tags: Tags,
     replace: bool,
+    fence: Fence | None,
 ) -> tuple[PutRows, list[EncodedBlock]]:
     """Return a description of the rows of a put, and its blocks. A group is split over blocks only if it does not fit
     in one.
 
-    writer: name of the client. The other arguments are those of `DataPlaneClient.put`. Raises SchemaMismatch for rows
-    that do not fit the schema or cannot be stored, and ValueError for other wrong arguments.
+    writer: name of the client. fence: condition on the rows. The other arguments are those of `DataPlaneClient.put`.
+    Raises SchemaMismatch for rows that do not fit the schema or cannot be stored, and ValueError for other wrong
+    arguments.
     """
     if groups is not None and len(groups) != len(keys):
         raise ValueError(f"groups: got {len(groups)} names, expected one for each of {len(keys)} keys")
@@ -56,5 +58,6 @@ def prepared(
         replace,
         writer,
         schema_id(schema),
+        fence,
     )
     return put, blocks

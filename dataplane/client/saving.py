@@ -28,6 +28,7 @@ from ...codecs.batch import Batch
 from ...codecs.blocks import BlockLayout, encode_block, read_header
 from ...codecs.gather import RowSource, assemble
 from ..directory import requests
+from ..directory.calls import Fence
 from ..directory.partition import PartitionState
 from ..errors import DataPlaneError
 from ..meta import KVBatchMeta
@@ -264,8 +265,9 @@ def load(
         for number in range(saved.num_chunks):
             chunk = functools.partial(reader.chunk, number)
             places, batch = yield Work("load", chunk, time.monotonic() + bound)
-            keys, groups = rows.keys[places], rows.group_names[places]
-            moved = yield from operations.put(name, keys, batch, None, groups, None, False, timeout_s)
+            keys, groups = rows.keys[places].tolist(), rows.group_names[places].tolist()
+            put = operations.fenced_put(name, keys, batch, None, groups, None, False, timeout_s, Fence(None))
+            moved = yield from put
             nbytes += moved.nbytes
     except BaseException:
         yield from _remove(name)

@@ -66,7 +66,12 @@ class Shielded(Generic[T]):
             _start(self._abandon)
             self._settled.wait(TAKE_BACK_S)
             raise
-        raise self._error
+        error, self._error = self._error, None
+        assert error is not None
+        try:
+            raise error
+        finally:
+            del error  # Its traceback refers to this frame, and a cycle would keep the operation's receipts alive.
 
     def _carry_out(self) -> None:
         with self._lock:
@@ -100,6 +105,7 @@ class Shielded(Generic[T]):
             if self._error is None:
                 self._undo(self._result)
         finally:
+            self._error = None  # As in `result`.
             self._settled.set()
 
 

@@ -105,6 +105,16 @@ class ClaimRows:
 
 
 @dataclass(frozen=True, slots=True)
+class Fence:
+    """Condition under which a put may write to its rows: each must still be the row that the writer means."""
+
+    generations: np.ndarray | None
+    """Generation of each row, int64 `[N]`, -1 for rows without condition; None if the rows must only exist."""
+    leases: tuple[int, ...] = ()
+    """Ids of the leases of which one must hold each row that has a generation; () if they need no lease."""
+
+
+@dataclass(frozen=True, slots=True)
 class PutRows:
     """Describes the rows and blocks of one put, without the content of the rows."""
 
@@ -124,6 +134,8 @@ class PutRows:
     writer: str
     schema_id: int
     """Digest of the schema with which the blocks were encoded, from the function `schema_id`."""
+    fence: Fence | None = None
+    """Condition on the rows; None for a put that may create them."""
 
     @property
     def nbytes(self) -> int:
@@ -149,6 +161,8 @@ class Committed:
     """Version of each row, int64 `[N]`; None when `PutRows` has the versions."""
     groups: np.ndarray
     """Id of each row's group, int64 `[N]`, unique in the directory."""
+    generations: np.ndarray
+    """Generation of each row, int64 `[N]`."""
     tags: dict[str, np.ndarray]
     """Tags (named numbers or texts) that all committed rows already had from earlier puts: tag name -> one value per
     row."""
@@ -179,6 +193,7 @@ class Committed:
             (RowSource(put.fields, block, row, start),),
             schema=schema,
             plane_id=plane_id,
+            generations=self.generations,
         )
 
 

@@ -16,16 +16,17 @@ from ...codecs.integers import distinct
 from ...codecs.schema import Field, Schema
 from ..errors import CapacityExceeded, DataPlaneTimeout, LeaseLost
 from ..meta import BlockRef, KVBatchMeta
-from ..status import DataPlaneStatus, PartitionRows, TaskReset, TaskStatus
+from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from .block_table import BlockTable, FreedBlock, Reservation
 from .calls import ClaimRows, Committed, Outcome, PutRows
+from .fences import check_fence
 from .partition import Partition, PartitionState
 from .partition_registry import PartitionRegistry
 from .ready import ReadyView
 from .receipts import committed_of, receipt_of, token_starts
 from .rows import pick
 from .samplers import TaskConfig
-from .task_cursor import DONE, LeaseBook
+from .task_cursor import DONE, Lease, LeaseBook
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +150,9 @@ class Directory:
 
     def check(self, put: PutRows) -> None:
         """Check a put without changing anything. Raises SchemaMismatch, DuplicateKeys or AlreadyWritten when the
-        partition cannot take it, and CapacityExceeded when it is larger than the whole capacity."""
-        self._partitions[put.partition].check_put(put)
+        partition cannot take it, RowsCleared or LeaseLost when its fence does not hold, and CapacityExceeded when it is
+        larger than the whole capacity."""
+        self._check_rows(put)
         if put.nbytes > self._blocks.capacity_bytes:
             raise CapacityExceeded(
                 f"the put takes {put.nbytes} bytes, more than the capacity of {self._blocks.capacity_bytes}; "
@@ -207,8 +209,7 @@ class Directory:
         than reserved. After an error the reservation remains until `abort`.
         """
         reservation = self.reservation(reservation_id)
-        partition = self._partitions[put.partition]
-        rows = partition.check_put(put)
+        partition, rows = self._check_rows(put)
         sizes = [layout.nbytes for layout in put.layouts]
         if sum(sizes) > reservation.nbytes or len(sizes) > len(reservation.block_ids):
             raise ValueError(
@@ -273,7 +274,7 @@ class Directory:
         """
         return self._partitions[partition].absent(keys, fields)
 
-    def claim(self, claim: ClaimRows, now: float) -> KVBatchMeta | None:
+    def claim(self, claim: ClaimRows, now: float, holder: str = "") -> KVBatchMeta | None:
         """Lease ready rows, chosen by the task's sampler, and return a receipt (their keys and locations). As many as
         are ready are leased, at most `num_rows`. Returns None if fewer than `at_least` are ready or the sampler waits
         for more.
@@ -287,7 +288,7 @@ class Directory:
         rows = cursor.choose(view, claim.num_rows, claim.least, claim.arguments)
         if rows is None:
             return None
-        lease = self._leases.grant(part.name, claim.task, rows, now, self._lease_s)
+        lease = self._leases.grant(part.name, cursor.config, rows, now, self._lease_s, holder)
         cursor.lease(rows, lease.lease_id)
         return self._receipt(part, rows, claim.fields, lease.lease_id)
 
@@ -352,6 +353,30 @@ class Directory:
         if lost:
             message = f"lease {lease_id} of task {task!r} no longer holds {len(lost)} of {len(keys)} rows"
             raise LeaseLost(message, op="release", partition=partition, keys=lost)
+
+    def leases(self, partition: str, now: float) -> tuple[LeaseStatus, ...]:
+        """Return the leases of a partition, oldest first."""
+        part = self._partitions[partition]
+        return tuple(
+            LeaseStatus(
+                lease.lease_id,
+                lease.task,
+                lease.holder,
+                tuple(part.rows.keys[self._rows_of(lease)].tolist()),
+                now - lease.granted,
+                lease.deadline - now,
+            )
+            for lease in self._leases.of(partition)
+        )
+
+    def revoke_leases(self, partition: str, task: str, older_than_s: float, now: float) -> int:
+        """End the leases of a task that were granted at least `older_than_s` seconds before `now`, and return how many
+        rows can so be claimed again. Raises ValueError for an unknown task and for a negative time."""
+        self._partitions[partition].cursor(task)
+        if not older_than_s >= 0:
+            raise ValueError(f"revoke: got older_than_s={older_than_s}, expected seconds >= 0")
+        leases = [lease for lease in self._leases.of(partition) if lease.task == task]
+        return sum(self._end(lease) for lease in leases if now - lease.granted >= older_than_s)
 
     def skip(self, partition: str, task: str, positions: np.ndarray) -> None:
         """Settle positions of the prompt stream, so that `task` does not wait for their prompts any more. Raises
@@ -431,17 +456,15 @@ class Directory:
 
     def expire(self, now: float) -> Expired:
         """End the leases and reservations whose deadline has passed."""
-        returned = 0
-        for lease in self._leases.take_expired(now):
-            cursor = self._partitions[lease.partition].tasks[lease.task]
-            rows = lease.rows[cursor.column[lease.rows] == lease.lease_id]
-            self._leases.drop_rows(np.full(len(rows), lease.lease_id))
-            cursor.set(rows, 0)
-            returned += len(rows)
+        returned = sum(self._end(lease) for lease in self._leases.take_expired(now))
         late = [item for item in self._blocks.reservations.values() if item.deadline <= now]
         for item in late:
             self.abort(item.reservation_id)
         return Expired(returned, tuple(item.writer for item in late if not item.credit), tuple(late))
+
+    def forgive(self, away_s: float) -> None:
+        """Take the seconds for which this process did not run out of the time that leases have been held."""
+        self._leases.forgive(away_s)
 
     def next_deadline(self) -> float | None:
         """Return the earliest time at which `expire` will have something to do; None when there is none."""
@@ -458,13 +481,15 @@ class Directory:
             for name, count in part.rows.num_written.items():
                 ready[name] = ready.get(name, 0) + count
         leases = self._leases.of(partition)
+        oldest = min(leases, key=lambda lease: lease.granted, default=None)
         return DataPlaneStatus(
             partitions={part.name: len(part.rows) for part in parts},
             rows=sum(len(part.rows) for part in parts),
             ready=ready,
             leases=len(leases),
             leased_rows=sum(lease.held for lease in leases),
-            oldest_lease_s=max((now - lease.granted for lease in leases), default=0.0),
+            oldest_lease_s=0.0 if oldest is None else now - oldest.granted,
+            oldest_lease="" if oldest is None else f"task {oldest.task!r} of {oldest.partition!r}, {oldest.holder}",
             blocks=len(self._blocks),
             bytes_used=self._blocks.used_bytes,
             bytes_reserved=self._blocks.reserved_bytes,
@@ -476,6 +501,18 @@ class Directory:
 
     # ---------------- These methods are private.
 
+    def _rows_of(self, lease: Lease) -> np.ndarray:
+        """Return the numbers of the rows that a lease still holds."""
+        column = self._partitions[lease.partition].tasks[lease.task].column
+        return lease.rows[column[lease.rows] == lease.lease_id]
+
+    def _end(self, lease: Lease) -> int:
+        """End a lease, so that its rows can be claimed again, and return how many they are."""
+        rows = self._rows_of(lease)
+        self._leases.drop_rows(np.full(len(rows), lease.lease_id))
+        self._partitions[lease.partition].tasks[lease.task].set(rows, 0)
+        return len(rows)
+
     def _forget(self, part: Partition, rows: np.ndarray) -> list[FreedBlock]:
         """Remove rows from a partition and from the leases that hold them. The partition need not be registered any
         more. Returns the blocks to which no row refers any more."""
@@ -484,6 +521,12 @@ class Directory:
         slots, leases = part.remove(rows)
         self._leases.drop_rows(leases)
         return self._blocks.unlink(slots)
+
+    def _check_rows(self, put: PutRows) -> tuple[Partition, np.ndarray]:
+        """Check the rows of a put. Returns its partition, and the result of `Partition.check_put`."""
+        part = self._partitions[put.partition]
+        check_fence(part, self._leases, put)
+        return part, part.check_put(put)
 
     def _receipt(self, part: Partition, rows: np.ndarray, fields: tuple[str, ...], lease_id: int = 0) -> KVBatchMeta:
         return receipt_of(part, self._blocks, rows, fields, lease_id, self._plane_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ...codecs.schema import Schema
 from ..status import PartitionRows
@@ -20,6 +20,8 @@ class PartitionRegistry:
         self._partitions: dict[str, Partition] = {}
         self.group_numbers = Numbers()
         """Numbers of the groups of all partitions; each group has one of its own."""
+        self._first_arrival = 0
+        """Generation of the first row of a new partition. Partitions that were removed used only lower ones."""
 
     def __getitem__(self, name: str) -> Partition:
         """Return a partition. Raises ValueError if no partition of that name is registered."""
@@ -46,7 +48,7 @@ class PartitionRegistry:
             )
         known = self._partitions.get(name)
         if known is None:
-            self._partitions[name] = Partition(name, schema, list(configs.values()), group_size, self._samplers)
+            self._partitions[name] = self._new(name, schema, configs, group_size)
             return None
         if known.knows(schema):
             schema = known.schema  # The partition's schema has fields that were added later.
@@ -56,8 +58,8 @@ class PartitionRegistry:
             ("group_size", known.groups.group_size, group_size),
         ):
             if old != new and redefine:
-                replacement = Partition(name, schema, list(configs.values()), group_size, self._samplers)
-                self._partitions[name] = replacement
+                self._first_arrival = max(self._first_arrival, known.rows.next_arrival)
+                self._partitions[name] = self._new(name, schema, configs, group_size)
                 return known
             if old != new:
                 raise ValueError(
@@ -65,6 +67,11 @@ class PartitionRegistry:
                     "drops its rows, unregister drops it"
                 )
         return None
+
+    def _new(self, name: str, schema: Schema, tasks: Mapping[str, TaskConfig], group_size: int) -> Partition:
+        part = Partition(name, schema, list(tasks.values()), group_size, self._samplers)
+        part.rows.next_arrival = self._first_arrival
+        return part
 
     def add_tasks(self, name: str, tasks: Sequence[str | TaskConfig]) -> None:
         """Add tasks to a partition, as `Directory.add_tasks` does."""
@@ -83,6 +90,7 @@ class PartitionRegistry:
         of that name is registered."""
         part = self[name]
         del self._partitions[name]
+        self._first_arrival = max(self._first_arrival, part.rows.next_arrival)
         return part
 
     def restore(self, name: str, state: PartitionState, rows: PartitionRows) -> None:
@@ -108,6 +116,7 @@ def _described(tasks: Iterable[TaskConfig]) -> list[str]:
     """Describe tasks as text in sorted order, for comparing two registrations and for showing their difference. The
     field `settled` is left out."""
     return sorted(
-        f"{task.name} ({task.sampler}, {dict(sorted(task.options.items()))}, from prompt {task.first_prompt})"
+        f"{task.name} ({task.sampler}, {dict(sorted(task.options.items()))}, from prompt {task.first_prompt}"
+        + (")" if task.max_hold_s is None else f", max_hold_s={task.max_hold_s:g})")
         for task in tasks
     )

@@ -51,6 +51,7 @@ def receipt_of(
         lease_id,
         schema=part.schema,
         plane_id=plane_id,
+        generations=part.rows.arrivals[rows],
     )
 
 
@@ -66,6 +67,7 @@ def committed_of(
         np.maximum(part.rows.lengths[rows], 0).astype(np.int64) if put.lengths is None else None,
         part.rows.versions[rows] if put.versions is None else None,
         part.groups.numbers[part.rows.groups[rows]],
+        part.rows.arrivals[rows],
         others,
     )
 

@@ -38,8 +38,8 @@ class AddTasks:
 
 @dataclass(frozen=True, slots=True)
 class OnePartition:
-    """Request about a partition as a whole. `describe` returns its `Schema`, and `export` returns an `Exported`, from
-    which it can be saved. `unregister` forgets the partition and returns the number of its rows."""
+    """Request about a partition as a whole. `describe` returns its `Schema`, `leases` its leases, and `export` an
+    `Exported`, from which it can be saved. `unregister` forgets the partition and returns the number of its rows."""
 
     partition: str
 
@@ -181,6 +181,8 @@ class Claim:
 
     rows: ClaimRows
     timeout_s: float
+    holder: str = ""
+    """Name of the client, for the list of leases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +218,16 @@ class Release:
     lease_id: int
     keys: bytes
     outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """Request to end the leases of a task that were granted at least `older_than_s` seconds ago. The reply is the
+    number of rows that they held."""
+
+    partition: str
+    task: str
+    older_than_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +304,7 @@ TAKE_EFFECT = frozenset(
         "restore",
         "claim",
         "release",
+        "revoke",
         "skip",
         "reset",
         "tag",

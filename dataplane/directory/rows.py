@@ -105,7 +105,8 @@ class RowTable:
         self.groups = np.empty(0, dtype=np.int64)
         """Index of each row's group in the partition's GroupTable."""
         self.arrivals = np.empty(0, dtype=np.int64)
-        """Sequence number of each row's first write; a higher number is later."""
+        """Sequence number of each row's first write; a higher number is later. It is the row's generation in receipts,
+        so no other row of a partition of this name gets it."""
         self.slots = {name: np.empty(0, dtype=np.int64) for name in fields}
         """For each field, the slot (location) of each row's value, `block_id << ROW_BITS | row in block`, or
         UNWRITTEN or LOST."""
@@ -117,7 +118,7 @@ class RowTable:
         self.any_lost = False
         """Whether a value has ever been lost. If not, no row is examined to count lost ones."""
         self._numbers = Numbers()
-        self._arrived = 0
+        self.next_arrival = 0
 
     def __len__(self) -> int:
         return len(self.index)
@@ -145,8 +146,8 @@ class RowTable:
         self.lengths[rows] = UNKNOWN
         self.versions[rows] = -1
         self.groups[rows] = groups
-        self.arrivals[rows] = np.arange(self._arrived, self._arrived + len(rows))
-        self._arrived += len(rows)
+        self.arrivals[rows] = np.arange(self.next_arrival, self.next_arrival + len(rows))
+        self.next_arrival += len(rows)
         return rows
 
     def remove(self, rows: np.ndarray) -> None:

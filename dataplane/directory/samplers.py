@@ -40,6 +40,9 @@ class TaskConfig:
     settled: tuple[int, ...] = ()
     """Positions after `first_prompt` for which the task does not wait, because their prompts have been trained on or
     dropped."""
+    max_hold_s: float | None = None
+    """Longest time in seconds for which a claim of the task can hold its rows, even if its client lives. The rows can
+    then be claimed again. None sets no limit."""
 
     def __post_init__(self) -> None:
         for name in ("name", "sampler"):

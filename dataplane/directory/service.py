@@ -2,8 +2,8 @@
 
 request          waits for                       unblocked by
 claim            its turn in its task's queue    the claim before it (first come, first served)
-                 enough ready rows, and its      commit, release(retry), a lease that expires, reset,
-                 sampler's choice of them        skip, clear
+                 enough ready rows, and its      commit, release(retry), a lease that expires, revoke,
+                 sampler's choice of them        reset, skip, clear
 lookup (wait)    keys that are put, fields       commit
                  that are written
 reserve (put)    its turn among waiting puts     the put before it
@@ -44,7 +44,7 @@ from ..errors import (
 from ..status import PartitionRows
 from . import requests
 from .block_table import FreedBlock, Reservation
-from .calls import ClaimRows, PutRows
+from .calls import PutRows
 from .directory import Directory
 from .host_calls import HostCalls
 from .put_space import Place, Pulse, PutSpace, Queue
@@ -104,6 +104,8 @@ class DirectoryService:
             "renew": (requests.Renew, self._renew),
             "renew_rows": (requests.RenewRows, self._renew_rows),
             "release": (requests.Release, self._release),
+            "leases": (requests.OnePartition, self._leases),
+            "revoke": (requests.Revoke, self._revoke),
             "skip": (requests.Skip, self._skip),
             "reset": (requests.Reset, self._reset),
             "free": (requests.FreeRows, self._free_rows),
@@ -272,17 +274,18 @@ class DirectoryService:
         self._directory.check_claim(claim)
         name = (claim.partition, claim.task, msgspec.msgpack.encode(claim.arguments, order="deterministic"))
         if name not in self._claim_queues:
-            receipt = self._directory.claim(claim, self._now())
+            receipt = self._directory.claim(claim, self._now(), request.holder)
             if receipt is not None:
                 return receipt.to_bytes()
-        return self._claim_later(claim, name, request.timeout_s)
+        return self._claim_later(request, name)
 
-    async def _claim_later(self, claim: ClaimRows, name: tuple[str, str, bytes], timeout_s: float) -> bytes:
+    async def _claim_later(self, request: requests.Claim, name: tuple[str, str, bytes]) -> bytes:
+        claim, timeout_s = request.rows, request.timeout_s
         with self._in_queue(name, claim.wanted) as (queue, place):
             try:
                 async with asyncio.timeout(timeout_s), place.turn:
                     # Nothing is awaited between a lease and its reply, so that a claim that is cut off holds no rows.
-                    while (receipt := self._directory.claim(claim, self._now())) is None:
+                    while (receipt := self._directory.claim(claim, self._now(), request.holder)) is None:
                         pulse = self._ready_pulse(claim.partition)
                         await self._wait(pulse, pulse.count)
             except TimeoutError:
@@ -309,6 +312,14 @@ class DirectoryService:
             if (pulse := self._ready.get(request.partition)) is not None:
                 pulse.fire()
         return b""
+
+    def _leases(self, request: requests.OnePartition) -> bytes:
+        return messages.encode(self._directory.leases(request.partition, self._now()))
+
+    def _revoke(self, request: requests.Revoke) -> bytes:
+        count = self._directory.revoke_leases(request.partition, request.task, request.older_than_s, self._now())
+        self._ready_pulse(request.partition).fire()
+        return messages.encode(count)
 
     def _skip(self, request: requests.Skip) -> bytes:
         self._directory.skip(request.partition, request.task, request.positions)
@@ -482,6 +493,7 @@ class DirectoryService:
         now = self._now()
         if now > deadline + LATE_S:  # Renewals and commits that arrived in the meantime have not been read yet.
             self._listen_until = now + HEAR_FIRST_S
+            self._directory.forgive(now - deadline)
             self._arm()
             return
         expired = self._directory.expire(now)

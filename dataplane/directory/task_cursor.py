@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -32,8 +33,12 @@ class TaskCursor:
     def __init__(
         self, config: TaskConfig, partition: str, rows: RowTable, groups: GroupTable, samplers: Collection[str]
     ) -> None:
-        """Raise ValueError for an unknown sampler, or for options that the sampler does not take. samplers: import
-        paths of the samplers that are not built in."""
+        """Raise ValueError for an unknown sampler, for options that the sampler does not take, and for an invalid
+        `max_hold_s`. samplers: import paths of the samplers that are not built in."""
+        if config.max_hold_s is not None and not 0 < config.max_hold_s < math.inf:
+            raise ValueError(
+                f"task {config.name!r}: got max_hold_s={config.max_hold_s:g}, expected seconds > 0, or None"
+            )
         self.config = config
         self.sampler = build_sampler(config, samplers)
         self.progress = StreamProgress(config.first_prompt, config.settled) if self.sampler.order == "prompt" else None
@@ -227,6 +232,9 @@ class Lease:
     deadline: float
     """Time in seconds at which the lease expires unless it is renewed, by the monotonic clock of the directory's
     argument `now`."""
+    last_deadline: float
+    """Latest time to which the lease can be renewed, by the same clock; infinite without `max_hold_s`."""
+    holder: str
 
 
 class LeaseBook:
@@ -237,8 +245,12 @@ class LeaseBook:
         self._deadlines: list[tuple[float, int]] = []
         self._next_id = 1
 
-    def grant(self, partition: str, task: str, rows: np.ndarray, now: float, lease_s: float) -> Lease:
-        lease = Lease(self._next_id, partition, task, rows, len(rows), now, now + lease_s)
+    def grant(
+        self, partition: str, task: TaskConfig, rows: np.ndarray, now: float, lease_s: float, holder: str
+    ) -> Lease:
+        last = math.inf if task.max_hold_s is None else now + task.max_hold_s
+        deadline = min(now + lease_s, last)
+        lease = Lease(self._next_id, partition, task.name, rows, len(rows), now, deadline, last, holder)
         self._next_id += 1
         self._leases[lease.lease_id] = lease
         heapq.heappush(self._deadlines, (lease.deadline, lease.lease_id))
@@ -258,11 +270,17 @@ class LeaseBook:
                 del self._leases[lease.lease_id]
 
     def renew(self, lease_ids: Iterable[int], deadline: float) -> list[int]:
-        """Extend leases to `deadline`, and return the ids of the leases that still exist."""
+        """Extend leases to `deadline`, and return the ids of the leases that still exist. A task's `max_hold_s` limits
+        the extension."""
         live = [lease_id for lease_id in lease_ids if lease_id in self._leases]
-        for lease_id in live:
-            self._leases[lease_id].deadline = deadline
+        for lease in map(self._leases.__getitem__, live):
+            lease.deadline = min(deadline, lease.last_deadline)
         return live
+
+    def forgive(self, away_s: float) -> None:
+        """Extend the last deadline of all leases by the seconds for which the directory's process did not run."""
+        for lease in self._leases.values():
+            lease.last_deadline += away_s
 
     def take_expired(self, now: float) -> list[Lease]:
         """Return the leases whose deadline is not after `now`. They still count as held until `drop_rows` has dropped

@@ -62,6 +62,7 @@ def receipt(num_rows: int, rows_per_block: int = 16, first_block: int = 1, prefi
         5,
         schema=SCHEMA,
         plane_id=PLANE,
+        generations=numbers + 1000,
     )
 
 
@@ -112,7 +113,7 @@ def test_damaged_receipts_are_refused_whatever_the_damage() -> None:
             damaged[at] ^= int(random.integers(1, 256))
         with pytest.raises(ValueError, match="receipt"):
             KVBatchMeta.from_bytes(bytes(damaged))
-    for body in (b"", b"\x90", b"\xc1", msgspec.msgpack.encode(["receipt3"] * 12), msgspec.msgpack.encode({"a": 1})):
+    for body in (b"", b"\x90", b"\xc1", msgspec.msgpack.encode(["receipt4"] * 12), msgspec.msgpack.encode({"a": 1})):
         with pytest.raises(ValueError, match="receipt"):
             KVBatchMeta.from_bytes(xxhash.xxh3_64_digest(body) + body)
 
@@ -167,6 +168,7 @@ def test_concat_of_receipts_whose_fields_were_written_together_differently() -> 
     apart = KVBatchMeta(
         apart.partition, apart.keys, apart.fields, apart.lengths, apart.versions, apart.groups, apart.tags,
         apart.blocks, (rest, moved, second), 6, schema=SCHEMA, plane_id=PLANE,
+        generations=apart.generations,
     )  # fmt: skip
     joined = meta.concat(apart)
     assert rows_of(joined) == rows_of(meta) + rows_of(apart)
@@ -181,7 +183,7 @@ def test_merge_fields_adds_and_replaces() -> None:
         "train", meta.keys, ("mask", "score"), meta.lengths, meta.versions, meta.groups, {"new": np.arange(20)},
         written.blocks,
         (RowSource(("mask",), *_places(written, 0)), RowSource(("score",), *_places(written, 1))),
-        schema=SCHEMA, plane_id=PLANE,
+        schema=SCHEMA, plane_id=PLANE, generations=meta.generations,
     )  # fmt: skip
     merged = meta.merge_fields(late)
     assert set(merged.fields) == set(meta.fields) and set(merged.tags) == {*meta.tags, "new"} and merged.lease_id == 5

@@ -323,7 +323,7 @@ def _data_plane(opened: Opened | None, groups: int, group_size: int) -> list[str
         f"rows: {status.rows} ({_groups(status.rows, group_size)}); a step takes {groups} groups of {group_size}",
         f"ready, rows in which a field is written: {written}",
         f"leased: {status.leased_rows} rows ({_groups(status.leased_rows, group_size)}) by {status.leases} claims, "
-        f"the oldest for {status.oldest_lease_s:.1f} s",
+        f"the oldest for {status.oldest_lease_s:.1f} s" + (f" ({status.oldest_lease})" if status.oldest_lease else ""),
         f"waiting: {status.waiting_claims} claims for rows, {status.waiting_puts} puts for room",
         f"bytes: {status.bytes_used} used, {status.bytes_reserved} reserved, capacity {status.bytes_capacity}",
     ]

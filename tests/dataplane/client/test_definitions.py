@@ -72,7 +72,7 @@ def test_a_field_of_another_declaration_is_refused(client: DataPlaneClient) -> N
 
 def test_a_partition_is_registered_anew(client: DataPlaneClient, plane: DataPlane) -> None:
     receipt = client.put("p", ["a.0", "a.1", "b.0"], {"ids": ids(3)})
-    client.claim("p", "a", ["ids"], 1)
+    _held = client.claim("p", "a", ["ids"], 1)
     ended: list[str] = []
 
     def wait() -> None:

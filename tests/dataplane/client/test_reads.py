@@ -67,7 +67,7 @@ def test_replaced_and_cleared_rows(client: DataPlaneClient) -> None:
 
 def test_a_partition_can_be_dropped(client: DataPlaneClient, plane: DataPlane) -> None:
     client.put("p", ["a.0", "a.1"], {"ids": ids(2)})
-    client.claim("p", "a", ["ids"], 1)
+    _held = client.claim("p", "a", ["ids"], 1)
     waiting: list[str] = []
 
     def wait(count: int) -> None:

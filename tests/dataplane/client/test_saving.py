@@ -176,7 +176,8 @@ RANKS = TaskConfig("ranks", "rank_aware", {"num_ranks": 2})
 def shares(client: DataPlaneClient, partition: str, rank: int, count: int) -> list[tuple[str, ...]]:
     """Return the keys of the next `count` claims of two rows that a rank makes."""
     claim = {"arguments": {"rank": rank}, "timeout_s": 0}
-    return [client.claim(partition, "ranks", ["ids"], 2, **claim).keys for _ in range(count)]
+    receipts = [client.claim(partition, "ranks", ["ids"], 2, **claim) for _ in range(count)]
+    return [receipt.keys for receipt in receipts]
 
 
 def test_ranks_find_the_shares_that_were_dealt_before_a_save(client: DataPlaneClient, tmp_path: Path) -> None:

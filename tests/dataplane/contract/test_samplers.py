@@ -129,7 +129,8 @@ def test_options_travel_and_are_compared(ordered: Any) -> None:
         )
     for number in (11, 12):
         put(client, partition, number)
-    assert client.claim(partition, "wide", FIRST, 4, whole_groups=True).keys == tuple(group(11))
+    meta = client.claim(partition, "wide", FIRST, 4, whole_groups=True)
+    assert meta.keys == tuple(group(11))
     with pytest.raises(ClaimTimeout, match="'windowed' waits for the prompt at position 10"):
         client.claim(partition, "wide", FIRST, 4, whole_groups=True, timeout_s=0.05)
 

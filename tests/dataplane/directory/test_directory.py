@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from headrace.dataplane.directory.calls import ClaimRows, Grouping, PutRows
 from headrace.dataplane.directory.directory import Directory
 from headrace.dataplane.directory.rows import RowTable
+from headrace.dataplane.directory.samplers import TaskConfig
 from headrace.dataplane.errors import (
     AlreadyWritten,
     DataPlaneTimeout,
@@ -262,3 +263,22 @@ def test_a_claim_that_waits_for_groups_of_one_row_says_so() -> None:
     put(directory, ["v_g0", "v_g1"], FIELDS, groups=["v", "v"])
     assert claim(directory) is not None
     assert "groups of 1 row" not in directory.shortage(wanted)
+
+
+def test_leases_are_revoked_by_their_age_and_bounded_though_renewed() -> None:
+    directory = Directory(capacity_bytes=1000, lease_s=10.0, reserve_s=10.0)
+    directory.register("p", SCHEMA, [TaskConfig("a", max_hold_s=25.0)], 1)
+    put(directory, ["k0", "k1", "k2"], FIELDS)
+    old = directory.claim(ClaimRows("p", "a", ("ids",), 1), 0.0, "old one")
+    new = directory.claim(ClaimRows("p", "a", ("ids",), 1), 5.0)
+    assert old is not None and new is not None
+    listed = directory.leases("p", 6.0)
+    assert [(one.keys, one.holder, one.held_s, one.expires_s) for one in listed] == [
+        (("k0",), "old one", 6.0, 4.0),
+        (("k1",), "", 1.0, 9.0),
+    ]
+    assert directory.revoke_leases("p", "a", 4.0, 6.0) == 1
+    assert directory.renew([old.lease_id, new.lease_id], 24.0) == [new.lease_id]
+    directory.forgive(2.0)  # as much as its process did not run
+    directory.renew([new.lease_id], 24.0)
+    assert directory.next_deadline() == 32.0 and directory.expire(32.0).num_rows == 1

@@ -140,7 +140,7 @@ class CountingWorker:
     def write_logprobs(self, column: str) -> WorkerReport:
         assert self._meta is not None
         batch = self.world.inner.get(self._meta, ["rollout_logprobs"])
-        self.world.inner.put(self._meta.partition, self._meta.keys, {column: batch.jagged("rollout_logprobs")})
+        self.world.inner.write(self._meta, {column: batch.jagged("rollout_logprobs")})
         return self._report({})
 
     def accumulate(self) -> WorkerReport:

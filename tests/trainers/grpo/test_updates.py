@@ -19,7 +19,9 @@ def receipt(groups: int, size: int) -> KVBatchMeta:
     keys = tuple(f"{row % groups:x}.{row // groups}" for row in range(rows))
     numbers = np.arange(rows) % groups + 100
     ones = np.ones(rows, dtype=np.int64)
-    return KVBatchMeta("p", keys, (), ones, ones, numbers, {}, (), (), schema=ROLLOUT_SCHEMA, plane_id=1)
+    return KVBatchMeta(
+        "p", keys, (), ones, ones, numbers, {}, (), (), schema=ROLLOUT_SCHEMA, plane_id=1, generations=numbers
+    )
 
 
 def dealt(meta: KVBatchMeta, minibatches: int, epochs: int, seed: int = 0, step: int = 1) -> list[list[str]]:

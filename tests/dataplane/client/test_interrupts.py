@@ -1,0 +1,136 @@
+"""An interrupt of a client call, at whatever moment, leaves nothing leased, reserved or readable."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from headrace.dataplane import meta
+from headrace.dataplane.client.client import DataPlaneClient
+from headrace.dataplane.client.shielded_calls import Shielded
+from headrace.dataplane.factory import DataPlane, connect, connect_async
+from headrace.dataplane.rpc.cancellation import Cancellation
+from headrace.tests.dataplane.client.local_plane import SCHEMA, ids
+from headrace.tests.dataplane.interrupted_calls import OPERATIONS, Interrupter, OwnError, alarms
+from headrace.tests.dataplane.rpc.served import Served
+from headrace.tests.waiting import wait_until
+
+SIGNALS = 30
+
+
+@pytest.fixture(scope="module")
+def interrupter() -> Iterator[Interrupter]:
+    """Clients over sockets, whose directory runs in a thread."""
+    with contextlib.closing(Served()) as served, contextlib.closing(Interrupter(served.handle, seed=40)) as interrupter:
+        yield interrupter
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OwnError])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_signals_at_random_moments_leave_nothing(
+    interrupter: Interrupter, operation: str, error: type[BaseException]
+) -> None:
+    tally = interrupter.run(operation, error, SIGNALS)
+    assert tally.interrupted == SIGNALS and tally.others == []
+    assert interrupter.leftovers() == {}
+
+
+@contextlib.contextmanager
+def interrupted(when: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Send SIGALRM, whose handler raises, once `when.name` has returned for the first time."""
+    real, signals = getattr(when, name), [signal.SIGALRM]
+
+    def then_signal(*arguments: Any) -> Any:
+        result = real(*arguments)
+        if signals:
+            os.kill(os.getpid(), signals.pop())
+        return result
+
+    with alarms(OwnError), monkeypatch.context() as patch:
+        patch.setattr(when, name, then_signal)
+        with pytest.raises(OwnError):
+            yield
+
+
+def test_a_signal_while_a_receipt_is_decoded(
+    client: DataPlaneClient, plane: DataPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.put("p", ["a.0"], {"ids": ids(1)})
+    with interrupted(meta, "_from_body", monkeypatch):
+        client.claim("p", "a", ["ids"], 1)
+    wait_until(lambda: client.status().leases == 0)
+    data = client.lookup("p", ["a.0"]).to_bytes()
+    with interrupted(meta, "_from_body", monkeypatch):
+        meta.KVBatchMeta.from_bytes(data)  # raises the handler's error, not a ValueError
+
+
+class RaisesOnceAcquired:
+    """A lock in whose last instruction a signal comes."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.release = lock.release
+
+    def acquire(self) -> None:
+        self._lock.acquire()
+        raise OwnError
+
+
+def test_a_signal_between_the_end_and_the_return_undoes_the_result() -> None:
+    undone: list[int] = []
+    shielded = Shielded(lambda cancellation: 7, undone.append)
+    shielded._ended = RaisesOnceAcquired(shielded._ended)  # type: ignore[assignment]
+    with pytest.raises(OwnError):
+        shielded.result()
+    assert undone == [7]
+
+
+def test_a_second_signal_does_not_stop_the_taking_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    undone, go_on = [], threading.Event()
+
+    def run(cancellation: Cancellation) -> int:
+        os.kill(os.getpid(), signal.SIGALRM)
+        wait_until(lambda: cancellation.requested)
+        os.kill(os.getpid(), signal.SIGALRM)
+        assert go_on.wait(10)
+        return 7
+
+    with alarms(OwnError), pytest.raises(OwnError):
+        Shielded(run, undone.append).result()
+    assert undone == []
+    go_on.set()
+    wait_until(lambda: undone == [7])
+
+
+@pytest.mark.long
+def test_calls_of_asyncio_that_are_cancelled_at_random_moments_leave_nothing(plane: DataPlane) -> None:
+    rng = random.Random(41)
+
+    async def use(client: Any) -> None:
+        async with connect_async(plane.handle) as twin:
+            for number in range(2 * SIGNALS):
+                keys = [f"{number}.0"]
+                calls = [twin.put("p", keys, {"ids": ids(1)}), twin.claim("p", "a", ["ids"], 1)]
+                for call in calls:
+                    task = asyncio.create_task(call)
+                    await asyncio.sleep(rng.random() * 0.002)
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await task
+                    del task
+                client.clear("p")
+                status = client.status()
+                assert (status.leases, status.bytes_used, status.bytes_reserved) == (0, 0, 0)
+
+    with connect(plane.handle) as client:
+        client.register("p", SCHEMA, ["a"])
+        asyncio.run(use(client))
