@@ -168,8 +168,9 @@ def split_frames(sent: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def reframed(header: bytes, body: bytes, covered: int | None = None) -> bytes:
-    """Return a frame with this header and payload, in which the length and the checksums are put right, so that what
-    is damaged reaches the decoders. covered: number of bytes of the payload under the checksum; None for all."""
+    """Return a frame with this header and payload, in which the length and the checksums are put right.
+
+    So what is damaged reaches the decoders. covered: bytes of the payload under the checksum; None for all."""
     _, number, op_bytes, _ = frames.read_header(header)
     op = header[frames.HEADER_BYTES :]
     return frames.header(len(op) + len(body), number, op_bytes, frames.digest(op, body[:covered])) + op + body
