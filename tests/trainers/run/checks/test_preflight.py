@@ -231,7 +231,7 @@ def test_mistakes_of_all_stages_are_told_at_once(
     assert main(["train", "run.yaml", "run.dir=run", *mistakes, "--dry-run"]) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 5 and "Traceback" not in error
-    for sentence in (*sentences, "module 'gone'", "rewards:number' is a int", "module 'lost'", "no column 'zzz', it"):
+    for sentence in (*sentences, "module 'gone'", "rewards:number' is a int", "module 'lost'", "no column 'zzz'; it"):
         assert sentence in error
     assert not (place / "run").exists()
 
