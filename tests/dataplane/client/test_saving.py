@@ -76,6 +76,7 @@ def contents(client: DataPlaneClient, partition: str) -> dict[str, list[list[Any
 def remaining(client: DataPlaneClient, partition: str) -> dict[str, list[str]]:
     """Return the keys that each task still claims, in its order. The caller has given leased rows back before."""
     found: dict[str, list[str]] = {}
+    held = []  # A receipt that is dropped gives its rows back.
     for task, whole in (("train", False), ("eval", False), ("stream", True)):
         found[task] = []
         while True:
@@ -83,6 +84,7 @@ def remaining(client: DataPlaneClient, partition: str) -> dict[str, list[str]]:
                 meta = client.claim(partition, task, ["ids"], GROUP if whole else 1, whole_groups=whole, timeout_s=0)
             except ClaimTimeout:
                 break
+            held.append(meta)
             found[task] += meta.keys
     return found
 
