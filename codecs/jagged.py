@@ -135,8 +135,8 @@ def _row_views(column: Column) -> list[Any]:
 def to_tensordict(batch: Batch) -> TensorDict:
     """Return the batch as a TensorDict of batch size [N], which `pack` accepts again.
 
-    PER_TOKEN becomes a nested tensor of layout torch.jagged, PER_SAMPLE a tensor, RAGGED and OBJECT a NonTensorStack.
-    Tensors share the batch's memory.
+    PER_TOKEN becomes a nested tensor of layout torch.jagged, PER_SAMPLE a tensor, RAGGED and OBJECT a NonTensorStack
+    (NonTensorData without rows). Tensors share the batch's memory.
     """
     from tensordict import NonTensorData, NonTensorStack, TensorDict
 

@@ -53,7 +53,8 @@ def shared_fields(batch: Batch) -> tuple[str, ...]:
 
 def find_shared(batch: Batch, start: int, stop: int, groups: np.ndarray, fields: Sequence[str]) -> SharedRows | None:
     """Return the groups in rows `start:stop` of `batch` whose rows begin with the same tokens; None if there are none.
-    The tokens must be the same in all of `fields`.
+    The tokens must be the same in all of `fields`. Groups whose sharing would save fewer than LEAST_BYTES bytes are
+    left out.
 
     groups: number of each row's group, `[N]` for all rows of the batch. Only rows that follow one another form a group
     here.

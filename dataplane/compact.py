@@ -71,7 +71,7 @@ def _widen(base: int, width: int, data: bytes) -> np.ndarray:
 
 
 def pack_keys(keys: Sequence[str], *, squeeze: bool = False) -> bytes:
-    """Encode row keys. `unpack_keys` decodes them. Keys must hold no NUL and must not be empty (`check_keys`).
+    """Encode row keys. `unpack_keys` decodes them. Keys must not be empty or contain NUL (see `check_keys`).
 
     squeeze: whether to compress the keys if there are many; a key then takes about 3 bytes, because neighbouring keys
     share prefixes.

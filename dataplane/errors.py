@@ -3,13 +3,13 @@
 DataPlaneError
 ├── InvalidArgument      (also ValueError)  an argument of a call is wrong, or names what does not exist
 ├── SchemaMismatch       (also ValueError)  a put or read is not allowed by the partition's schema
-├── DuplicateKeys        (also ValueError)  a key occurs twice in one put
+├── DuplicateKeys        (also ValueError)  a key occurs twice in one call
 ├── AlreadyWritten       (also ValueError)  a put would write a field that its row has, without replace=True
 ├── KeysNotFound         (also KeyError)    some of the keys do not exist in the partition
 ├── FieldsNotReady       the keys exist, but some of the wanted fields are not written yet
 ├── RowsCleared          a receipt was used after its rows were cleared or replaced
 ├── ForeignReceipt       (also ValueError)  a receipt comes from another run or another data plane
-├── LeaseLost            rows were released after their lease had ended
+├── LeaseLost            rows were released or renewed after their lease had ended
 ├── SamplerError         a task's sampler raised an error or chose wrong rows
 ├── IntegrityError       the bytes that were read differ from the bytes that were written
 ├── DataPlaneTimeout     (also TimeoutError)  a wait exceeded its time limit

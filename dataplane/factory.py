@@ -116,8 +116,8 @@ def open_data_plane(
     on this host. On one host, no port is open to other hosts and `store.kind=auto` means `shm`; otherwise it means
     `tcp`. start_timeout_s: seconds that the directory's process may take to start.
 
-    Raises InvalidArgument, a ValueError, for wrong arguments, such as a `listen` that is no address of this host, and
-    for arguments that exclude each other. Raises ValueError when Ray is needed but not initialised, and when this
+    Raises InvalidArgument, a ValueError, for wrong arguments, such as a `listen` that is not an address of this host,
+    and for arguments that exclude each other. Raises ValueError when Ray is needed but not initialised, and when this
     machine cannot provide what the configuration asks for. Raises DirectoryLost or StoreLost when a process does not
     start in time.
     """
@@ -193,7 +193,7 @@ def connect(handle: DataPlaneHandle | str, *, name: str = "") -> DataPlaneClient
     identifies this client in the directory's log.
 
     Raises DirectoryLost or StoreLost when the directory or the store is not running, and InvalidArgument, a ValueError,
-    for what is not a handle, for a text with a changed letter, too.
+    for anything else than a handle or its exact text.
     """
     handle, link = _joined(handle, connect_now=True)
     return DataPlaneClient(handle, link, _attach(handle, link), name)

@@ -10,10 +10,10 @@ import psutil
 
 
 def listen_address(name: str, value: Any) -> str:
-    """Return an IP address of this host as text, of an address or of a name that stands for one.
+    """Return an IP address of this host as text. value: the address, or a host name that resolves to it.
 
     name: the argument, for errors. Raises ValueError for addresses that mean all addresses (`0.0.0.0`, `::`), for names
-    that stand for this host only on this host (as `localhost`), and for what is no address of this host. The error
+    that resolve to loopback (as `localhost`), and for any other value that is not an address of this host. The error
     lists the addresses of this host.
     """
     try:

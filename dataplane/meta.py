@@ -161,8 +161,8 @@ class KVBatchMeta:
         return len(self.keys)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> KVBatchMeta:
-        """Return a receipt for the rows at `indices`: int `[M]`, repeats allowed. It has only the blocks that they
-        need. It has their keys and locations in that order, without content.
+        """Return a receipt for the rows at `indices`: int `[M]`, repeats allowed. It has the keys and locations of
+        these rows in that order, and only the blocks that hold them.
 
         Raises IndexError when an index is out of range, and ValueError for anything but one dimension of integers (use
         `where` for masks).
@@ -258,7 +258,7 @@ class KVBatchMeta:
         for the same rows.
 
         A field or tag that both receipts have is taken from `other`, the later write. Raises ValueError unless both
-        have the same keys in the same order, from one data plane, and agree in the rows' lengths.
+        have the same keys in the same order, from one partition of one data plane, and agree in the rows' lengths.
         """
         if (self.plane_id, self.partition, self.keys) != (other.plane_id, other.partition, other.keys):
             raise ValueError("merge_fields: the receipts differ in data plane, keys or the order of keys")

@@ -1,4 +1,4 @@
-"""Runs one `headrace train` of `headrace bench gpu` in a process of its own, and reads the figures of its steps.
+"""Runs one `headrace train` of `headrace bench gpu` in a separate process, and reads the figures of its steps.
 
 The seconds of each step are split into parts, such as generation and weight sync. Figures out of bounds are reported.
 """
@@ -189,8 +189,8 @@ def run_keys(
     work: GrpoWork, model: Path, folder: Path, *, steps: int, prompts: int, backend: str, gpu: bool
 ) -> list[str]:
     """Return the keys of a run of `work`, as `key=value`, except for the placement of its engines and train ranks.
-    model: model folder, with the prompts. folder: of the run. prompts: number of prompts of a step. gpu: whether it has
-    GPUs."""
+    model: model folder, with the prompts. folder: the run folder. prompts: number of prompts of a step. gpu: whether
+    the run has GPUs."""
     keys = [
         f"run.dir={folder}", "run.checkpoint_minutes=0", f"model.path={model}", f"data.train={model / PROMPTS}",
         "data.answer_field=''", "data.chat_template=messages", f"data.max_prompt_tokens={work.prompt_tokens[1]}",

@@ -83,7 +83,7 @@ def check_trl() -> str:
 def run_trl(
     task: TrlTask, stem: Path, limit_s: float, tell: Callable[[str], None], keep: Callable[[TrlOutcome], None]
 ) -> None:
-    """Run TRL in a process of its own. Its settings, output and figures are written to `stem` with the suffixes
+    """Run TRL in a separate process. Its settings, output and figures are written to `stem` with the suffixes
     .task.json, .txt and .json.
 
     limit_s: seconds after which the process is ended. keep: function that gets the figures of the steps that were made,

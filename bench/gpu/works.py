@@ -79,9 +79,9 @@ def parse_layout(text: str, gpus: int) -> Layout:
 
 
 def spread(prompt: Prompt, response: str, finish_reason: str) -> float:
-    """Return a number in [0, 1] that depends on the first characters of the response. The samples of a group therefore
-    differ, and every step has a gradient. The function takes almost no time, so that it does not distort the
-    measurement."""
+    """Return a number in [0, 1] that depends on the first characters of the response. The values of a group's samples
+    therefore usually differ, so that a step has a gradient. The function takes almost no time, so that it does not
+    distort the measurement."""
     return (sum(map(ord, response[:40])) % 11) / 10.0
 
 

@@ -70,8 +70,8 @@ def _operator_spans(profiler: profile) -> list[tuple[str, float, float]]:
 def divided(spans: Iterable[tuple[str, float, float]]) -> tuple[dict[str, float], list[tuple[str, float]]]:
     """Return the seconds of each family and of `idle`, and the names and seconds of the ten kernels that took longest.
 
-    spans: name, start and end of each kernel in seconds. Where kernels run at the same time, only the one that began
-    first counts, so that all families and `idle` add up to the time from the first start to the last end.
+    spans: name, start and end of each kernel in seconds. Time in which several kernels run counts only for the kernel
+    that began first, so that all families and `idle` add up to the time from the first start to the last end.
     """
     families, names = dict.fromkeys((*FAMILIES, "other", "idle"), 0.0), dict[str, float]()
     reached: float | None = None

@@ -256,7 +256,7 @@ def _fresh_backend(model: str, trainer: TrainerConfig, rank: int, world: int) ->
 def step_flops(config: Any, lengths: np.ndarray) -> float:
     """Return the model FLOPs of a forward and a backward pass over rows of these lengths (int64 `[N]`).
 
-    They are 6 for each token and each parameter that the token uses, and those of causal attention.
+    They are 6 FLOPs for each token and each parameter that the token uses, plus the FLOPs of causal attention.
 
     Only parameters of matrices count. An untied embedding counts in addition to the output layer; a tied one counts
     once. Of the experts, only those count that the token is routed to.

@@ -132,7 +132,7 @@ def select_moe_layers(routes: np.ndarray, spec: RouteSpec) -> np.ndarray:
 
     routes: integers `[tokens, hidden layers or layers with experts, k]`. Engines report layers without experts as
     zeros, which `check_routes` would take for duplicates, so select the layers before any check. The order of the k
-    experts is kept. Raises ValueError for another shape.
+    experts is kept. Raises ValueError for another shape, and for an id that no expert has.
     """
     layers, top_k = spec.trailing
     if routes.ndim != 3 or routes.shape[1] not in (spec.hidden_layers, layers) or routes.shape[2] != top_k:

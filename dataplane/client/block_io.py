@@ -58,9 +58,9 @@ def rows_per_block(
     """Return the number of rows to put in a block: `block_rows` as configured, or if None, a number chosen by size.
 
     The chosen number is BLOCK_ROWS, raised until a block has LEAST_BYTES bytes, and lowered until no field has more
-    than MOST_BYTES bytes, but never below the size of the largest of `groups`, so that its rows can share tokens.
-    column_bytes: number of encoded bytes of each column of `num_rows` rows. groups: number of each row's group, int64
-    `[N]`; None if none share tokens.
+    than MOST_BYTES bytes, but never below the size of the largest of `groups`, so that its rows can share tokens. It is
+    at most MAX_BLOCK_ROWS. column_bytes: number of encoded bytes of each column of `num_rows` rows. groups: number of
+    each row's group, int64 `[N]`; None if none share tokens.
     """
     if block_rows is not None:
         return block_rows

@@ -75,11 +75,11 @@ class DataPlaneClient(CountedClient):
         return self._run(self._operations.unregister(partition, timeout_s))
 
     def add_fields(self, partition: str, fields: Schema | Iterable[Field], *, timeout_s: float | None = None) -> None:
-        """Add fields to a partition's schema; no row has a value of them yet. A field that the partition has already is
+        """Add fields to a partition's schema; no row has a value of them yet. Fields that the partition already has are
         ignored.
 
         Processes that know the schema without these fields keep working; a client learns of them when a put names one.
-        Idempotent. Raises ValueError for a field that is already declared in another way; no field is added then.
+        Idempotent. Raises ValueError for a field that is already declared differently; no field is added then.
         """
         self._run(self._operations.add_fields(partition, fields, timeout_s))
 
@@ -328,7 +328,7 @@ class DataPlaneClient(CountedClient):
         whole_groups: bool = False,
         timeout_s: float | None = None,
     ) -> tuple[str, ...]:
-        """Remove exactly the rows that a claim with these arguments passes over as too old, and return their keys.
+        """Remove the rows that a claim with these arguments passes over as too old, and return their keys.
 
         Meant for the process that controls the flow of the rows, so that it can count them or start their generation
         again. A claim itself never clears rows, because another task may want them, and because a claim that times out
@@ -357,8 +357,8 @@ class DataPlaneClient(CountedClient):
         """Register a partition that `save` wrote into a file, and return its name. Its rows and its tasks' progress are
         put back. partition: another name to give it; None takes the name under which it was saved.
 
-        Versions, groups, tags, order of arrival and what each task has finished are as they were. Groups have new
-        numbers, and no row is leased. Rows become readable chunk by chunk. timeout_s limits each call to the data
+        Versions, groups, tags, order of arrival and what each task has finished are as they were. The groups are
+        renumbered, and no row is leased. Rows become readable chunk by chunk. timeout_s limits each call to the data
         plane, not their sum. Raises ValueError for a file that is damaged, truncated or not a saved partition, and for
         a name that is registered; CapacityExceeded when there is no room for the rows. After an error nothing is left
         of the partition.

@@ -1,9 +1,9 @@
 """Runs operations for the main thread in threads in which no signal's handler runs, so that no interrupt splits them.
 
 Python runs the handlers of signals in the main thread, between any two of its instructions. An exception that a handler
-raises, such as KeyboardInterrupt, can so come between a reply of the directory and the code that keeps it. A shielded
-operation runs in another thread, and the main thread only waits for it. An interrupt of the wait cancels the operation,
-or takes its result back, in a thread that a further interrupt does not reach either.
+raises, such as KeyboardInterrupt, can therefore come between a reply of the directory and the code that keeps it. A
+shielded operation runs in another thread, and the main thread only waits for it. An interrupt of the wait cancels the
+operation, or takes its result back, in a thread that a further interrupt does not reach.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class Directory:
         *,
         redefine: bool = False,
     ) -> list[FreedBlock] | None:
-        """Declare a partition. Repeating the call with equal arguments does nothing, also without the fields and tasks
-        that were added since.
+        """Declare a partition. Repeating the call with equal arguments does nothing, even if fields and tasks were
+        added since.
 
         tasks: consumers of the partition. A task given only by its name uses the default sampler, which takes the rows
         of the lowest policy version first. redefine: whether to replace a partition that is registered with other

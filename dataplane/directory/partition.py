@@ -269,7 +269,7 @@ class Partition:
         """Extend the schema by the fields that it does not have yet; no row has a value of them. Writers that know an
         earlier state of the schema can still put.
 
-        Raises ValueError for a field that is declared in another way already; no field is added then.
+        Raises ValueError for a field that is already declared differently; no field is added then.
         """
         added = Schema(fields)
         for addition in added.values():

@@ -385,7 +385,7 @@ def build_sampler(task: TaskConfig, own: Collection[str]) -> Sampler:
 
     own: import paths that a task can name, from the configuration key `dataplane.samplers`. No other module is
     imported, because tasks come from clients. Raises ValueError for an unknown name or another import path, for options
-    that the sampler does not take, and for a factory that does not return a Sampler.
+    that the sampler does not take, and for a factory that raises an error or does not return a Sampler.
     """
     where = f"task {task.name!r}: sampler {task.sampler!r}"
     try:

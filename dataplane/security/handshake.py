@@ -1,4 +1,4 @@
-"""Proves to both ends of a connection that the other end knows the run's key; the key itself never travels.
+"""Proves to both ends of a connection that the other end knows the run's key. The key itself is never sent.
 
 client -> server   MAGIC, the client's nonce                    HELLO_BYTES
 server -> client   the server's nonce, the server's proof       CHALLENGE_BYTES

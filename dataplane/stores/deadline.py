@@ -30,8 +30,8 @@ def unanswered(
     """Return the error of a call whose time limit ended before the process `who` had answered. It is DataPlaneTimeout,
     or StoreLost after SILENT_S seconds of silence.
 
-    started, moved: time of the call's begin and of its last byte, by `time.monotonic()`. progress: text that says how
-    many bytes were moved.
+    started, moved: times at which the call began and at which its last byte moved, by `time.monotonic()`. progress:
+    text that says how many bytes were moved.
     """
     now = time.monotonic()
     silent_s = now - (started if moved is None else moved)

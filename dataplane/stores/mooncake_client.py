@@ -197,8 +197,8 @@ class MooncakeClient:
         """Write objects to the store, from `addresses` within `memory`, a buffer of `staging`. The store holds all of
         them when this returns.
 
-        Raises CapacityExceeded if the memory lent to Mooncake (the segment) has no room, and StoreLost if Mooncake
-        fails or does not answer in time.
+        Raises CapacityExceeded if the memory lent to Mooncake (the segment) has no room, StoreLost if Mooncake fails,
+        and the error of `unanswered` if it does not answer in time.
         """
 
         def call() -> list[int]:
@@ -219,8 +219,8 @@ class MooncakeClient:
         """Read spans of each object into `memory`, a buffer of `staging`. A span is `(source offset, nbytes,
         destination offset)`.
 
-        Raises RowsCleared for an object that is not there, IntegrityError for one that is too short, and StoreLost when
-        Mooncake fails or does not answer in time.
+        Raises RowsCleared for an object that is not there, IntegrityError for one that is too short, StoreLost when
+        Mooncake fails, and the error of `unanswered` when it does not answer in time.
         """
 
         def call() -> list[list[list[int]]]:

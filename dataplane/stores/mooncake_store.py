@@ -188,8 +188,8 @@ class MooncakeStore(PutsAll):
         """Copy the blocks into one registered buffer and write them to Mooncake, which holds them when this returns.
 
         The library never reads the caller's own memory, because a call that has run out of time would keep reading it.
-        Raises CapacityExceeded if the memory lent to Mooncake has no free range that is large enough, and StoreLost if
-        the write fails or Mooncake does not answer.
+        Raises CapacityExceeded if the memory lent to Mooncake has no free range that is large enough, StoreLost if the
+        write fails or Mooncake is silent, and DataPlaneTimeout if a short time limit ends first.
         """
         started = time.monotonic()
         layouts = [BlockLayout((), 0, 0, part_bytes(parts)) for parts in blocks]

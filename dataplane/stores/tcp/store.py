@@ -83,7 +83,7 @@ class TcpStore(PutsAll):
         """Write the blocks to one unit. The first choice is a unit on this host; the others follow when it has no room
         or has died.
 
-        Raises RowsCleared when the put's reservation has ended, CapacityExceeded when no unit has room in time, and
+        Raises RowsCleared when the put's reservation has ended, CapacityExceeded when no unit has room in time,
         StoreLost when a unit does not answer or all have died, and DataPlaneTimeout when the time limit passes first.
         """
         started = time.monotonic()
