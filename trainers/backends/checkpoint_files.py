@@ -79,8 +79,8 @@ def prepare(
 def write(path: str, staged: dict[str, torch.Tensor], rank: int, world: int, group: dist.ProcessGroup | None) -> None:
     """Write the tensors that `prepare` returned as the checkpoint `path`. Collective over `group`.
 
-    The folder is written as `path.tmp` and renamed at the end. If the process is killed in between, there is no folder
-    `path`, and the next save removes the draft.
+    The folder is written as `path.tmp` and renamed at the end. If the process is killed in between, an older checkpoint
+    at `path` is kept, and the next save removes the draft.
     """
     with _one_process(world):
         save(staged, checkpoint_id=draft_of(path), process_group=group)

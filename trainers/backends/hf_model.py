@@ -81,9 +81,9 @@ def collect(
 def export_dtypes(chosen: str, source: str) -> Callable[[str], torch.dtype | None]:
     """Return a function from a weight's name to the dtype in which it is exported.
 
-    chosen: `trainer.export_dtype`. source: folder or hub id of the initial model. With `source` a weight gets the dtype
-    that it has in the safetensors files of `source`. A weight that is not there gets that of the model's config, or
-    float32.
+    chosen: `trainer.export_dtype`, the dtype of all weights or "source". source: folder or hub id of the initial model.
+    With "source" a weight gets the dtype that it has in the safetensors files of that model. A weight that is not there
+    gets that of the model's config, or float32.
     """
     if chosen != "source":
         return lambda name: getattr(torch, chosen)

@@ -45,7 +45,7 @@ def mesh_problems(trainer: TrainerConfig) -> list[str]:
 
 
 def check_split(trainer: TrainerConfig, model: Any) -> None:
-    """Raise ValueError, naming the configuration key, when `model` cannot be split over the mesh of `trainer`.
+    """Raise ValueError, naming the key, when `model` cannot be trained with the backend, mesh and packing of `trainer`.
 
     model: a HF config, or an object with the content of a config.json as attributes. A size that `model` lacks is not
     checked.

@@ -246,7 +246,7 @@ CLIP_EPS = 1e-6
 
 
 def build_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """Build a fused AdamW optimizer and allocate its state at once. Even a checkpoint before the first step then
+    """Build a fused AdamW optimizer and allocate its state at once. Even a checkpoint from before the first step then
     contains the full state.
 
     Weight decay applies to matrices only (see `_undecayed`). The optimizer of a model that is not trained is empty.

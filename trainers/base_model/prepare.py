@@ -158,8 +158,8 @@ def model_has_experts(model: ModelConfig) -> bool:
 def check_model(config: Config) -> None:
     """Raise UserError when the model does not fit the rows or the run. That is the case if a file of the model is
     damaged, if the longest row exceeds the model's context, if the train mesh or an engine's processes cannot split the
-    model, or if router replay is on for a model without experts. If the model's config is not on this machine, the
-    train backend checks the model at its start instead.
+    model, or if router replay is on for a model without experts or the store is too small for its routes. If the
+    model's config is not on this machine, the train backend checks the model at its start instead.
     """
     model = model_config(config.model)
     check_weight_files(Path(config.model.path).expanduser())

@@ -3,8 +3,8 @@
     read_hosts -> plan_placement -> a placement group with a bundle for each GPU -> which GPU is each bundle? -> seats
 
 Ray never reports which GPU it has assigned to a bundle, so a short task inside each bundle finds out. An actor takes a
-small fraction of one bundle's GPU, so that an engine and a train worker can share the GPU, and sees all GPUs of its
-seat (`actors/process/own_process.py`).
+small fraction of one bundle's GPU, so that an engine and a train worker can share the GPU, and sees all GPUs assigned
+to it (`actors/process/own_process.py`).
 """
 
 from __future__ import annotations

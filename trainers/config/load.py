@@ -56,8 +56,8 @@ def read_sections(
     path: str | os.PathLike[str], overrides: Sequence[str] = (), root: type[BaseModel] = Config
 ) -> dict[str, Any]:
     """Return the sections of the YAML file `path` with `overrides` applied, unchecked. root: class that declares the
-    keys, which says whether a value is text. Raises ConfigError if the file is not YAML with keys, or an override
-    does not fit the file."""
+    keys, which says whether a value is text. Raises ConfigError if the file cannot be read or is not YAML with keys, or
+    if an override does not fit the file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:

@@ -39,7 +39,7 @@ class Overlap:
         step and of the later steps in the window.
 
         With chunks in a window, the room of one chunk stays free until the step has claimed as much. A claimed chunk
-        then makes room for as many new prompts, so prompts begin one after another. If all prompts of a step
+        then makes room for as many new prompts as it had, so prompts begin one after another. If all prompts of a step
         began together after a weight sync, they would compete in the engine with the prompts of the step before, and
         every second step would wait.
 

@@ -22,9 +22,9 @@ gradient does not depend on the chunks, because losses are sums that are divided
 go back to the data plane once its gradients are computed, while its rows are cleared with the step, so a store that
 holds less than a step suffices.
 
-With `resources.switch_roles`, a step that is trained on as a whole with a window of 0 has the engines sleep from the
-claim to the sync, and the train workers offloaded at all other times (see gpu_turns.py). In a run that borrows its GPUs
-from a pool, the train workers have theirs from the last claim to the sync (see pool/tenant/).
+With `resources.switch_roles`, a step that is trained on as a whole with a window of 0 puts the engines to sleep from
+the claim to the sync, and the train workers are offloaded at all other times (see gpu_turns.py). In a run that borrows
+its GPUs from a pool, the train workers have theirs from the last claim to the sync (see pool/tenant/).
 
 A wait for rollouts or a validation lasts for as long as actors make progress. Other waits are bounded by
 resources.stage_timeout_s, sync.timeout_s or dataplane.timeout_s. An actor that fails ends a wait at once, unless it can

@@ -177,9 +177,9 @@ class WeightSync:
 
     def catch_up(self, engine: Engine) -> None:
         """Bring one engine, such as a new one or one that was left out, to the version `kept`. The train workers can do
-        other work meanwhile. The weights are not gathered again. Raises ActorFailed if the transfer fails; the engine
-        then stays as it was. Raises ValueError if no version is kept, because none was ever sent, the last one was not
-        sent whole, or neither source keeps versions.
+        other work meanwhile. The weights are not gathered again. Raises ActorFailed if the transfer fails; an engine
+        that stages new versions then stays as it was. Raises ValueError if no version is kept, because none was ever
+        sent, the last one was not sent whole, or neither source keeps versions.
         """
         version = self.kept
         if version is None:

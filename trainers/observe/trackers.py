@@ -92,7 +92,7 @@ def mlflow_key(name: str) -> str:
 
     MLflow accepts few characters, and stores a name with `/` in folders: `val/reward` could not be a file beside a
     folder of that name for `val/reward/exact_match`. So only the first `/` stays, which groups the charts, and others
-    become dots. `@` becomes `_at_`, and any other character that MLflow refuses its code.
+    become dots. `@` becomes `_at_`, and any other character that MLflow refuses becomes its code.
     """
     root, slash, rest = name.partition("/")
     readable = (root + slash + rest.replace("/", ".")).replace("@", "_at_")

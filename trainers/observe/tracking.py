@@ -108,8 +108,8 @@ class _Line:
         """Log all metrics that the tracker takes. Raises the tracker's exception if it takes none of them.
 
         A tracker can refuse a whole step because of one name. The metrics are then sent in halves, which are halved
-        again where they fail, until each metric that fails is alone. A metric can be sent twice thereby, with the same
-        value. The search ends with the first two metrics if these fail, because then the tracker is down.
+        again where they fail, until each metric that fails is alone. This can send a metric twice, with the same value.
+        The search ends with the first two metrics if these fail, because then the tracker is down.
         """
         whole = {key: value for key, value in metrics.items() if key not in self._refused}
         parts, taken, alone = [whole], False, dict[str, Exception]()

@@ -220,10 +220,11 @@ def _sampler(name: str, mode: Mode) -> Sampler:
 def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dict[str, float]:
     """Measure speeds and lengths of a run in the mode `sync`, as medians over all steps but the first.
 
-    The values are read from metrics.jsonl in `run_dir`. The distribution of response lengths is derived from their mean
-    and from the longest response of a step, as if no response had been cut off. The time of a token is derived from the
-    longest response of a step. If engine and backend are scripted, their durations are known, and the overheads of the
-    steps are measured, too. Raises UserError when the run has no metrics of a step, or its steps generated no tokens.
+    The values are read from metrics.jsonl in `run_dir`. The first step counts only if there is no other. The
+    distribution of response lengths is derived from their mean and from the longest response of a step, as if no
+    response had been cut off. The time of a token is derived from the longest response of a step. If engine and backend
+    are scripted, their durations are known, and the overheads of the steps are measured, too. Raises UserError when the
+    run has no metrics of a step, or its steps generated no tokens.
     """
     path = run_dir / "metrics.jsonl"
     if not path.is_file():

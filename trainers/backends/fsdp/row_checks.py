@@ -53,10 +53,10 @@ def check_rows(
 ) -> None:
     """Check that a row's log-probs are the same alone and in a microbatch with other rows.
 
-    The tokens of the rows before a packed row are changed as well, which must not change a bit of its log-probs, so
-    that rows which see each other show however small the model's weights are. Only experts may round otherwise, because
-    they compute other numbers of tokens together. Padded rows are checked if the model's config counts tokens (see
-    `COUNTS`).
+    For packed rows, the tokens of the rows before the checked row are also changed. This must not change a bit of its
+    log-probs, so rows that see each other are detected however small the model's weights are. Only models with experts
+    may round differently, because their experts then compute different numbers of tokens together. Padded rows are
+    checked if the model's config counts tokens (see `COUNTS`).
 
     `module` is already sharded. Collective over all ranks, which together hold one model. Raises ValueError on every
     rank if the check fails on one. precision: context in which the forward passes of `module` run. packed: layout of
@@ -93,9 +93,9 @@ def token_counts(config: Mapping[str, Any]) -> Iterator[int]:
 def lengths(counts: Sequence[int], *, packed: bool, longest: int, budget: int) -> tuple[int, list[int]]:
     """Return the number of tokens of the made-up row, and those of the rows beside it.
 
-    Of packed rows each is longer than every number in `counts` that the run's rows can exceed, and together they fill a
-    microbatch beyond every number that fits into it. Of padded rows the one beside the made-up row is that long. The
-    arguments are as in `check_rows`.
+    Each packed row is longer than every number in `counts` that the run's rows can exceed. Together they fill a
+    microbatch beyond every number that fits into it. With padded rows, only the row beside the made-up row is that
+    long. The arguments are as in `check_rows`.
     """
     length = max([TOKENS, *(count + TOKENS for count in counts if count + TOKENS <= longest)])
     if not packed:

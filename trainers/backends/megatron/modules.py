@@ -243,7 +243,7 @@ class GroupedExperts(nn.Module):
 
 
 def grouped_linear(rows: torch.Tensor, weights: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Multiply groups of consecutive rows with a matrix each.
+    """Multiply each group of consecutive rows by its own matrix.
 
     `rows` is `[T, K]`, `weights` `[groups, N, K]`, and `sizes` (integers `[groups]`, on any device) the number of rows
     of each group, which add up to T. Returns `[T, N]`.

@@ -4,7 +4,8 @@
     tenant   numbers of resources.trainer_gpus and rollout_gpus -> the pool's list -> bundles, devices
 
 A bundle has its GPU and no logical CPU, because the actors of any number of tenants share it: each takes a small
-fraction of the GPU, and is shown the GPUs of its seat. A tenant's actors without a GPU are placed outside the bundles.
+fraction of the GPU, and sees only the GPUs assigned to it. A tenant's actors without a GPU are placed outside the
+bundles.
 """
 
 from __future__ import annotations

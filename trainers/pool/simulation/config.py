@@ -177,7 +177,8 @@ def place_tenants(file: PoolFile) -> list[TenantSpec]:
 
 def partition(specs: Sequence[TenantSpec], num_gpus: int) -> list[TenantSpec]:
     """Return the tenants with their maps in a fixed partition by weight. No part is larger than the tenant's
-    `rollout_gpus`; other tenants get the rest. A part consists of whole engines, and the tenant trains on some of them.
+    `rollout_gpus`; other tenants get the rest. A part consists of whole engines, and the tenant trains on up to
+    `train_gpus` of its GPUs.
 
     Raises ConfigError for a tenant whose part is smaller than one of its engines.
     """

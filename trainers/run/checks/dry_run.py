@@ -197,8 +197,8 @@ class _Description:
 
     def _memory(self) -> list[str]:
         """Return the estimated memory of a GPU that holds an engine and a train worker, part by part. The last line
-        says whether the roles take turns on this machine's GPUs (`resources.switch_roles`). Returns [] if no GPU can be
-        shared here."""
+        says whether the roles take turns on this machine's GPUs (`resources.switch_roles`). Returns [] if the model's
+        size is not known, or if no GPU can be shared here."""
         config = self._config
         sizes = gpu_sizes()
         memory = estimate(config, min(sizes, default=None))

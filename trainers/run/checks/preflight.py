@@ -251,9 +251,10 @@ def _check_store(plane: DataPlaneConfig, *, joins_ray: bool) -> None:
 
 
 def _check_memory(config: Config) -> None:
-    """Check that the model fits into this machine's memory; a no-op for an assumed machine. Without GPUs, raises
-    ValueError if the weights, gradients and optimizer state of all train workers and engines exceed the memory. With
-    GPUs, raises UserError if the train workers' share of host memory exceeds it."""
+    """Check that the model fits into this machine's memory; a no-op for an assumed machine, for a Ray cluster to join
+    and for a model of unknown size. Without GPUs, raises ValueError if the weights, gradients and optimizer state of
+    all train workers and engines exceed the memory. With GPUs, raises UserError if the train workers' share of host
+    memory exceeds it."""
     trainer, rollout, model = config.trainer, config.rollout, config.model
     params, reference = parameters(model), config.with_reference
     if assumed_machine() is not None or params is None or config.resources.ray_address is not None:
