@@ -106,7 +106,7 @@ def _config_file(model: str) -> Path | None:
     """Return the path of the config.json of a model folder, or of a hub id in the Hugging Face cache; None if there is
     none."""
     path = Path(model) / "config.json"
-    if Path(model).is_dir() or model.count("/") != 1:
+    if Path(model).is_dir() or model.count("/") > 1:
         return path if path.exists() else None
     from huggingface_hub import try_to_load_from_cache  # Runs whose model is a folder do not need it.
 
