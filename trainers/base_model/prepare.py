@@ -103,8 +103,10 @@ def model_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _config_file(model: str) -> Path | None:
-    """Return the path of the config.json of a model folder, or of a hub id in the Hugging Face cache; None if there is
-    none."""
+    """Return the path of the config.json of a model, or None if it is not on this machine.
+
+    model: a folder, or a hub id, whose files are looked for in the Hugging Face cache.
+    """
     path = Path(model) / "config.json"
     if Path(model).is_dir() or model.count("/") > 1:
         return path if path.exists() else None
