@@ -406,7 +406,8 @@ class TrainBackend(Protocol):
         A step may consist of any number of calls, but all ranks must make the same number of calls with the same
         counts. Microbatches are taken from `micros` one at a time, so that the next one can be read while the current
         one is computed. All of them have been taken at the end of the call, while a pipeline may keep some backward
-        passes for the next call or for `finish_step`.
+        passes for the next call or for `finish_step`. Raises ValueError if there are fewer than `count`, as `logprobs`
+        does.
         """
         ...
 

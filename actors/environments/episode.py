@@ -183,6 +183,11 @@ class Episode:
         """Turns of the policy so far."""
         return tuple(self._turns)
 
+    def whole_text(self, turn: Turn) -> str:
+        """Return the text of a turn with its special tokens, which `Turn.text` leaves out."""
+        ids = self._rows[turn.row].ids[turn.start : turn.start + turn.num_tokens]
+        return self._services.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     @property
     def token_ids(self) -> list[int]:
         """Token ids of the episode so far, beginning with the prompt."""

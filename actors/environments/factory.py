@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...dataplane.imports import MissingExtra, import_object
-from ..process.user_errors import contained, described
+from ..process.user_errors import made
 from .config import EndpointConfig, EnvironmentConfig
 from .episode import Episode, generate_together
 from .host import EpisodeEndpoint
@@ -36,12 +36,7 @@ def build_environment(config: EnvironmentConfig) -> Any:
     _check_options(kind, target, options, plays)
     if plays:
         return functools.partial(target, **options)
-    try:
-        environment = target(**options)
-    except BaseException as error:  # User code can raise anything, and `SystemExit` would end the actor silently.
-        if isinstance(error, ValueError):
-            raise
-        raise ValueError(f"environment.kind: {kind!r} raised {described(contained(error))}") from error
+    environment = made(target, options, f"environment.kind: {kind!r}")
     if not any(inspect.iscoroutinefunction(getattr(environment, name, None)) for name in ("play", "play_group")):
         raise ValueError(
             f"environment.kind: {kind!r} made a {type(environment).__name__}, expected an object with a coroutine "

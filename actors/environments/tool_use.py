@@ -186,7 +186,9 @@ class ToolUse:
         """
         for turn in range(self._max_turns):
             said = await episode.generate(stop=(CALL_END,))
-            call = find_call(said.text) if said.finish_reason == "stop" else None
+            # The marks of a call can be special tokens, which the text of a turn does not have.
+            texts = (said.text, episode.whole_text(said)) if said.finish_reason == "stop" else ()
+            call = next(filter(None, map(find_call, texts)), None)
             if call is None:
                 return
             if turn + 1 == self._max_turns:

@@ -11,7 +11,7 @@ import os
 import sysconfig
 import threading
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +33,17 @@ def contained(error: BaseException) -> Exception:
     if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
         raise error
     return UserCodeStopped(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+
+
+def made(target: Callable[..., T], options: Mapping[str, Any], name: str) -> T:
+    """Return the object that a user's class or function makes of `options`. Raises ValueError with a sentence about
+    `name`, the key and its value, for what it raises; a ValueError of the user's own is passed on."""
+    try:
+        return target(**options)
+    except ValueError:
+        raise
+    except BaseException as error:  # User code can raise anything, and `SystemExit` would end the actor silently.
+        raise ValueError(f"{name} raised {described(contained(error))}") from error
 
 
 async def awaited(function: Callable[..., Awaitable[T]], *arguments: Any) -> T:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from ...dataplane.imports import import_object
-from ..process.user_errors import contained, described
+from ..process.user_errors import contained, described, made
 from ..process.user_function_timeouts import UserProcesses
 from ..protocols import Prompt, Reward, Sample, Score
 from .apart import EPISODE, TOKENS, ApartReward, ApartRewards, ApartValues, is_apart, wanted_by
@@ -238,12 +238,7 @@ def build_reward(config: RewardFunctionConfig) -> Reward | MathVerify:
         bind_options(config, target)
     if not inspect.isclass(target):
         return functools.partial(target, **options) if options else target
-    try:
-        reward = target(**options)
-    except BaseException as error:  # User code can raise anything, and `SystemExit` would end the actor silently.
-        if isinstance(error, ValueError):
-            raise
-        raise ValueError(f"reward.functions: {config.kind!r} raised {described(contained(error))}") from error
+    reward = made(target, options, f"reward.functions: {config.kind!r}")
     if not isinstance(reward, MathVerify) and not callable(reward):
         raise ValueError(f"reward.functions: objects of {config.kind!r} cannot be called, expected `__call__`")
     return cast("Reward | MathVerify", reward)

@@ -102,6 +102,7 @@ def _check_message(message: Any, what: str) -> None:
         )
     if not isinstance(role, str) or not role:
         raise ValueError(f"{what} has the keys {', '.join(map(str, message))}, expected text in `role`: {MESSAGE}")
+    check_encodable(role, what)
     if role in OTHER_ROLES:
         raise ValueError(f"{what} has the role {role!r}, expected {OTHER_ROLES[role]!r}")
     if isinstance(content, list) and content:

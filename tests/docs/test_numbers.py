@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import typing
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from headrace.codecs.tokens.routes import MOST_BYTE_EXPERTS
 from headrace.codecs.weights.parameter_digests import NUM_SAMPLED
 from headrace.dataplane.client.block_io import BLOCK_ROWS, LEAST_BYTES, MOST_BYTES
 from headrace.dataplane.client.put_credit import MAX_BYTES, RECENT_PUTS, SLACK_PART
-from headrace.dataplane.config import DataPlaneConfig
+from headrace.dataplane.config import DataPlaneConfig, StoreKind
 from headrace.dataplane.directory.directory import SPARE_PART
 from headrace.dataplane.rpc.links import GRACE_S
 from headrace.dataplane.security.authenticated_listener import HANDSHAKE_TIMEOUT_S, MAX_STRANGERS, MOST_STRANGERS
@@ -44,6 +45,7 @@ from headrace.trainers.cluster.gpu_bundles import GPU_SHARE as ACTOR_GPU_SHARE
 from headrace.trainers.cluster.transport_choice import POOL_BUCKET_MIB
 from headrace.trainers.config.checks import LOGPROB_BYTES, ROLLOUT_TOKEN_BYTES
 from headrace.trainers.config.config import RunConfig
+from headrace.trainers.config.staleness import Mode
 from headrace.trainers.grpo.gpu_turns import FALL_S
 from headrace.trainers.grpo.train_workers import STALL_S
 from headrace.trainers.grpo.training_modes import MOST_SKIPPED
@@ -160,3 +162,8 @@ QUOTES: dict[str, list[str]] = {
 def test_a_page_quotes_the_numbers_of_the_code(page: str) -> None:
     text = re.sub(r"\s+", " ", (DOCS / page).read_text(encoding="utf-8"))
     assert [quote for quote in QUOTES[page] if quote not in text] == []
+
+
+def test_the_picture_of_the_first_page_names_every_store_and_mode() -> None:
+    words = set(re.findall(r"\w+", (DOCS / "flow.svg").read_text(encoding="utf-8")))
+    assert {*typing.get_args(Mode), *typing.get_args(StoreKind)} - words <= {"auto", "local"}

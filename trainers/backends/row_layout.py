@@ -5,7 +5,7 @@ The inputs of the loss are restricted to the tokens that are trained on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,17 @@ from ...codecs.batch import Batch
 from ...codecs.integers import exclusive_cumsum
 from ..losses.terms import LossInputs
 from .config import BackendConfig
+
+
+def exactly(micros: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
+    """Yield the first `count` microbatches. Raises ValueError if there are fewer, because the ranks would then make
+    different collective calls."""
+    source = iter(micros)
+    for given in range(count):
+        micro = next(source, None)
+        if micro is None:
+            raise ValueError(f"microbatches: got {given}, fewer than `count`={count}, expected `count` on every rank")
+        yield micro
 
 
 @dataclass(frozen=True, slots=True)

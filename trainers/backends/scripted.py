@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -14,6 +13,7 @@ from ...actors.protocols import MicroBatch, OffloadReport
 from .checkpoint_files import Checkpointer, draft_of, publish, start_draft
 from .config import BackendConfig
 from .residence import Residence, own_device
+from .row_layout import exactly
 
 NUM_WEIGHTS = 4
 WEIGHT_SIZE = 256
@@ -66,7 +66,7 @@ class ScriptedBackend:
         """
         if self._counts is None:
             raise RuntimeError("accumulate: no step is open")
-        for micro in itertools.islice(micros, count):
+        for micro in exactly(micros, count):
             ends = time.perf_counter() + self._config.scripted.train_row_s * len(micro.lengths)
             mask = micro.batch.jagged("response_mask")
             rows = torch.repeat_interleave(torch.arange(len(mask.lengths)), torch.from_numpy(mask.lengths))
@@ -111,7 +111,7 @@ class ScriptedBackend:
         self._residence.require_onloaded("logprobs")
         columns = [
             torch.zeros(len(micro.batch.jagged("input_ids").values), dtype=torch.float32)
-            for micro in itertools.islice(micros, count)
+            for micro in exactly(micros, count)
         ]
         return columns if self._writes else []
 

@@ -88,18 +88,49 @@ def prepare_model(wanted: ModelConfig, training: WarmupConfig, seed: int, folder
 
 
 def model_config(model: ModelConfig) -> dict[str, Any]:
-    """Return the content of the model's config.json; {} for a hub id, whose files are fetched later.
+    """Return the content of the model's config.json; {} for a hub id whose config is not on this machine.
 
     The number of experts is always under the key `num_experts`, even for newer versions of transformers, which write it
     as `num_local_experts`.
     """
     if model.builtin:
         return TINY_QWEN3_MOE if model.path == BUILTIN_MODELS[1] else TINY_QWEN3
-    path = Path(model.path) / "config.json"
-    content = _json_object(path) if path.exists() else {}
+    path = _config_file(model.path)
+    content = {} if path is None else _json_object(path)
     if "num_local_experts" in content:
         content.setdefault("num_experts", content["num_local_experts"])
     return content
+
+
+def _config_file(model: str) -> Path | None:
+    """Return the path of the config.json of a model, or None if it is not on this machine.
+
+    model: a folder, or a hub id, whose files are looked for in the Hugging Face cache.
+    """
+    path = Path(model) / "config.json"
+    if Path(model).is_dir() or model.count("/") > 1:
+        return path if path.exists() else None
+    from huggingface_hub import try_to_load_from_cache  # Runs whose model is a folder do not need it.
+
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except ValueError:  # The path is no hub id.
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _fetch_config(hub_id: str) -> None:
+    """Download the config.json of a model to the Hugging Face cache. Raises UserError if that is impossible."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        hf_hub_download(hub_id, "config.json")
+    except Exception as error:  # The library raises its own errors and those of the network.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"router_replay.enabled: got true with model.path={hub_id!r}, expected a folder with a config.json, or a "
+            f"hub id whose config.json can be downloaded ({reason})"
+        ) from error
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -138,15 +169,18 @@ def model_modules(model: ModelConfig) -> tuple[str, ...]:
 
 def route_spec(replay: RouterReplayConfig, model: ModelConfig) -> RouteSpec | None:
     """Return the shape of the model's routes; None without router replay. Routes are the experts that the engine chose
-    for each token; with router replay, rows carry them. Raises UserError if router replay is on and the model has no
-    experts, or is not on this machine."""
+    for each token; with router replay, rows carry them. Downloads the config of a hub id that is not on this machine.
+    Raises UserError if router replay is on and the model has no experts, or its config cannot be read."""
     if not replay.enabled:
         return None
-    content = model_config(model)
-    spec = RouteSpec.of(SimpleNamespace(**content))
+    if not model.builtin and _config_file(model.path) is None:
+        _fetch_config(model.path)
+    spec = RouteSpec.of(SimpleNamespace(**model_config(model)))
     if spec is None:
-        expected = "false, because the model has no experts" if content else "a folder, whose config.json is read"
-        raise UserError(f"router_replay.enabled: got true with model.path={model.path!r}, expected {expected}")
+        raise UserError(
+            f"router_replay.enabled: got true with model.path={model.path!r}, expected false, because the model has no "
+            "experts"
+        )
     return spec
 
 

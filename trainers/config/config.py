@@ -344,8 +344,8 @@ class Config(Section):
 
     @property
     def sequence_lengths(self) -> dict[str, int]:
-        """Largest number of tokens of a prompt and its answer together, of training, of validation, and of each
-        evaluation set with `every` above 0, by the keys that decide it."""
+        """Largest number of tokens of a prompt and its answer together, by the keys that decide it. There is one for
+        training, one for validation, and one for each evaluation set with `every` above 0."""
         prompt, answer = self.data.max_prompt_tokens, self.rollout.max_new_tokens
         lengths = {"data.max_prompt_tokens + rollout.max_new_tokens": prompt + answer}
         if self.validation.every:

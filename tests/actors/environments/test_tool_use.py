@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import string
 import threading
@@ -90,6 +91,14 @@ def test_an_episode_with_two_calls(ascii_tokenizer: Any) -> None:
         assert (sample.text, sample.finish_reason) == ("it is 37", "stop")
         assert (sample.input_ids.dtype, sample.response_mask.dtype) == (np.int32, np.uint8)
         assert (sample.logprobs.dtype, sample.versions.dtype) == (np.float32, np.int32)
+
+
+def test_a_call_between_special_tokens_is_found(ascii_tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(ascii_tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool>", "</tool>"]})
+    turns = ["so <tool>calculator: 1+1</tool>", "it is {}"]
+    (sample,) = play(hosted(ToolUse({"calculator": calculator}, 2)), tokenizer, turns)
+    assert (sample.text, sample.turns[0].text) == ("it is 2", "so calculator: 1+1")
 
 
 @pytest.mark.parametrize(

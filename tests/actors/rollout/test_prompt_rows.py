@@ -38,6 +38,7 @@ BAD = {
     message(content="2+2="): "message 1 has the keys content, expected text in `role`",
     message(role=3, content="2+2="): "message 1 has the keys role, content, expected text in `role`",
     message(role="human", content="2+2="): "message 1 has the role 'human', expected 'user'",
+    message(role="\ud83d", content="2+2="): r"message 1: got the character '\ud83d', half of a surrogate pair",
     message(**USER): "message 1 of the role 'user' has nothing as `content`, expected text",
     message(**USER, content=None): "message 1 of the role 'user' has None as `content`, expected text",
     message(**USER, content=""): "message 1 of the role 'user' has '' as `content`, expected text",

@@ -98,6 +98,17 @@ def test_calls_out_of_order_and_missing_columns(backend: Any) -> None:
         backend.abort_step()
 
 
+def test_fewer_microbatches_than_counted_are_refused(untouched: Any, backend: Any) -> None:
+    micros = [micro_batch(random_rows(0, 4))]
+    with pytest.raises(ValueError, match="got 1, fewer than `count`=2"):
+        backend.logprobs(micros, 2)
+    backend.begin_step()
+    with pytest.raises(ValueError, match="got 1, fewer than `count`=2"):
+        backend.accumulate(micros, 2)
+    backend.abort_step()
+    assert_untouched(backend, untouched)
+
+
 def test_log_probs_while_a_step_is_open_change_nothing(folder: Path, backend: Any) -> None:
     rows = random_rows(1, 10)
     backend.begin_step(TEMPERATURE)

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from headrace.trainers.config.load import build_config
+from headrace.trainers.grpo.checkpoints import State
 from headrace.trainers.grpo.step_warnings import FLAT_STEPS, REPEAT_EVERY, StepWarnings, step_warnings
+from headrace.trainers.observe.metrics import read_run
+from headrace.trainers.observe.progress import Progress
+from headrace.trainers.observe.run_folder import RunFolder
+from headrace.trainers.run.launch import _Training
 
 HEALTHY = {
     "reward/mean": 0.5, "reward/flat_groups_share": 0.25, "rollout/truncated_share": 0.9,
@@ -49,3 +59,28 @@ def test_a_warning_is_given_once_and_again_after_many_steps() -> None:
     told = [step for step in range(1, 2 * REPEAT_EVERY) if warnings.of(step, FLAT)]
     assert told == [FLAT_STEPS, FLAT_STEPS + REPEAT_EVERY]
     assert list(warnings.of(2 * REPEAT_EVERY, FLAT | {"rollout/truncated_share": 1.0})) == ["truncated"]
+
+
+def test_a_run_prints_warnings_and_notes_and_keeps_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoints: Any = SimpleNamespace(is_due=lambda step: False)
+    placement = SimpleNamespace(num_gpus=0)
+    run: Any = SimpleNamespace(actors=SimpleNamespace(placement=placement, data_notes=["b"]), roles_note="")
+    with RunFolder(build_config({"run": {"dir": str(tmp_path / "run")}}), resume=False) as folder:
+        training: Any = SimpleNamespace(
+            _restarts=0, _folder=folder, _progress=Progress("flat", 5), _notes=["a", "b"],
+            _watch=SimpleNamespace(replace_if_dead=lambda: None), _live_report=SimpleNamespace(tick=lambda: None),
+            _endpoint=SimpleNamespace(run=SimpleNamespace(publish=lambda *_: None)),
+        )  # fmt: skip
+        _Training._tell_notes(training, run, State())
+        after_step = _Training._after_step(training, run, checkpoints, first=0)
+        for step in range(1, 2 + FLAT_STEPS):
+            after_step(State(step=step), dict(FLAT))
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("note", "warning"))]
+    assert said[:2] == ["note: a", "note: b"] and len(said) == 3
+    assert said[2].startswith(f"warning: step {FLAT_STEPS}: reward/flat_groups_share has been 1 for {FLAT_STEPS} steps")
+    _, events = read_run(tmp_path / "run")
+    assert [(event["event"], event["note"]) for event in events] == [
+        ("data", "a"),
+        ("data", "b"),
+        ("warning", said[2].removeprefix(f"warning: step {FLAT_STEPS}: ")),
+    ]

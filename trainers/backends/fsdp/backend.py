@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,7 +20,7 @@ from ..layers import compile_layers, recompute_layers
 from ..model_backend import ModelBackend
 from ..model_split import check_split, resolved_packing
 from ..router_replay import RouterReplay, route_spec
-from ..row_layout import RowLayout, lay_out
+from ..row_layout import RowLayout, exactly, lay_out
 from ..throughput import flop_model
 from ..train_step import build_adamw, local_gradients, scale_, square_norm
 from ..weight_stream import OwnPiece
@@ -112,7 +111,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         `ref_logprobs` with a KL term. Raises RuntimeError when no step is open, and ValueError naming a missing column.
         """
         with self._meter.working():
-            for number, micro in enumerate(itertools.islice(micros, count), start=1):
+            for number, micro in enumerate(exactly(micros, count), start=1):
                 if isinstance(self._policy, FSDPModule) and not self._config.trainer.reshard_after_forward:
                     self._policy.set_reshard_after_backward(number == count)
                 self._accumulate(micro)
@@ -147,15 +146,14 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
     ) -> list[torch.Tensor]:
         model, replay = (self._reference, None) if reference else (self._policy, self._replay)
         assert model is not None
-        given = itertools.islice(micros, count)
         try:
-            return [self._logprobs(model, replay, micro.batch, temperature) for micro in given]
+            return [self._logprobs(model, replay, micro.batch, temperature) for micro in exactly(micros, count)]
         finally:
             give_back(model)  # No backward pass needs the gathered weights.
 
     def _measure_all(self, replay: RouterReplay, micros: Iterable[MicroBatch], count: int, temperature: float) -> None:
         try:
-            for micro in itertools.islice(micros, count):
+            for micro in exactly(micros, count):
                 self._measure(replay, micro, self._lay_out(micro.batch, replay), temperature)
         finally:
             give_back(self._policy)

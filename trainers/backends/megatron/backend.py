@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..layers import compile_layers, recompute_layers, uncompiled
 from ..model_backend import ModelBackend
 from ..model_split import resolved_packing
 from ..router_replay import route_spec
+from ..row_layout import exactly
 from ..throughput import flop_model
 from ..weight_stream import OwnPiece
 from .architecture import check_fits
@@ -128,13 +129,13 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         is open, and ValueError naming a missing column.
         """
         with self._meter.working(), self._step.accumulating() as temperature:
+            given: Iterator[MicroBatch] = exactly(micros, count)
             if count and self._replay is not None and self._replay.take_measurement():
-                micros = iter(micros)
-                first = list(islice(micros, 1))
+                first = [next(given)]
                 self._predict_all(first, 1, partial(self._measure, self._replay, temperature))
-                micros = chain(first, micros)
+                given = chain(first, given)
             with megatron_calls(self._device):
-                self._pipeline.run(iter(micros), count, partial(self._train, temperature))
+                self._pipeline.run(given, count, partial(self._train, temperature))
 
     def abort_step(self) -> None:
         """Drop the gradients and sums of an open step. Idempotent."""
@@ -213,7 +214,7 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         with megatron_calls(self._device):
             get_forward_backward_func()(
                 forward_step_func=forward,
-                data_iterator=iter(micros),
+                data_iterator=exactly(micros, count),
                 model=self._model,
                 num_microbatches=count,
                 seq_length=1,  # Lengths vary, so stages send each other the real ones.
@@ -223,9 +224,7 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
             )
 
     def _next(self, micros: Iterator[MicroBatch], replay: PipelineReplay | None) -> tuple[MicroBatch, PackedRows]:
-        micro = next(micros, None)
-        if micro is None:
-            raise ValueError("microbatches: got fewer than `count`, expected the same number on all ranks")
+        micro = next(micros)
         routes, mark = (None, 0) if replay is None else (replay.read(micro.batch), replay.spec.mark)
         place = self._place
         rows = pack_rows(

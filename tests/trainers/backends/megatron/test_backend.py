@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headrace.tests.trainers.backends.backend_ranks import TINY, backend_config, micro_batch, random_rows, run_step
+from headrace.tests.trainers.backends.backend_ranks import TINY, backend_config, random_rows, run_step
 from headrace.tests.trainers.backends.mesh_ranks import Case, assert_as_reference, cases, run_case, run_reference
 from headrace.trainers.backends.factory import build_backend
 
@@ -40,11 +40,6 @@ def backend(folder: Path) -> Iterator[Any]:
 def test_as_by_hand(folder: Path, case: Case) -> None:
     result = run_case(0, case, str(folder))
     assert_as_reference(case, [result], run_reference(str(folder / case.model)))
-
-
-def test_fewer_microbatches_than_counted_are_refused(backend: Any) -> None:
-    with pytest.raises(ValueError, match="fewer than `count`"):
-        backend.logprobs([micro_batch(random_rows(0, 4))], 2)
 
 
 def test_one_backend_at_a_time(folder: Path, backend: Any) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from headrace.actors.engines.config import ModelConfig, RouterReplayConfig
@@ -171,12 +172,32 @@ def test_routes_are_counted_in_the_store_and_in_vllms_host_memory(tmp_path: Path
     assert "  route buffer     2.0 MiB of host memory in each engine" in text
 
 
-def test_router_replay_needs_a_model_with_experts_that_is_here(tmp_path: Path) -> None:
+def test_router_replay_needs_a_model_with_experts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="expected false, because the model has no experts"):
         describe(with_routes(tmp_path, {}))
+
+
+def test_router_replay_fetches_the_config_of_a_hub_id_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[str] = []
+
+    def no_network(hub_id: str, name: str) -> None:
+        raise OSError("no\nnetwork")
+
+    def download(hub_id: str, name: str) -> None:
+        fetched.append(hub_id)
+        cache = tmp_path / "cache" / "models--org--model"
+        (cache / "refs").mkdir(parents=True)
+        (cache / "refs" / "main").write_text("a1")
+        (cache / "snapshots" / "a1").mkdir(parents=True)
+        (cache / "snapshots" / "a1" / name).write_text(json.dumps({**TINY_QWEN3, **MOE}))
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", no_network)
     elsewhere = with_routes(tmp_path, MOE, model=ModelConfig(path="org/model"))
-    with pytest.raises(UserError, match="router_replay.enabled: got true with model.path='org/model', expected a fold"):
+    with pytest.raises(UserError, match=r"got true with model.path='org/model', expected a folder .*\(no network\)"):
         describe(elsewhere)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert "16 bytes per token" in describe(elsewhere) and fetched == ["org/model"]
 
 
 def test_a_store_without_room_for_routes_is_refused(tmp_path: Path) -> None:

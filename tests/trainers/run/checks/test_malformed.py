@@ -22,8 +22,6 @@ import pytest
 import yaml
 
 from headrace.cli import main
-from headrace.trainers.base_model.made_tokenizers import make_tokenizer
-from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.overrides import override_value
 from headrace.trainers.config.yaml_values import annotation_at, is_text, section_at
@@ -184,17 +182,6 @@ SAMPLE = random.Random(3).sample(CASES, 24)
 
 
 # ---------------------------------------------------------------- the run
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder without weights."""
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps({**TINY_QWEN3, "model_type": "qwen3"}))
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}{{ m['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

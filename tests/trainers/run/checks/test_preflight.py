@@ -18,7 +18,6 @@ from safetensors.torch import save
 
 from headrace.cli import main
 from headrace.dataplane.stores import shm_folder
-from headrace.trainers.base_model.made_tokenizers import make_tokenizer
 from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.cluster import ray_cluster
 from headrace.trainers.cluster.gpu_bundles import Reservation
@@ -36,17 +35,6 @@ def digits(prompt, response, finish_reason, *, base=10): return 1.0
 number = 3
 """
 LARGE = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder without weights, which no check reads."""
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps({**TINY_QWEN3, "model_type": "qwen3"}))
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
