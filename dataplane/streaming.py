@@ -167,7 +167,7 @@ class StreamingDataset(IterableDataset):
         return (each + (worker is not None and worker.id < more)) * unit
 
     @staticmethod
-    def collate_fn(rows: Sequence[Any]) -> Any:
+    def collate_fn(rows: list[Any]) -> Any:
         """Return rows that a dataset with `batch_size=None` yielded as one dict of columns.
 
         They are the columns that a batch of these rows has. Pairs of rows and receipts become a pair of it and one

@@ -183,7 +183,8 @@ def _unchecked(name: str, value: Any) -> Any:
 def _keys(name: str, value: Any) -> list[str]:
     if not isinstance(value, Iterable):
         raise _refused(name, value, "a sequence of strings")
-    return check_keys(value, name)
+    keys: Any = value
+    return check_keys(keys, name)
 
 
 def packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str]) -> Batch:
@@ -293,7 +294,7 @@ _P = ParamSpec("_P")
 _Y = TypeVar("_Y")
 
 
-def checked(operation: Callable[_P, Generator[_Y, Any, _T]]) -> Callable[_P, Generator[_Y, Any, _T]]:
+def checked(operation: Callable[..., Generator[_Y, Any, _T]]) -> Callable[..., Generator[_Y, Any, _T]]:
     """Return an operation of the clients whose arguments are checked by CHECKS and SPECIAL before it begins. What is
     wrong with them, there or later, is raised as InvalidArgument. The first parameter is not checked."""
     op = operation.__name__
@@ -301,12 +302,10 @@ def checked(operation: Callable[_P, Generator[_Y, Any, _T]]) -> Callable[_P, Gen
     checks = [(name, SPECIAL.get(f"{op}.{name}") or CHECKS[name]) for name in names]
 
     @functools.wraps(operation)
-    def steps(*arguments: _P.args, **named: _P.kwargs) -> Generator[_Y, Any, _T]:
+    def steps(owner: Any, *values: Any) -> Generator[_Y, Any, _T]:
         with invalid_arguments(op):
-            owner, *values = arguments
-            assert not named, "the clients pass all arguments by position"
             found = [check(name, value) for (name, check), value in zip(checks, values, strict=True)]
-            return (yield from operation(owner, *found))  # type: ignore[call-arg]
+            return (yield from operation(owner, *found))
 
     return steps
 

@@ -51,7 +51,7 @@ class AsyncDataPlaneClient(CountedClient):
     async def register(
         self,
         partition: str,
-        schema: Schema,
+        schema: Schema | Iterable[Field],
         tasks: Sequence[str | TaskConfig] = (),
         *,
         group_size: int = 1,

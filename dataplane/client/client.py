@@ -39,7 +39,7 @@ class DataPlaneClient(CountedClient):
     def register(
         self,
         partition: str,
-        schema: Schema,
+        schema: Schema | Iterable[Field],
         tasks: Sequence[str | TaskConfig] = (),
         *,
         group_size: int = 1,

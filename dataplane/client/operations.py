@@ -92,7 +92,7 @@ class Moved(Generic[T]):
     result: T
     nbytes: int
     """Number of bytes in the committed blocks, or in the columns that were read."""
-    undo: Callable[[], Steps[None]] | None = None
+    undo: Callable[[], Steps[Any]] | None = None
     """Operation that takes the result back when its caller was interrupted before it got it; None when there is nothing
     to take back."""
 
@@ -557,7 +557,8 @@ class CountedClient:
             nbytes = result.nbytes if isinstance(result, Moved) else 0
             return result
         finally:
-            op = "put" if steps.__name__ == "write" else steps.__name__
+            op = str(getattr(steps, "__name__", ""))
+            op = "put" if op == "write" else op
             self.stats.count_call(op, time.monotonic() - started, nbytes)
 
     def _body(self, step: Ask, reply: bytes, elapsed_s: float) -> bytes:

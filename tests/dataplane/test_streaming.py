@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -156,7 +156,7 @@ def test_arguments_that_exclude_each_other_are_refused(handle: DataPlaneHandle) 
         ({"batch_size": "4"}, "batch_size: got '4', expected an integer"),
     ):
         with pytest.raises(InvalidArgument, match=words):
-            dataset(handle, **options)
+            dataset(handle, **cast(Any, options))
     with pytest.raises(InvalidArgument, match=r"fields: got 'ids', expected a sequence of names.*op=StreamingDataset"):
         StreamingDataset(handle, "p", "train", "ids", batch_size=1)
 

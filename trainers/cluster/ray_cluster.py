@@ -19,7 +19,7 @@ import psutil
 import ray
 from ray._private import parameter, services, worker
 from ray._private.node import Node
-from ray._raylet import ClusterID, Config, GcsClient
+from ray._raylet import ClusterID, Config, GcsClient  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import AuthenticationError
 
 from ...actors.process.socket_folder import ray_folder

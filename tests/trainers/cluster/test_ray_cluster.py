@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 from ray._private import ray_constants, services
+from ray.exceptions import AuthenticationError
 
 from headrace.tests.process_pool import start_ray
 from headrace.trainers.cluster import ray_cluster
@@ -133,7 +134,7 @@ class Gcs:
         assert os.environ["RAY_AUTH_MODE"] == "disabled", "the request has no token"
 
     def check_alive(self, nodes: list[Any], timeout: float) -> None:
-        raise ray.exceptions.AuthenticationError(self.reason)
+        raise AuthenticationError(self.reason)
 
 
 def greet(listener: socket.socket) -> None:
