@@ -126,7 +126,7 @@ class FolderTask:
 
 
 def make_folder(folder: Path, task: FolderTask, device: str) -> None:
-    """Write the model folder in a process of its own, so that no memory of `device` remains in use. A complete folder
+    """Write the model folder in a separate process, so that no memory of `device` remains in use. A complete folder
     is left as it is.
 
     Raises RuntimeError when the process fails or takes longer than ten minutes.

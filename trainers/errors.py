@@ -26,7 +26,8 @@ class ConfigError(UserError):
     def __init__(self, problems: Sequence[str], config: Any = None) -> None:
         """Keep the problems, and the configuration whose values do not fit each other.
 
-        config: None if a key or a value is wrong by itself. It lets further checks find their mistakes, too."""
+        config: None if a key or a value is wrong by itself. With a configuration, further checks can find more
+        mistakes."""
         self.problems = tuple(problems)
         self.config = config
         super().__init__("\n".join(self.problems))

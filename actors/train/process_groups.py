@@ -308,7 +308,8 @@ class ProcessGroups:
     def _agree(self, failure: str) -> str:
         """Tell the other ranks about this rank's attempt, wait for theirs, and return the failures of all ranks.
 
-        The ranks talk through the store, because they may have no group. A rank that does not answer counts as failed.
+        The ranks communicate through the store, because they may have no group. A rank that does not answer counts as
+        failed.
         """
         store = PrefixStore(self._prefix, self._store)
         keys = [f"outcome {rank}" for rank in range(self._world)]

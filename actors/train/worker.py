@@ -318,7 +318,7 @@ class TrainWorker:
 
     @in_thread_of("weights")
     def send_cached(self, update: WeightUpdate) -> SendReport:
-        """Send the `update` that `open_cached` opened, from rank 0's host memory. Runs in a thread of its own, while
+        """Send the `update` that `open_cached` opened, from rank 0's host memory. Runs in a separate thread, while
         the ranks do other work."""
         return self._publishes().publish_cached(update)
 

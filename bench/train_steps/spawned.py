@@ -1,4 +1,4 @@
-"""Runs the ranks of a benchmark in processes of their own, and ends them if the benchmark is interrupted."""
+"""Runs the ranks of a benchmark in separate processes, and ends them if the benchmark is interrupted."""
 
 from __future__ import annotations
 

@@ -150,8 +150,8 @@ class RouterReplay:
         self._begun += 1
 
     def take_measurement(self) -> bool:
-        """Return True once in each step that measures what the routers' own choices would have been. All ranks must ask
-        before the same microbatch."""
+        """Return True once in each step that measures what the routers' own choices would have been. All ranks must
+        call this before the same microbatch."""
         measures, self._measures = self._measures, False
         self._measured |= measures
         return measures

@@ -134,7 +134,7 @@ def section_at(location: Sequence[str | int], root: type[BaseModel]) -> type[Bas
 
 
 def is_text(annotation: Any) -> bool:
-    """Return whether the annotation of a key takes text, and no number or truth value beside it."""
+    """Return whether the annotation of a key takes text, but neither numbers nor booleans."""
     kinds = [one for one in _alternatives(annotation) if one is not type(None)]
     return bool(kinds) and all(one is str or _is_choice_of_texts(one) for one in kinds)
 

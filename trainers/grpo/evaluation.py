@@ -107,7 +107,7 @@ class Evaluation:
         return self.finish(state.version)
 
     def _take(self, timeout_s: float, version: int) -> bool:
-        """Take the reports of calls that have ended, and send the calls of actors that died again. The wait for the
+        """Take the reports of calls that have ended, and resend the calls of actors that died. The wait for the
         first report is at most `timeout_s`. Returns whether there were any."""
         pool = self._rollouts
         by_call = {call: rollout for rollout, call in self._calls}

@@ -508,7 +508,7 @@ class Feed:
         self._stages.tracer.add(issue.actor.info.name, (span,))
 
     def _replace(self, issue: _Issue, failure: ActorFailed) -> None:
-        """Replace an actor that died, and issue those prompts of its call again whose groups it had not stored yet.
+        """Replace an actor that died, and reissue the prompts of its call whose groups it had not stored yet.
         Raises `failure` if the actor did not die or no more actors may be replaced. An actor that only waited in vain
         for an engine stays, if an engine was replaced since."""
         if not failure.died and not self._rollouts.may_repeat(failure, issue.call.started, self._state.version):

@@ -212,7 +212,7 @@ class Roles(Protocol):
 
 
 class _OwnGpus:
-    """Answers of a run with GPUs of its own. Such a run takes no orders from outside."""
+    """Answers of a run with its own GPUs. Such a run gets no orders from outside."""
 
     lends = False
 

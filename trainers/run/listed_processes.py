@@ -38,7 +38,7 @@ class ListedProcesses:
 
     def end_actors(self) -> None:
         """Kill the processes of actors on this host that Ray does not end. It ends none that has outlived its raylet,
-        and such a process is no descendant of the driver."""
+        and such a process is not a descendant of the driver."""
         own = [(info.pid, info.start) for info in self.actors if info.is_here and info.start is not None]
         if not wait_until_ended(lambda: own, END_S):
             family = Family(0)

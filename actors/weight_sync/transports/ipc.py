@@ -128,7 +128,7 @@ class IpcSender(IpcSenderBase):
         return True
 
     def _replaced(self, slot: _Slot, status: SharedStatus, nbytes: int, deadline: Deadline) -> _Slot:
-        """Return a new slot in place of `slot`, which receivers still read. The old memory is freed when the last of
+        """Return a new slot that replaces `slot`, which receivers still read. The old memory is freed when the last of
         them releases it or dies. Raises WeightTransferError when there is no room for both."""
         holders = ", ".join(lease_holders(status.path))
         try:

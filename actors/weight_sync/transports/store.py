@@ -225,7 +225,7 @@ class _Reader:
 
 
 class StoreStream(Stream):
-    """Receiver's stream of the weight buckets that a sender has put into the store. Each bucket has memory of its own,
+    """Receiver's stream of the weight buckets that a sender has put into the store. Each bucket has separate memory,
     so that all of them stay valid until `close`."""
 
     lasting = True

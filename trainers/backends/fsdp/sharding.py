@@ -282,8 +282,8 @@ def _compute_buffers(model: Any, source: WeightSource, device: torch.device) -> 
 
 
 def _unwritten(dtype: torch.dtype) -> float:
-    """Return the value of elements that no code has written yet. It is NaN where there is one, so that what is computed
-    from it shows too."""
+    """Return the value of elements that no code has written yet. It is NaN for dtypes that have NaN, so that values
+    computed from it are detected too."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     limits = torch.iinfo(torch.uint8 if dtype == torch.bool else dtype)

@@ -154,7 +154,7 @@ class RoutedRouter:
 
 
 def check_router(router: Any) -> None:
-    """Raise ValueError when a router of Megatron chooses experts without asking its attribute `router_replay`."""
+    """Raise ValueError when a router of Megatron chooses experts without using its attribute `router_replay`."""
     if not isinstance(router, TopKRouter) or not hasattr(router, "router_replay"):
         raise ValueError(
             f"router_replay.enabled: got true, expected false with megatron-core {MEGATRON_VERSION}, whose routers "
@@ -211,7 +211,7 @@ class PipelineBalance(ExpertBalance):
         return self.attach(loss, layer, logits, gates, again=False)
 
     def check_drained(self) -> None:
-        """Raise RuntimeError if a layer has computed a microbatch again less often than forward. Called when all
+        """Raise RuntimeError if a layer has recomputed a microbatch less often than it ran forward. Called when all
         backward passes of a step are over."""
         left = {self._spec.layers[self._stage[i]]: len(queue) for i, queue in enumerate(self._queues) if queue}
         self.drop()

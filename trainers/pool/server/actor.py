@@ -235,7 +235,7 @@ class PoolActor:
         return True
 
     async def _look_after(self) -> None:
-        """Look after the tenants for ever. An error does not end this; `pool status` shows it until a look succeeds."""
+        """Watch the tenants forever. An error does not end the loop; `pool status` shows it until a look succeeds."""
         while True:
             await asyncio.sleep(TICK_S)
             try:

@@ -190,7 +190,7 @@ def _check_kv_cache(rollout: RolloutConfig, model: ModelConfig, longest: int) ->
 
 
 def _check_engine_arguments(rollout: RolloutConfig) -> None:
-    """Check `rollout.vllm` against the arguments of the vLLM that is installed here, in a process of its own."""
+    """Check `rollout.vllm` against the arguments of the vLLM that is installed here, in a separate process."""
     if rollout.engine != "vllm" or not rollout.vllm:
         return
     if importlib.util.find_spec("vllm") is None:
