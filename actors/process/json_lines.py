@@ -53,8 +53,8 @@ def append(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Give a file the content `data` at once. If this process is killed meanwhile, or the disk is full (OSError), the
-    file has its earlier content."""
+    """Replace the content of a file with `data` atomically. If this process is killed meanwhile, or the disk is full
+    (OSError), the file keeps its earlier content."""
     draft = path.with_name(f"{path.name}.new")
     draft.write_bytes(data)
     draft.replace(path)

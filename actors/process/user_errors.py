@@ -26,8 +26,8 @@ class UserCodeStopped(RuntimeError):
 
 
 def contained(error: BaseException) -> Exception:
-    """Return what a user's function raised as an `Exception` with the same traceback. Raises a KeyboardInterrupt in the
-    main thread again, because it is the user's Ctrl-C."""
+    """Return an `Exception` with the same traceback for what a user's function raised. Raises a KeyboardInterrupt in
+    the main thread again, because it is the user's Ctrl-C."""
     if isinstance(error, Exception):
         return error
     if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():

@@ -23,7 +23,7 @@ def is_generated(source: str) -> bool:
 
 
 def with_one_group(pattern: str) -> str:
-    """Return a regular expression. Raises ValueError if it is none, or does not have one group."""
+    """Return `pattern` unchanged. Raises ValueError unless it is a regular expression with exactly one group."""
     try:
         groups = re.compile(pattern).groups
     except re.error as error:

@@ -114,7 +114,7 @@ def validation_note(config: DataConfig, rows: PromptRows, name: str = "validatio
 
 
 def _is_same(source: str, other: str) -> bool:
-    """Return whether two sources are one, also if their paths are written differently."""
+    """Return whether two sources are the same, even if their paths are written differently."""
     if source == other:
         return True
     paths = [Path(one).expanduser() for one in (source, other)]

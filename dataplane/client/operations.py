@@ -87,7 +87,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Moved(Generic[T]):
-    """Result of an operation that moves bytes or takes a lease, with what the client needs besides."""
+    """Result of an operation that moves bytes or takes a lease, with further values that the client needs."""
 
     result: T
     nbytes: int

@@ -40,8 +40,8 @@ class Shielded(Generic[T]):
     """One operation that runs in another thread on behalf of the main thread."""
 
     def __init__(self, run: Callable[[Cancellation], T], undo: Callable[[T], None]) -> None:
-        """Prepare an operation. run: carries it out, and ends soon after its cancellation is requested. undo: takes a
-        result back that its caller never got."""
+        """Prepare an operation. run: carries it out, and ends soon after its cancellation is requested. undo: takes
+        back a result that its caller never got."""
         self._run = run
         self._undo = undo
         self._cancellation = Cancellation()

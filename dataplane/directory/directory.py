@@ -115,7 +115,7 @@ class Directory:
 
     def add_fields(self, partition: str, fields: Sequence[Field]) -> Schema:
         """Extend a partition's schema by fields, and return the schema. Fields that it has already are ignored. Raises
-        ValueError for a field that is declared in another way already; no field is added then."""
+        ValueError for a field that is already declared differently; no field is added then."""
         part = self._partitions[partition]
         part.add_fields(fields)
         return part.schema

@@ -18,7 +18,8 @@ class ListedProcesses:
     """The list of one run's processes. A process is in it before it uses a GPU."""
 
     def __init__(self, folder: Path, run_id: str) -> None:
-        """Begin the list in actors.json of the run's `folder`. A list of an earlier run is none of this run."""
+        """Begin the list in actors.json of the run's `folder`. The list of an earlier run in that folder no longer
+        counts."""
         self._folder = folder
         self._run_id = run_id
         self.actors = list[ActorInfo]()

@@ -335,8 +335,8 @@ class PoolActor:
 
 
 def _began(path: Path) -> float:
-    """Return the time (`time.time()`) at which the pool was first started. A file that is written at that time contains
-    it. A file without that time, as a killed process can have left it, is replaced."""
+    """Return the time (`time.time()`) at which the pool was first started. The file at `path` keeps this time. A file
+    without a time, which a killed process can have left, is replaced."""
     try:
         return float(json.loads(path.read_text())["began"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):

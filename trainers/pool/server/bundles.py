@@ -114,8 +114,8 @@ def _by_host(hosts: Sequence[Host], reserved: Sequence[PooledGpu]) -> Mapping[in
 
 
 def _group(pool: str) -> PlacementGroup:
-    """Return the placement group of a pool. `ray.util.get_placement_group` finds only groups of the own namespace, and
-    each run has a separate namespace. Raises UserError if the group does not exist."""
+    """Return the placement group of a pool. `ray.util.get_placement_group` finds only groups of this process's
+    namespace, and each run has a separate namespace. Raises UserError if the group does not exist."""
     found = ray_state.get_placement_group_by_name(actor_name(pool), NAMESPACE)
     if found is None:
         raise UserError(f"pool.name: the GPUs of pool {pool!r} are not reserved in Ray any more; start the pool again")
