@@ -9,7 +9,7 @@ DataPlaneError
 ├── FieldsNotReady       the keys exist, but some of the wanted fields are not written yet
 ├── RowsCleared          a receipt was used after its rows were cleared or replaced
 ├── ForeignReceipt       (also ValueError)  a receipt comes from another run or another data plane
-├── LeaseLost            rows were released or renewed after their lease had ended
+├── LeaseLost            rows were written, released or renewed after their lease had ended
 ├── SamplerError         a task's sampler raised an error or chose wrong rows
 ├── IntegrityError       the bytes that were read differ from the bytes that were written
 ├── DataPlaneTimeout     (also TimeoutError)  a wait exceeded its time limit
@@ -105,7 +105,7 @@ class SchemaMismatch(DataPlaneError, ValueError):
 
 
 class DuplicateKeys(DataPlaneError, ValueError):
-    """A key occurs twice in one put."""
+    """A key occurs twice in one call."""
 
 
 class AlreadyWritten(DataPlaneError, ValueError):
@@ -130,7 +130,7 @@ class ForeignReceipt(DataPlaneError, ValueError):
 
 
 class LeaseLost(DataPlaneError):
-    """Rows were released by a consumer whose lease on them (its exclusive hold after a claim) had ended."""
+    """Rows were written, released or renewed by a consumer whose lease on them (an exclusive hold) had ended."""
 
 
 class SamplerError(DataPlaneError):

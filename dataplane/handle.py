@@ -75,7 +75,7 @@ class PlaneText:
     @staticmethod
     def parse(text: str) -> PlaneText:
         """Decode what `DataPlaneHandle.to_text` returned. Raises ValueError for any other text, and for one in which a
-        letter has changed."""
+        character was changed."""
         text = text.strip()
         body = text.removeprefix(_TEXT_PREFIX)
         try:

@@ -256,13 +256,13 @@ class DataPlaneClient(CountedClient):
         self._run(self._operations.release(meta, task, outcome, timeout_s))
 
     def leases(self, partition: str, *, timeout_s: float | None = None) -> tuple[LeaseStatus, ...]:
-        """Return the leases on rows of a partition, oldest first: which client holds which rows of which task, and for
-        how long. Idempotent."""
+        """Return the leases on rows of a partition, oldest first. Each names the client, the task, the rows and how
+        long they have been held. Idempotent."""
         return self._run(self._operations.leases(partition, timeout_s))
 
     def revoke(self, partition: str, task: str, *, older_than_s: float, timeout_s: float | None = None) -> int:
-        """End the leases that claims of `task` took at least `older_than_s` seconds ago, so that their rows can be
-        claimed again. Returns the number of these rows.
+        """End the leases that claims of `task` took at least `older_than_s` seconds ago. Their rows can then be claimed
+        again. Returns the number of these rows.
 
         Meant for rows whose holder lives but is stuck. The holder's next `write` or `release` with them raises
         LeaseLost. 0 ends all leases of the task. Idempotent. Raises ValueError for an unknown task and for a negative

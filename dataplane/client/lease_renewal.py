@@ -125,8 +125,8 @@ class LeaseRenewal:
             self.drop(hold.lease_id, list(hold.left) if keys is None else keys)
 
     def fence(self, partition: str, keys: Sequence[str]) -> Fence | None:
-        """Return the condition of a put by key: rows that this client has claimed and neither released nor cleared must
-        still be held by their lease. None if it has claimed none of them."""
+        """Return the condition of a put by key; None if this client has claimed none of the rows. Rows that it has
+        claimed and neither released nor cleared must still be held by their lease."""
         generations, leases = np.full(len(keys), -1), []
         for hold in self._holds(partition):
             if not hold.left.keys().isdisjoint(keys):

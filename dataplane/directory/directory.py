@@ -370,8 +370,8 @@ class Directory:
         )
 
     def revoke_leases(self, partition: str, task: str, older_than_s: float, now: float) -> int:
-        """End the leases of a task that were granted at least `older_than_s` seconds before `now`, and return how many
-        rows can so be claimed again. Raises ValueError for an unknown task and for a negative time."""
+        """End the leases of a task that were granted at least `older_than_s` seconds before `now`. Returns the number
+        of rows that can then be claimed again. Raises ValueError for an unknown task and for a negative time."""
         self._partitions[partition].cursor(task)
         if not older_than_s >= 0:
             raise ValueError(f"revoke: got older_than_s={older_than_s}, expected seconds >= 0")

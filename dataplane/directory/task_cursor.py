@@ -33,8 +33,8 @@ class TaskCursor:
     def __init__(
         self, config: TaskConfig, partition: str, rows: RowTable, groups: GroupTable, samplers: Collection[str]
     ) -> None:
-        """Raise ValueError for an unknown sampler, for options that the sampler does not take, and for an invalid
-        `max_hold_s`. samplers: import paths of the samplers that are not built in."""
+        """samplers: import paths of the samplers that are not built in. Raises ValueError for an unknown sampler, for
+        options that the sampler does not take, and for an invalid `max_hold_s`."""
         if config.max_hold_s is not None and not 0 < config.max_hold_s < math.inf:
             raise ValueError(
                 f"task {config.name!r}: got max_hold_s={config.max_hold_s:g}, expected seconds > 0, or None"

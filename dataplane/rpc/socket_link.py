@@ -241,7 +241,7 @@ class SocketLink:
 
 
 class _Incomplete(TimeoutError):
-    """A time limit ended while the directory's reply was arriving, so that the directory is slow and not dead."""
+    """A time limit ended while the directory's reply was arriving, so the directory is slow rather than dead."""
 
     def __init__(self, found: int, nbytes: int) -> None:
         super().__init__(f"the time limit ended after {found} of {nbytes} bytes of the directory's reply")

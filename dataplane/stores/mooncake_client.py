@@ -243,8 +243,8 @@ class MooncakeClient:
                     raise self._error("get", key, code, started)
 
     def exist(self, keys: Sequence[str], timeout_s: float) -> list[bool]:
-        """Return for each object whether it is in the store and complete. Raises StoreLost when Mooncake fails or does
-        not answer in time."""
+        """Return for each object whether it is in the store and complete. Raises StoreLost when Mooncake fails, and the
+        error of `unanswered` when it does not answer in time."""
         started = time.monotonic()
         codes = self._run("get", lambda: self._store.batch_is_exist(list(keys)), timeout_s)
         for key, code in zip(keys, codes, strict=True):
@@ -254,7 +254,7 @@ class MooncakeClient:
 
     def remove(self, keys: Sequence[str], timeout_s: float) -> list[int]:
         """Delete objects, even while others read them. Returns 0, NOT_FOUND or UNFINISHED for each. Raises StoreLost
-        for any other result, and if the Mooncake master does not answer in time."""
+        for any other result, and the error of `unanswered` if Mooncake does not answer in time."""
         started = time.monotonic()
         codes = self._run("clear", lambda: self._store.batch_remove(list(keys), True), timeout_s)
         for key, code in zip(keys, codes, strict=True):

@@ -114,7 +114,7 @@ class _Rows:
         self._own, self._lengths = own, list(beside)
 
     def alone(self) -> torch.Tensor:
-        """Return the row's log-probs in a microbatch without other rows, float32 `[own - 1]`; the first token has
+        """Return the row's log-probs in a microbatch without other rows, float32 `[own - 1]`. The first token has
         none."""
         return self._logprobs([self._row()], 0)
 

@@ -251,7 +251,7 @@ def _check_store(plane: DataPlaneConfig, *, joins_ray: bool) -> None:
 
 
 def _check_memory(config: Config) -> None:
-    """Check that the model fits into this machine's memory; a no-op for an assumed machine, for a Ray cluster to join
+    """Check that the model fits into this machine's memory. A no-op for an assumed machine, for a Ray cluster to join
     and for a model of unknown size. Without GPUs, raises ValueError if the weights, gradients and optimizer state of
     all train workers and engines exceed the memory. With GPUs, raises UserError if the train workers' share of host
     memory exceeds it."""
