@@ -61,15 +61,15 @@ def evaluate_model(
     sets = {name: one.model_copy(update={"every": 1}) for name, one in config.evaluation.items()}
     path = config.model.model_copy(update={} if model is None else {"path": model})
     # The context length of the engine counts only sets with `every` above 0, so every set gets 1 here.
-    validation = config.validation.model_copy(update={"every": 1})
-    config = config.model_copy(update={"model": path, "evaluation": sets, "validation": validation})
+    held_out = config.validation.model_copy(update={"every": 1}) if config.data.has_held_out else None
+    changes = {"model": path, "evaluation": sets, "validation": held_out or config.validation}
+    config = config.model_copy(update=changes)
     if config.model.builtin:
         raise UserError(
             f"--model: got {config.model.path!r}, expected a model folder or hub id, because each run makes the "
             "built-in model again; its folder has it as base_model, best and model"
         )
     training = EvaluationDefaults(config.rollout, config.data, config.reward, config.run.seed)
-    held_out = validation if config.data.has_held_out else None
     plans = _chosen(evaluation_plans(training, held_out, config.evaluation, idle=True), names)
     check_evaluation(config)
     setup_of = partial(rollout_setup, config, 0, config.model.path)

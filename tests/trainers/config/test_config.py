@@ -349,5 +349,5 @@ def test_a_reward_has_a_name_of_its_own() -> None:
     config = build_config({"reward": {"functions": [{"kind": "environment"}, environment]}})
     assert config.reward.weights == {"environment": 1.0, "judge": 1.0}
     for name in ("std", "a/b"):
-        with pytest.raises(ConfigError, match="metrics are named after it and mean, std, flat_groups_share are of the"):
+        with pytest.raises(ConfigError, match="one without / and whitespace, other than mean, std, flat_groups_share"):
             build_config({"reward": {"functions": [environment | {"options": {"name": name}}]}})
