@@ -8,8 +8,10 @@ operation, or takes its result back, in a thread that a further interrupt does n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -24,16 +26,13 @@ TAKE_BACK_S = 2.0
 raised while the taking back goes on."""
 
 Job = Callable[[], None]
-_idle: list[queue.SimpleQueue[Job]] = []
-"""Queues of the threads that have no work. A forked process has none of its parent's threads."""
-os.register_at_fork(after_in_child=_idle.clear)
 
 
 def can_be_interrupted() -> bool:
-    """Return whether handlers of signals run in this thread. They run only in the main thread; when it has ended, no
-    thread can be started any more."""
-    main = threading.main_thread()
-    return threading.current_thread() is main and main.is_alive()
+    """Return whether handlers of signals run in this thread. They run only in the main thread. While the interpreter
+    ends, no other thread can run any more."""
+    # Thread.is_alive is not asked: an interrupt within it marks the main thread as ended (Python 3.11 and 3.12).
+    return threading.current_thread() is threading.main_thread() and not sys.is_finalizing()
 
 
 class Shielded(Generic[T]):
@@ -58,12 +57,15 @@ class Shielded(Generic[T]):
         """Carry out the operation and return its result, or raise its error. An exception that a signal's handler
         raises meanwhile is raised once the operation has been taken back, TAKE_BACK_S seconds later at the latest."""
         try:
-            _start(self._carry_out)
+            _threads.run(self._carry_out)
             self._ended.acquire()
             if self._error is None:
                 return self._result  # No handler runs from here to the caller's assignment.
         except BaseException:
-            _start(self._abandon)
+            try:
+                _threads.run(self._abandon)
+            except BaseException:  # A second signal came at once. The error of the first one is raised.
+                _threads.run(self._abandon)
             self._settled.wait(TAKE_BACK_S)
             raise
         error, self._error = self._error, None
@@ -91,6 +93,8 @@ class Shielded(Generic[T]):
 
     def _abandon(self) -> None:
         with self._lock:
+            if self._is_abandoned:
+                return
             self._is_abandoned = True
             phase = self._phase
         if phase == "begun":
@@ -109,26 +113,57 @@ class Shielded(Generic[T]):
             self._settled.set()
 
 
-def _start(job: Job) -> None:
-    """Run `job` in a thread without work, or in a new one."""
-    try:
-        jobs = _idle.pop()
-    except IndexError:
-        jobs = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(jobs,), name="data-plane-call", daemon=True).start()
-    jobs.put(job)
+class _Threads:
+    """Threads that run jobs. An interrupt of `run`, at whatever instruction, loses no thread, and a job runs completely
+    or not at all."""
 
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_idle = 0
+        """Number of threads that wait for a job. Only the threads themselves change it, because an interrupt cannot
+        come between two of their instructions."""
 
-def _work(jobs: queue.SimpleQueue[Job]) -> None:
-    while True:
-        try:
-            job = jobs.get(timeout=IDLE_S)
-        except queue.Empty:
+    def run(self, job: Job) -> None:
+        """Run `job` in a thread without work, or in a new one; in this thread if no new one can be started, as when the
+        interpreter ends."""
+        self._jobs.put(job)
+        if not self._start_if_short():
+            with contextlib.suppress(queue.Empty):
+                self._jobs.get_nowait()()
+
+    def _start_if_short(self) -> bool:
+        """Start a thread if more jobs wait than threads do. Returns False if that was impossible."""
+        if self._jobs.qsize() > self._num_idle:
             try:
-                _idle.remove(jobs)
-            except ValueError:  # A caller has just taken this thread.
-                continue
-            return
-        job()
-        del job  # An idle thread must not keep the rows of its last operation alive.
-        _idle.append(jobs)
+                threading.Thread(target=self._work, name="data-plane-call", daemon=True).start()
+            except RuntimeError:
+                return False
+        return True
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            self._start_if_short()  # `run` may have counted this thread as waiting for its job.
+            job()
+            del job  # An idle thread must not keep the rows of its last operation alive.
+
+    def _next(self) -> Job | None:
+        """Return the next job; None when there was none for IDLE_S seconds."""
+        with self._lock:
+            self._num_idle += 1
+        try:
+            return self._jobs.get(timeout=IDLE_S)
+        except queue.Empty:
+            pass
+        finally:
+            with self._lock:
+                self._num_idle -= 1
+        try:
+            return self._jobs.get_nowait()  # `run` may have counted this thread as waiting for its job.
+        except queue.Empty:
+            return None
+
+
+_threads = _Threads()
+# A forked process has none of its parent's threads.
+os.register_at_fork(after_in_child=lambda: _threads.__init__())  # type: ignore[misc]

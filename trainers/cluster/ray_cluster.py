@@ -74,7 +74,10 @@ GREETING_S = 2.0
 def check_token(address: str | None, *, trusted_network: bool) -> None:
     """Raise UserError for a Ray cluster in which any peer on the network can run code, unless the network is trusted.
     address: cluster to join; None for one that will be started here. Raises OSError if `auto` finds no cluster."""
-    allow = "or set dataplane.trusted_network=true if everyone who reaches its hosts may do so"
+    allow = (
+        "or set dataplane.trusted_network=true (headrace pool start --trusted-network) if everyone who reaches its "
+        "hosts may do so"
+    )
     if trusted_network:
         return
     if address in (None, "local"):

@@ -15,7 +15,7 @@ import pytest
 
 from headrace.dataplane import meta
 from headrace.dataplane.client.client import DataPlaneClient
-from headrace.dataplane.client.shielded_calls import Shielded
+from headrace.dataplane.client.shielded_calls import Shielded, _Threads, _threads, can_be_interrupted
 from headrace.dataplane.factory import DataPlane, connect, connect_async
 from headrace.dataplane.rpc.cancellation import Cancellation
 from headrace.tests.dataplane.client.local_plane import SCHEMA, ids
@@ -134,3 +134,52 @@ def test_calls_of_asyncio_that_are_cancelled_at_random_moments_leave_nothing(pla
     with connect(plane.handle) as client:
         client.register("p", SCHEMA, ["a"])
         asyncio.run(use(client))
+
+
+def test_a_signal_while_a_taking_back_begins_does_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    undone: list[int] = []
+    real, errors = _threads.run, [OwnError("second")]
+
+    def run(job: Any) -> None:
+        if job.__name__ == "_abandon" and errors:
+            raise errors.pop()
+        real(job)
+
+    shielded = Shielded(lambda cancellation: 7, undone.append)
+    shielded._ended = RaisesOnceAcquired(shielded._ended)  # type: ignore[assignment]
+    monkeypatch.setattr(_threads, "run", run)
+    with pytest.raises(OwnError, match="^$"):
+        shielded.result()
+    assert undone == [7] and not errors
+
+
+def test_the_main_thread_is_not_asked_whether_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thread.is_alive that is interrupted marks the thread as ended, in Python 3.11 and 3.12."""
+    monkeypatch.setattr(threading.Thread, "is_alive", lambda thread: pytest.fail("it was asked"))
+    assert can_be_interrupted()
+
+
+def test_jobs_that_wait_for_each_other_have_threads_of_their_own() -> None:
+    threads, ends = _Threads(), [threading.Event() for _ in range(20)]
+
+    def job(number: int) -> None:
+        if number + 1 < len(ends):
+            threads.run(lambda: job(number + 1))
+            assert ends[number + 1].wait(10)
+        ends[number].set()
+
+    for _ in range(3):
+        threads.run(lambda: job(0))
+        assert ends[0].wait(10)
+        for end in ends:
+            end.clear()
+
+
+def test_a_job_runs_in_this_thread_when_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    ran: list[str] = []
+    _Threads().run(lambda: ran.append(threading.current_thread().name))
+    assert ran == [threading.current_thread().name]

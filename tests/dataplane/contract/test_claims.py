@@ -89,7 +89,7 @@ def test_rows_can_be_claimed_once_all_wanted_fields_are_there(client: Any, parti
 
 
 def test_waiting_claim_is_woken_by_the_put_that_completes_it(client: Any, plane: DataPlane, partition: str) -> None:
-    consumer, delays = connect(plane.handle, name="consumer"), []
+    consumer, delays, receipts = connect(plane.handle, name="consumer"), [], []
     for attempt in range(7):
         keys = keys_of(range(attempt, attempt + 1))
         before = consumer.stats.directory_calls
@@ -101,6 +101,7 @@ def test_waiting_claim_is_woken_by_the_put_that_completes_it(client: Any, plane:
         put_at = time.monotonic()
         thread.join(10)
         delays.append(result[1] - put_at)
+        receipts.append(result[0])
         assert result[0].keys == tuple(keys)
         assert consumer.stats.directory_calls == before + 1, "one call that waits, no polling"
     assert statistics.median(delays) < 0.05, delays
