@@ -170,7 +170,9 @@ def test_a_rank_that_is_ahead_does_not_hold_up_the_others(ordered: Any) -> None:
 
     def share(rank: int, **options: Any) -> Any:
         limits = {"timeout_s": 10} | options
-        receipts.append(client.claim(partition, "ranks", FIRST, 4, whole_groups=True, arguments={"rank": rank}, **limits))
+        receipts.append(
+            client.claim(partition, "ranks", FIRST, 4, whole_groups=True, arguments={"rank": rank}, **limits)
+        )
         return receipts[-1]
 
     for number in range(2):
