@@ -24,7 +24,7 @@ EXTRAS = {
     "megatron": "needs megatron-core: pip install 'headrace[megatron]'",
 }
 """Markers that name a library which need not be installed: their tests are skipped without it."""
-SHARED_FOLDERS = ("dataplane/", "actors/weights/transports/")
+SHARED_FOLDERS = ("dataplane/",)
 """Folders whose files share fixtures that take seconds to make. Elsewhere the tests of one file do."""
 SINGLE_TESTS = tuple(f"runs/test_{name}" for name in ("end", "healing", "modes", "observed", "watchdog", "weight"))
 """Files whose tests share nothing and take half a minute each."""

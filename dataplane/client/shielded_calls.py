@@ -24,6 +24,9 @@ IDLE_S = 30.0
 TAKE_BACK_S = 2.0
 """Seconds for which an interrupted caller waits until its operation has been taken back. After that, the interrupt is
 raised while the taking back goes on."""
+LOOK_S = 0.2
+"""Seconds after which a waiting caller looks for signals. A signal that comes in the instant before a wait begins does
+not end the wait."""
 
 Job = Callable[[], None]
 
@@ -58,7 +61,8 @@ class Shielded(Generic[T]):
         raises meanwhile is raised once the operation has been taken back, TAKE_BACK_S seconds later at the latest."""
         try:
             _threads.run(self._carry_out)
-            self._ended.acquire()
+            while not self._ended.acquire(timeout=LOOK_S):
+                pass
             if self._error is None:
                 return self._result  # No handler runs from here to the caller's assignment.
         except BaseException:

@@ -319,7 +319,8 @@ class Evaluations:
             if last or plan.awaited == "at_once":
                 earlier = {key: value for key, value in metrics.items() if key.startswith(f"{plan.setup.prefix}/")}
                 if earlier:
-                    _log.warning("%s: that of an earlier step ended with the last one: %s", plan.name, earlier)
+                    figures = ", ".join(f"{key} {value:.4g}" for key, value in earlier.items())
+                    _log.warning("%s: that of an earlier step ended with the last one: %s", plan.name, figures)
                 metrics |= evaluation.finish(state.version)
         if self.reached:  # The run ends here.
             for evaluation in self._all:

@@ -80,8 +80,8 @@ class RaisesOnceAcquired:
         self._lock = lock
         self.release = lock.release
 
-    def acquire(self) -> None:
-        self._lock.acquire()
+    def acquire(self, timeout: float) -> None:
+        assert self._lock.acquire(timeout=timeout)
         raise OwnError
 
 

@@ -123,7 +123,7 @@ def test_the_last_step_waits_for_what_is_still_going_on_and_for_its_own(
     with caplog.at_level(logging.WARNING):
         figures = world.after(3, last=True)
     assert len(world.calls) == 4 and figures["eval/hard/step"] == 3
-    assert "that of an earlier step ended with the last one: {'eval/hard/avg@1': 1.0" in caplog.text
+    assert "that of an earlier step ended with the last one: eval/hard/avg@1 1" in caplog.text
 
 
 def test_an_evaluation_in_the_foreground_is_of_one_version(monkeypatch: pytest.MonkeyPatch) -> None:

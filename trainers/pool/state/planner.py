@@ -109,8 +109,10 @@ def plan_cycle(state: PoolState, *, starve_s: float) -> Plan:
     and reserves its GPUs, so that no other tenant gets them.
     """
     awake = {name: len(tenant.awake) for name, tenant in state.tenants.items()}
-    ends = any(tenant.ending and tenant.awake for tenant in state.tenants.values())
-    if not (state.requests or ends or any(gap.takes for gap in gaps(state, awake, state.num_idle).values())):
+    free = {name: tenant for name, tenant in state.tenants.items() if name not in state.busy}
+    ends = any(tenant.ending and tenant.awake for tenant in free.values())
+    takes = any(gap.takes and gap.name in free for gap in gaps(state, awake, state.num_idle).values())
+    if not (state.requests or ends or takes):
         return Plan()  # Most cycles of a large pool end here.
     draft = Draft(state)
     draft.shrink_ending()
@@ -226,7 +228,7 @@ def _balance(draft: Draft) -> None:
     """Wake one shard at a time for the tenant with the largest gap, and recompute the gaps after each."""
     found = gaps(draft.state, draft.awake, draft.num_idle)
     givable = _givable(draft, {name: gap.to_give for name, gap in found.items()})
-    in_vain: set[str] = set()
+    in_vain = set(draft.state.busy)
     while True:
         takers = [
             (-gap.gap / gap.share, -gap.gap, name) for name, gap in found.items() if gap.takes and name not in in_vain
@@ -242,7 +244,7 @@ def _balance(draft: Draft) -> None:
             in_vain.add(taker.name)
             continue
         if given:
-            in_vain.clear()  # A shard that was put to sleep can have left GPUs that others can use.
+            in_vain = set(draft.state.busy)  # A shard that was put to sleep can have left GPUs that others can use.
         for name in {taker.name, *given}:
             found[name].set_awake(draft.awake[name] * found[name].tp)
         givable = _givable(draft, {name: gap.to_give for name, gap in found.items()})
