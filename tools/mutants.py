@@ -138,8 +138,8 @@ MUTANTS = (
     Mutant(
         "leases: one that runs out returns its finished rows too",
         "dataplane/directory/directory.py",
-        "            rows = lease.rows[cursor.column[lease.rows] == lease.lease_id]",
-        "            rows = lease.rows",
+        "        return lease.rows[column[lease.rows] == lease.lease_id]",
+        "        return lease.rows",
         "tests/dataplane/directory",
     ),
     Mutant(

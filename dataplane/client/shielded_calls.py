@@ -129,8 +129,8 @@ class _Threads:
         come between two of their instructions."""
 
     def run(self, job: Job) -> None:
-        """Run `job` in a thread without work, or in a new one; in this thread if no new one can be started, as when the
-        interpreter ends."""
+        """Run `job` in a thread without work, or in a new one. If none can be started, as when the interpreter ends, it
+        runs in this thread."""
         self._jobs.put(job)
         if not self._start_if_short():
             with contextlib.suppress(queue.Empty):

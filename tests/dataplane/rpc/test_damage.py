@@ -40,7 +40,8 @@ class Relay:
         """Direction and offset of a byte that is to change; None once it has changed."""
         self.reply_before = b""
         """Bytes that come before the next reply."""
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # closed
@@ -62,7 +63,9 @@ class Relay:
                 sink.sendall(data)
 
     def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # This ends the thread's wait, which closing alone does not.
         self._listener.close()
+        self._accepting.join(10)
 
 
 @pytest.fixture(scope="module", params=["auto", "off"])
