@@ -245,6 +245,9 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
 """Conditions of the keys that have an effect only in some runs: config key -> conditions. All conditions of a key must
 hold."""
 
+OFF: Mapping[str, Any] = {"run.journal": False, "logging.samples.every": 0}
+"""Values that turn a part of the run off: config key -> value. They are no mistake in a run without that part."""
+
 _DEFAULTS = Config()
 
 
@@ -254,13 +257,13 @@ def idle_key_problems(config: Config, overridden: Collection[str] = ()) -> list[
     A key with its default value is never reported, because a resolved configuration sets all keys and must load.
     overridden: dotted keys given on the command line. A key of the file is not reported if one of these overrides is
     the reason for its lack of effect. A key is also not reported if an override turns off the part of the run that the
-    key belongs to. For example, `validation.every=0` requires no other change.
+    key belongs to. For example, `validation.every=0` requires no other change. A value of OFF is never reported.
     """
     problems = []
     problems += _doubtful(config.algorithm, config.loss, config.trainer, config.overlap.window, overridden)
     for key, needs in EFFECTS.items():
         value, default = value_of(config, key), value_of(_DEFAULTS, key)
-        if value == default:
+        if value == default or (key in OFF and value == OFF[key]):
             continue
         for need in needs:
             excused = _among(need.key, overridden) and (need.switch or not _among(key, overridden))

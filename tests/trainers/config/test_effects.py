@@ -130,6 +130,14 @@ def test_an_override_that_turns_something_off_leaves_the_file_as_it_is(tmp_path:
     assert problem.startswith("algorithm.max_staleness: got 4 with algorithm.mode='sync'")
 
 
+def test_a_part_that_the_run_lacks_may_be_turned_off() -> None:
+    replay: dict[str, Any] = {"run": {"replay": "runs/first", "journal": False}, "validation": {"every": 0}}
+    build_config(replay | {"logging": {"samples": {"every": 0}}})
+    assert "logging.samples.every: got 5 with run.replay='runs/first'" in only_problem(
+        replay | {"logging": {"samples": {"every": 5}}}
+    )
+
+
 def test_a_shorter_run_needs_no_shorter_warm_up(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("trainer: {warmup_steps: 50}")
