@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ from ..meta import KVBatchMeta, Tags
 from ..rpc.links import Link
 from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from .arguments import Fields, Keys
-from .operations import Ask, CountedClient, Moved, Shield, Steps, Work
+from .operations import Ask, CountedClient, Moved, Steps, Work
 from .saving import load, save
 
 T = TypeVar("T")
@@ -279,8 +280,10 @@ class AsyncDataPlaneClient(CountedClient):
                 step = steps.send(answer) if failure is None else steps.throw(failure)
                 answer, failure = None, None
                 try:
-                    if not isinstance(step, Shield):
-                        answer = await (self._in_thread(step) if isinstance(step, Work) else self._ask(step))
+                    if isinstance(step, Work):
+                        answer = await self._in_thread(step)
+                    elif isinstance(step, Ask):
+                        answer = await (self._uncancelled(step) if step.undoes else self._ask(step))
                 except BaseException as error:  # The operation undoes its work, also after CancelledError.
                     failure = error
         except StopIteration as end:
@@ -292,6 +295,15 @@ class AsyncDataPlaneClient(CountedClient):
         started = time.monotonic()
         reply = await self._link.call_async(step.op, step.payload, step.timeout_s, step.undo)
         return self._body(step, reply, time.monotonic() - started)
+
+    async def _uncancelled(self, step: Ask) -> bytes:
+        """Send a request that undoes an earlier one. A cancellation of the caller does not end the wait, because the
+        caller's error is raised anyway."""
+        task = asyncio.ensure_future(self._ask(step))
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        return task.result()
 
     async def _in_thread(self, work: Work) -> Any:
         """Run `work` in one of the client's threads and return its result.

@@ -52,7 +52,9 @@ class Shielded(Generic[T]):
         self._is_abandoned = False
         self._ended = threading.Lock()
         self._ended.acquire()
-        self._settled = threading.Event()
+        # Both are locks, since an interrupt within the wait for an event leaves the event's own lock in disorder.
+        self._settled = threading.Lock()
+        self._settled.acquire()
         self._result: T
         self._error: BaseException | None = None
 
@@ -70,7 +72,7 @@ class Shielded(Generic[T]):
                 _threads.run(self._abandon)
             except BaseException:  # A second signal came at once. The error of the first one is raised.
                 _threads.run(self._abandon)
-            self._settled.wait(TAKE_BACK_S)
+            self._settled.acquire(timeout=TAKE_BACK_S)
             raise
         error, self._error = self._error, None
         assert error is not None
@@ -106,7 +108,7 @@ class Shielded(Generic[T]):
         elif phase == "ended":
             self._take_back()
         else:
-            self._settled.set()
+            self._settled.release()
 
     def _take_back(self) -> None:
         try:
@@ -114,7 +116,7 @@ class Shielded(Generic[T]):
                 self._undo(self._result)
         finally:
             self._error = None  # As in `result`.
-            self._settled.set()
+            self._settled.release()
 
 
 class _Threads:

@@ -405,7 +405,9 @@ class _Channel(asyncio.Protocol):
     async def _abandon(self, number: int, future: asyncio.Future[bytes], request: _Request) -> None:
         """Cancel a request, or undo it if it has been carried out. Waits `take_back_s` seconds at most for the
         directory's answer; an answer that arrives later is still handled."""
-        if future.cancelled() and self._transport is not None:
+        if self._waiting[number] is not future:  # The reply came between the cancellation and this moment.
+            future = self._waiting[number]
+        elif future.cancelled() and self._transport is not None:
             future = self._waiting[number] = self._loop.create_future()
             if self.ended:
                 future.set_exception(ConnectionResetError())
@@ -462,6 +464,8 @@ class _Channel(asyncio.Protocol):
                 future = self._waiting.get(number)
                 if future is None:
                     raise other_number(number, reply)
+                if future.cancelled():  # The task that waits has not run yet. It needs the reply to undo the request.
+                    future = self._waiting[number] = self._loop.create_future()
                 if not future.done():
                     future.set_result(reply)
         except Damaged as error:

@@ -18,6 +18,7 @@ from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.client.shielded_calls import Shielded, _Threads, _threads, can_be_interrupted
 from headrace.dataplane.factory import DataPlane, connect, connect_async
 from headrace.dataplane.rpc.cancellation import Cancellation
+from headrace.dataplane.rpc.socket_link import _Channel
 from headrace.tests.dataplane.client.local_plane import SCHEMA, ids
 from headrace.tests.dataplane.interrupted_calls import OPERATIONS, Interrupter, OwnError, alarms
 from headrace.tests.dataplane.rpc.served import Served
@@ -73,6 +74,32 @@ def test_a_signal_while_a_receipt_is_decoded(
         meta.KVBatchMeta.from_bytes(data)  # raises the handler's error, not a ValueError
 
 
+def test_a_reply_that_comes_between_a_cancellation_and_its_task_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks: list[asyncio.Task[Any]] = []
+    real = _Channel.data_received
+
+    def cancelled_before(channel: _Channel, data: bytes) -> None:
+        if tasks:
+            tasks.pop().cancel()
+        real(channel, data)
+
+    async def use(served: Served) -> None:
+        async with connect_async(served.handle) as client:
+            await client.register("p", SCHEMA, ["a"])
+            await client.put("p", ["a.0"], {"ids": ids(1)})
+            call = asyncio.create_task(client.claim("p", "a", ["ids"], 1))
+            await asyncio.sleep(0)  # The request has been sent.
+            tasks.append(call)
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            status = await client.status()
+            assert not tasks and status.leases == 0
+
+    monkeypatch.setattr(_Channel, "data_received", cancelled_before)
+    with contextlib.closing(Served()) as served:
+        asyncio.run(use(served))
+
+
 class RaisesOnceAcquired:
     """A lock in whose last instruction a signal comes."""
 
@@ -124,6 +151,9 @@ def test_calls_of_asyncio_that_are_cancelled_at_random_moments_leave_nothing(pla
                     task = asyncio.create_task(call)
                     await asyncio.sleep(rng.random() * 0.002)
                     task.cancel()
+                    while number % 2 and not task.done():  # Every second call is cancelled again and again.
+                        await asyncio.sleep(0)
+                        task.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await task
                     del task
