@@ -55,3 +55,6 @@ def _heads(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         values = np.sort(values)
     np.not_equal(values[1:], values[:-1], out=heads[1:])
     return values, heads
+
+
+distinct(np.zeros(2, np.int64))  # numpy imports code at its first use, which fails when the interpreter ends.

@@ -28,6 +28,7 @@ from .compact import (
     unpack_source,
     unpack_tag,
 )
+from .errors import InvalidArgument, LeaseLost
 
 POSITION = "position"
 """Name of the tag (here an integer attached to each row) that holds a row's position in the prompt stream; the samplers
@@ -83,8 +84,9 @@ class KVBatchMeta:
 
     The receipt of a claim is a context manager (`async with` for an asyncio client). At the end, its rows that were not
     released yet are released: as done, or for retry after an exception. If the receipt and all receipts made of it are
-    garbage-collected before that, the rows are given back for retry. A receipt that was pickled or encoded may be in
-    use elsewhere, so its rows then stay leased until they are released or its client ends.
+    garbage-collected before that, the rows are given back for retry. A receipt that was pickled or encoded, or was
+    alive when its process forked, may be in use elsewhere, so its rows then stay leased until they are released or its
+    client ends.
     """
 
     partition: str
@@ -120,9 +122,13 @@ class KVBatchMeta:
     """This process's holds on the rows of claims that this receipt is made of. They do not travel."""
 
     def __enter__(self) -> KVBatchMeta:
-        """Return this receipt. Raises ValueError if it is not made of receipts that `claim` returned here."""
+        """Return this receipt. Raises InvalidArgument if it is not made of receipts that `claim` returned here, and
+        LeaseLost if all of its rows were released or cleared before."""
         if not self.holds:
-            raise ValueError("with: the receipt holds no rows in this process, expected a receipt from claim")
+            raise InvalidArgument("with: the receipt holds no rows in this process, expected a receipt from claim")
+        if self.keys and not self._held():
+            message = "with: the receipt's rows were released or cleared before, expected a receipt that holds rows"
+            raise LeaseLost(message, partition=self.partition, keys=self.keys)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -391,9 +397,15 @@ def check_tags(tags: Tags, num_rows: int) -> dict[str, np.ndarray]:
     """
     checked = {}
     for name, values in tags.items():
-        array = _tag_column(name, values)
-        holds_others = array.dtype.kind == "O" and any(type(item) is not str for item in array.tolist())
-        if array.dtype.kind not in "biufO" or holds_others or array.shape != (num_rows,):
+        try:
+            array = _tag_column(name, values)
+        except (TypeError, OverflowError, RuntimeError) as error:  # These are errors of numpy and torch.
+            raise ValueError(
+                f"tag {name!r}: got a {type(values).__name__}, expected one number or string for each of {num_rows} "
+                f"rows ({error})"
+            ) from None
+        is_column = array.dtype.kind in "biufO" and array.shape == (num_rows,)
+        if not is_column or array.dtype.kind == "O" and any(type(item) is not str for item in array.tolist()):
             raise ValueError(
                 f"tag {name!r}: got {array.dtype} {list(array.shape)}, "
                 f"expected one number or string for each of {num_rows} rows"

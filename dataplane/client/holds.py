@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import DataPlaneError, LeaseLost
+from ..errors import DataPlaneError, InvalidArgument, LeaseLost
 
 _logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class LeaseHold:
         else:
             if inspect.iscoroutine(waiting):
                 waiting.close()
-                raise ValueError("with: the receipt is of an asyncio client, expected `async with`")
+                raise InvalidArgument("with: the receipt is of an asyncio client, expected `async with`")
 
     async def end_async(self, part: Any, error: BaseException | None) -> None:
         """Release rows as `end` does, for the receipt of an asyncio client."""
