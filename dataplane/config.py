@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -103,13 +104,13 @@ class DataPlaneConfig(Section):
     """Import paths (`package.module:factory`) of the samplers that tasks can name besides the built-in ones. The
     directory's process imports no other path, whatever a client asks for. The sampler of `algorithm.sampler` need not
     be listed."""
-    timeout_s: Positive = 30.0
+    timeout_s: Seconds = 30.0
     """Seconds after which a call to the data plane fails when its caller gives no time limit."""
-    lease_s: Positive = 600.0
+    lease_s: Seconds = 600.0
     """Seconds for which a lease, a consumer's hold on the rows that it has claimed, lasts after its last renewal. A
     running consumer renews its leases, however long it works. The rows of a consumer that has died or is stopped can be
     claimed again after this time."""
-    reserve_s: Positive = 60.0
+    reserve_s: Seconds = 60.0
     """Seconds after which a writer that has not committed its put is considered dead and its space is freed."""
     block_rows: Annotated[int, pydantic.Field(ge=1, le=MAX_BLOCK_ROWS)] | None = None
     """Largest number of rows in a block, the piece of data that the store keeps and frees as a whole. A group (the rows

@@ -12,6 +12,7 @@ import math
 import operator
 import os
 import re
+import reprlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
@@ -39,10 +40,15 @@ if TYPE_CHECKING:
 
 _SHOWN = 80
 """Largest number of letters of a wrong value that an error shows."""
+_short = reprlib.Repr()
+"""Writes values briefly, also those that are nested deeply or contain themselves."""
+_short.maxstring = _short.maxother = _short.maxlong = 2 * _SHOWN
+MAX_SECONDS = 1e9
+"""Longest time limit in seconds, about 32 years. A longer one means the same: no limit in practice."""
 MAX_RUN_ID = 64
 """Largest number of letters of a run_id, which becomes a part of the names of sockets and folders."""
-_MAX_VERSION = (1 << 63) - 1
-"""Highest policy version, and highest position in the prompt stream."""
+_MAX_INTEGER = (1 << 63) - 1
+"""Highest integer of an argument, such as a policy version or a position in the prompt stream."""
 
 Fields: TypeAlias = "Batch | Mapping[str, Any] | TensorDictBase"
 """Type of the rows that `put` takes: anything that `codecs.jagged.pack` takes."""
@@ -54,7 +60,10 @@ Keys: TypeAlias = "Sequence[str] | np.ndarray"
 def _refused(name: str, value: Any, expected: str) -> ValueError:
     """Return the error for an argument: its name, a short form of the value, and what was expected."""
     is_plain = value is None or isinstance(value, str | bytes | int | float | list | tuple | dict | type)
-    got = repr(value) if is_plain else f"a {type(value).__name__}"
+    try:
+        got = _short.repr(value) if is_plain else f"a {type(value).__name__}"
+    except ValueError:  # Python writes no integer of more than 4300 digits.
+        got = f"a {type(value).__name__}"
     return ValueError(f"{name}: got {got if len(got) <= _SHOWN else got[:_SHOWN] + '...'}, expected {expected}")
 
 
@@ -80,11 +89,11 @@ def as_count(name: str, value: Any) -> int:
 
 
 def as_seconds(name: str, value: Any) -> float:
-    """Return a number of seconds, which is finite and not negative."""
+    """Return a number of seconds, which is finite and not negative; MAX_SECONDS for a larger one."""
     is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not is_number or not (value >= 0 and math.isfinite(value)):
+    if not is_number or not 0 <= value < math.inf:
         raise _refused(name, value, "a finite number of seconds >= 0")
-    return float(value)
+    return float(min(value, MAX_SECONDS))
 
 
 def as_receipt(name: str, value: Any) -> KVBatchMeta:
@@ -147,13 +156,14 @@ def as_string(name: str, value: Any) -> str:
 
 
 def as_outcome(name: str, value: Any) -> Outcome:
-    if value not in ("done", "retry"):
+    if not isinstance(value, str) or value not in ("done", "retry"):
         raise _refused(name, value, "'done' or 'retry'")
-    return value
+    return "done" if value == "done" else "retry"
 
 
 def as_path(name: str, value: Any) -> str | os.PathLike[str]:
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str) or not path:
         raise _refused(name, value, "a path")
     return value
 
@@ -175,9 +185,12 @@ def task_configs(name: str, tasks: Any) -> tuple[TaskConfig, ...]:
     return tuple(TaskConfig(task) if isinstance(task, str) else task for task in listed)
 
 
-def _unchecked(name: str, value: Any) -> Any:
-    """Return an argument that only the operation can check, because its form depends on another argument."""
-    return value
+def as_array(name: str, value: Any) -> np.ndarray:
+    """Return an array that the operation checks further, because its shape depends on another argument."""
+    try:
+        return np.asarray(value)
+    except RuntimeError as error:  # torch raises it for a tensor that requires a gradient.
+        raise _refused(name, value, f"integers ({error})") from None
 
 
 def _keys(name: str, value: Any) -> list[str]:
@@ -203,20 +216,24 @@ def packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str]) 
 
 
 def as_integer(name: str, value: int) -> int:
-    """Return `value` as an int. Raises ValueError naming the argument when `value` is not an integer."""
+    """Return `value` as an int. Raises ValueError naming the argument when it is not an integer, or is not between
+    -(2^63 - 1) and 2^63 - 1."""
     try:
-        return operator.index(value)
+        integer = operator.index(value)
     except TypeError:
-        raise ValueError(f"{name}: got {value!r}, expected an integer") from None
+        raise _refused(name, value, "an integer") from None
+    if not -_MAX_INTEGER <= integer <= _MAX_INTEGER:
+        raise _refused(name, integer, f"-{_MAX_INTEGER} to {_MAX_INTEGER}")
+    return integer
 
 
 def as_positions(name: str, positions: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return positions in the prompt stream as int64 `[N]`. Raises ValueError for anything but one dimension of
     integers, and for integers of more than 63 bits."""
-    array = np.asarray(positions)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or (array.size and array.max() > _MAX_VERSION):
+    array = as_array(name, positions)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or (array.size and array.max() > _MAX_INTEGER):
         raise ValueError(
-            f"{name}: got {array.dtype} {list(array.shape)}, expected one dimension of integers up to {_MAX_VERSION}"
+            f"{name}: got {array.dtype} {list(array.shape)}, expected one dimension of integers up to {_MAX_INTEGER}"
         )
     return array.astype(np.int64)
 
@@ -227,22 +244,13 @@ def as_versions(versions: int | np.ndarray | None, num_rows: int) -> np.ndarray 
     if versions is None:
         return None
     array = np.asarray(versions)
-    if array.dtype.kind == "u" and array.size and array.max() > _MAX_VERSION:
-        raise ValueError(f"versions: got {array.max()}, expected at most {_MAX_VERSION}")
+    if array.dtype.kind == "u" and array.size and array.max() > _MAX_INTEGER:
+        raise ValueError(f"versions: got {array.max()}, expected at most {_MAX_INTEGER}")
     if array.dtype.kind not in "iu" or array.shape not in ((), (num_rows,)):
         raise ValueError(
             f"versions: got {array.dtype} {list(array.shape)}, expected one integer or one for each of {num_rows} rows"
         )
     return np.broadcast_to(array, (num_rows,)).astype(np.int64)
-
-
-def as_version(name: str, value: int) -> int:
-    """Return `value` as an int. Raises ValueError naming the argument when it is not an integer, or is not between
-    -(2^63 - 1) and 2^63 - 1."""
-    version = as_integer(name, value)
-    if not -_MAX_VERSION <= version <= _MAX_VERSION:
-        raise ValueError(f"{name}: got {version}, expected -{_MAX_VERSION} to {_MAX_VERSION}")
-    return version
 
 
 def empty_receipt(partition: str, schema: Schema, fields: tuple[str, ...], plane_id: int) -> KVBatchMeta:
@@ -264,10 +272,19 @@ def _or_none(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
+def _applied(check: Check, name: str, value: Any) -> Any:
+    """Return what a check returns. Raises ValueError for an error that Python, numpy or torch raises when the value is
+    looked at. Other errors may be those of a signal's handler, which leave the call as they are."""
+    try:
+        return check(name, value)
+    except (TypeError, OverflowError, RecursionError) as error:
+        raise _refused(name, value, f"a value that can be read ({type(error).__name__}: {error})") from None
+
+
 CHECKS: dict[str, Check] = {
     "arguments": _or_none(as_sampler_arguments), "at_least": _or_none(as_integer), "fields": as_names,
-    "group_size": as_count, "groups": _or_none(_keys), "keys": _keys, "max_version": _or_none(as_version),
-    "meta": as_receipt, "min_version": _or_none(as_version), "n": as_integer, "outcome": as_outcome,
+    "group_size": as_count, "groups": _or_none(_keys), "keys": _keys, "max_version": _or_none(as_integer),
+    "meta": as_receipt, "min_version": _or_none(as_integer), "n": as_integer, "outcome": as_outcome,
     "name": as_string, "partition": as_text, "path": as_path, "positions": as_positions, "redefine": as_flag,
     "replace": as_flag,
     "schema": as_schema, "tags": as_tags, "task": as_text, "tasks": task_configs, "timeout_s": _or_none(as_seconds),
@@ -276,11 +293,11 @@ CHECKS: dict[str, Check] = {
     "batch_size": _or_none(as_count), "clear": as_flag, "on_timeout": as_string,
     "rank": _or_none(as_integer), "stop_after": _or_none(as_count), "with_receipts": as_flag,
     "world": _or_none(as_count),
-    "older_than_s": as_seconds, "versions": _unchecked, "wait": as_flag, "whole_groups": as_flag,
+    "older_than_s": as_seconds, "versions": _or_none(as_array), "wait": as_flag, "whole_groups": as_flag,
 }  # fmt: skip
 """Check of each argument of the public calls, by the argument's name."""
 SPECIAL: dict[str, Check] = {
-    "add_fields.fields": as_schema, "clear.keys": _or_none(_keys), "clear_stale.min_version": as_version,
+    "add_fields.fields": as_schema, "clear.keys": _or_none(_keys), "clear_stale.min_version": as_integer,
     "get.fields": _or_none(as_names),
     "load.partition": _or_none(as_text), "lookup.fields": _or_none(as_names), "put.fields": as_rows,
     "open_data_plane.listen": lambda name, value: value if value == "" else listen_address(name, value),
@@ -304,7 +321,7 @@ def checked(operation: Callable[..., Generator[_Y, Any, _T]]) -> Callable[..., G
     @functools.wraps(operation)
     def steps(owner: Any, *values: Any) -> Generator[_Y, Any, _T]:
         with invalid_arguments(op):
-            found = [check(name, value) for (name, check), value in zip(checks, values, strict=True)]
+            found = [_applied(check, name, value) for (name, check), value in zip(checks, values, strict=True)]
             return (yield from operation(owner, *found))
 
     return steps
@@ -323,7 +340,7 @@ def checked_call(function: Callable[_P, _T]) -> Callable[_P, _T]:
         with invalid_arguments(op):
             for name, check in checks.items():
                 if name in bound.arguments:
-                    bound.arguments[name] = check(name, bound.arguments[name])
+                    bound.arguments[name] = _applied(check, name, bound.arguments[name])
         return function(*bound.args, **bound.kwargs)
 
     return call
@@ -348,7 +365,7 @@ def mismatch(partition: str, keys: Sequence[str]) -> Iterator[None]:
         yield
     except UnstorableObject as error:
         raise SchemaMismatch(str(error), op="put", partition=partition, keys=[keys[error.row]]) from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, DataPlaneError):
             raise
         raise SchemaMismatch(str(error), op="put", partition=partition, keys=keys) from None

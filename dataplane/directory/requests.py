@@ -19,6 +19,8 @@ from .samplers import TaskConfig
 
 @dataclass(frozen=True, slots=True)
 class Register:
+    """Request to declare a partition. The reply is whether it is new, or replaces one with other arguments."""
+
     partition: str
     schema: Schema
     tasks: tuple[TaskConfig, ...]
@@ -303,6 +305,7 @@ TAKE_EFFECT = frozenset(
         "unregister",
         "restore",
         "claim",
+        "renew_rows",
         "release",
         "revoke",
         "skip",
@@ -359,4 +362,8 @@ def body_of(data: bytes, op: str, elapsed_s: float) -> bytes:
 
 
 def encode(request: Any) -> bytes:
-    return messages.encode(request)
+    """Encode a request. Raises ValueError for values that cannot be sent, such as an integer of more than 64 bits."""
+    try:
+        return messages.encode(request)
+    except (TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{type(request).__name__}: a value cannot be sent: {error}") from None

@@ -8,12 +8,14 @@ must not keep the arrays that it is shown; to remember something about a row, it
 from __future__ import annotations
 
 import heapq
+import reprlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from ...codecs.objects import MAX_DEPTH
 from ..errors import SamplerError
 from ..imports import import_object
 from ..meta import POSITION
@@ -285,19 +287,22 @@ def chosen(sampler: Sampler, candidates: Candidates, request: ClaimRequest) -> n
 
 def check_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a claim as a dict. Raises ValueError naming the first one that is not a plain value,
-    which is None, bool, int of 64 bits, float, str, bytes, or a list, tuple or dict (with str as keys) of such
-    values."""
+    which is None, bool, int of 64 bits, float, str, bytes, or a list, tuple or dict (with str as keys) of such values,
+    nested at most MAX_DEPTH deep."""
     for name, value in arguments.items():
-        if not (isinstance(name, str) and _is_plain(value)):
-            raise ValueError(f"arguments: got {name!r}: {value!r}, expected names and plain values")
+        if not (isinstance(name, str) and _is_plain(value, 0)):
+            got = f"{reprlib.repr(name)}: {reprlib.repr(value)}"
+            raise ValueError(f"arguments: got {got}, expected names and plain values, at most {MAX_DEPTH} deep")
     return dict(arguments)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, depth: int) -> bool:
+    if depth > MAX_DEPTH:
+        return False
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+        return all(_is_plain(item, depth + 1) for item in value)
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+        return all(isinstance(key, str) and _is_plain(item, depth + 1) for key, item in value.items())
     if type(value) is int:
         return -(1 << 63) <= value < 1 << 64
     return value is None or type(value) in (bool, float, str, bytes)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, cast
@@ -20,13 +23,15 @@ from headrace.dataplane.directory.samplers import TaskConfig
 from headrace.dataplane.errors import (
     AlreadyWritten,
     ClaimTimeout,
+    DataPlaneError,
     FieldsNotReady,
     InvalidArgument,
     KeysNotFound,
     RowsCleared,
     SchemaMismatch,
 )
-from headrace.dataplane.factory import DataPlane, connect
+from headrace.dataplane.factory import DataPlane, connect, connect_async
+from headrace.dataplane.streaming import StreamingDataset
 from headrace.tests.dataplane.client.local_plane import SCHEMA, ids
 from headrace.tests.waiting import wait_until
 
@@ -220,3 +225,88 @@ def test_a_block_of_more_rows_than_a_slot_can_name_is_refused() -> None:
 def test_a_row_without_dimensions_is_no_ragged_field() -> None:
     with pytest.raises(ValueError, match="'img': got ndim 0, expected at least 1"):
         Field("img", Kind.RAGGED, torch.uint8, ndim=0)
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    return found if not depth else [nested(depth - 1)]
+
+
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+ODD: dict[str, Any] = {
+    "None in a list": [None],
+    "meta": torch.ones(1, device="meta"),
+    "sparse": torch.eye(1).to_sparse(),
+    "bf16": torch.ones(1, dtype=torch.bfloat16),
+    "grad": torch.ones(1, requires_grad=True),
+    "0-d tensor": torch.tensor(True),
+    "0-d array": np.array("a.0"),
+    "structured": np.zeros(1, dtype=[("a", "i4")]),
+    "2^64": 1 << 64,
+    "10^400": 10**400,
+    "10^5000": 10**5000,
+    "deep": nested(400),
+    "cycle": CYCLE,
+}
+CALLS: dict[str, Callable[[DataPlaneClient, Any], Any]] = {
+    "versions": lambda client, odd: client.put("p", ["a"], {"ids": ids(1)}, versions=odd),
+    "tags": lambda client, odd: client.tag("p", ["a"], {"t": odd}),
+    "put tags": lambda client, odd: client.put("p", ["a"], {"ids": ids(1)}, tags={"t": odd}),
+    "positions": lambda client, odd: client.skip("p", "a", odd),
+    "keys": lambda client, odd: client.lookup("p", odd),
+    "groups": lambda client, odd: client.put("p", ["a"], {"ids": ids(1)}, groups=odd),
+    "fields": lambda client, odd: client.claim("p", "a", odd, 1, timeout_s=0),
+    "tasks": lambda client, odd: client.add_tasks("p", odd),
+    "max_hold_s": lambda client, odd: client.add_tasks("p", [TaskConfig("b", max_hold_s=odd)]),
+    "options": lambda client, odd: client.add_tasks("p", [TaskConfig("b", "windowed", {"window": odd})]),
+    "schema": lambda client, odd: client.register("q", odd),
+    "n": lambda client, odd: client.claim("p", "a", ["ids"], odd),
+    "at_least": lambda client, odd: client.claim("p", "a", ["ids"], 1, at_least=odd),
+    "group_size": lambda client, odd: client.register("q", SCHEMA, group_size=odd),
+    "arguments": lambda client, odd: client.claim("p", "a", ["ids"], 1, arguments={"rank": odd}),
+    "outcome": lambda client, odd: client.release(client.put("p", ["r"], {"ids": ids(1)}, replace=True), "a", odd),
+    "path": lambda client, odd: client.save("p", odd),
+    "older_than_s": lambda client, odd: client.revoke("p", "a", older_than_s=odd),
+    "stop_after": lambda client, odd: StreamingDataset(
+        client._operations.handle, "p", "a", ["ids"], batch_size=1, stop_after=odd
+    ),
+    "world": lambda client, odd: StreamingDataset(
+        client._operations.handle, "p", "a", ["ids"], batch_size=1, rank=0, world=odd
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_an_odd_argument_is_an_error_of_the_data_plane(
+    client: DataPlaneClient, call: Callable[[DataPlaneClient, Any], Any]
+) -> None:
+    """numpy, torch and msgspec raise errors of many types, and none of them leaves a call."""
+    for odd in ODD.values():
+        with contextlib.suppress(DataPlaneError):
+            call(client, odd)
+
+
+@pytest.mark.parametrize("returned", [b"rows", "", 3])
+def test_an_odd_path_is_refused(client: DataPlaneClient, returned: Any) -> None:
+    class Odd(os.PathLike[str]):
+        def __fspath__(self) -> str:
+            return returned
+
+    for call in (lambda: client.save("p", Odd()), lambda: client.load(Odd())):
+        with pytest.raises(InvalidArgument, match="path: got a Odd, expected a"):
+            call()
+
+
+@pytest.mark.parametrize("seconds", [1e10, 1e300, 1 << 64, 10**5000], ids=["1e10", "1e300", "2^64", "10^5000"])
+def test_a_time_limit_without_an_end_is_a_long_one(plane: DataPlane, client: DataPlaneClient, seconds: Any) -> None:
+    client.put("p", ["a.0", "a.1"], {"ids": ids(2)}, timeout_s=seconds)
+    assert len(client.get(client.claim("p", "a", ["ids"], 2, timeout_s=seconds), timeout_s=seconds)["ids"].lengths) == 2  # type: ignore[union-attr]
+
+    async def use() -> None:
+        async with connect_async(plane.handle) as twin:
+            assert (await twin.lookup("p", ["a.0"], wait=True, timeout_s=seconds)).keys == ("a.0",)
+
+    asyncio.run(use())
+    with pytest.raises(ValueError, match="timeout_s"):
+        DataPlaneConfig(timeout_s=1e10)
