@@ -73,11 +73,16 @@ class StreamingDataset(IterableDataset):
     the same number of batches of the same size, because the dataset adds `task` with the sampler `rank_aware`.
 
     Rows are released as done when the next item is requested. When an iteration is abandoned (`break`, an error, the
-    end of a worker), the rows that it yielded last are given back. So without workers every row is trained on at least
-    once: rows that were not finished when the trainer died are claimed again, `lease_s` later. A worker asks for rows
-    ahead of the trainer. When the loader ends or the trainer dies, up to `prefetch_factor` batches of each worker are
-    loaded but not trained on, and their rows may count as done. So with workers, each row is trained on at most once
-    unless a worker dies.
+    end of a worker), the rows that it yielded last are given back. So without workers, every row of a `Batch` is
+    trained on at least once: rows that were not finished when the trainer died are claimed again, `lease_s` later.
+
+    With `batch_size=None`, a row is done as soon as the next row is requested. A loader that joins rows to batches
+    requests them one after another, so all rows of a batch but the last are done, and with `clear` removed, before the
+    batch is trained on. If it then fails, they are lost. Let the dataset make the batches (`batch_size=N`) instead.
+
+    A worker asks for rows ahead of the trainer. When the loader ends or the trainer dies, up to `prefetch_factor`
+    batches of each worker are loaded but not trained on, and their rows may count as done. So with workers, each row is
+    trained on at most once unless a worker dies.
     """
 
     @checked_call

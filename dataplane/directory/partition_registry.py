@@ -82,7 +82,10 @@ class PartitionRegistry:
         old = _described(cursor.config for cursor in part.tasks.values() if cursor.config.name in configs)
         new = _described(config for config in configs.values() if config.name in part.tasks)
         if old != new:
-            raise ValueError(f"add_tasks to {name!r}: tasks {new}, but the partition has {old}")
+            raise ValueError(
+                f"add_tasks to {name!r}: tasks {new}, but the partition has {old}; expected equal settings, or "
+                "another name for the task, which then gets all rows of the partition"
+            )
         part.add_tasks([config for config in configs.values() if config.name not in part.tasks])
 
     def remove(self, name: str) -> Partition:

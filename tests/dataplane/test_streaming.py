@@ -92,6 +92,21 @@ def test_rows_come_one_by_one_and_those_before_the_last_are_done(
     assert [int(row["number"]) for row in dataset(handle, None)] == list(range(2, ROWS_A_CLAIM + 6))
 
 
+def test_a_loader_that_joins_rows_counts_them_before_they_are_trained_on(
+    handle: DataPlaneHandle, client: DataPlaneClient
+) -> None:
+    """Only batches that the dataset makes are trained on at least once, as its docstring says."""
+    put(client, range(8))
+    with pytest.raises(RuntimeError, match="the trainer fails"):
+        for _ in DataLoader(dataset(handle, None, clear=True), batch_size=4):
+            raise RuntimeError("the trainer fails")
+    wait_until(lambda: counts(client) == (5, 0, 0))
+    with pytest.raises(RuntimeError, match="the trainer fails"):
+        for _ in DataLoader(dataset(handle, 4, clear=True), batch_size=None):
+            raise RuntimeError("the trainer fails")
+    wait_until(lambda: counts(client) == (5, 0, 0))
+
+
 def test_it_ends_after_as_many_rows_or_in_time_and_may_clear_them(
     handle: DataPlaneHandle, client: DataPlaneClient
 ) -> None:
@@ -116,7 +131,9 @@ def test_ranks_get_equally_many_batches_whoever_is_faster(handle: DataPlaneHandl
     assert sorted(n for batches in (*slow, fast) for batch in batches for n in batch) == list(range(18))
     ends = [StreamingDataset(handle, "ranks", "ends", FIELDS, rank=1, stop_after=12, **options) for _ in range(2)]
     assert [len(end) for end in ends] == [2, 2] and len(list(ends[0])) == 2
-    with pytest.raises(InvalidArgument, match="other settings|rank_aware"):
+    with pytest.raises(InvalidArgument, match="num_ranks.*expected equal settings, or another name for the task"):
+        next(iter(StreamingDataset(handle, "ranks", "all", FIELDS, rank=0, **{**options, "world": 2})))
+    with pytest.raises(InvalidArgument, match="rank_aware"):
         list(StreamingDataset(handle, "p", "train", FIELDS, rank=0, **options))
 
 
