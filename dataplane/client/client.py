@@ -29,11 +29,11 @@ T = TypeVar("T")
 class DataPlaneClient(CountedClient):
     """Connection of one process to the run's data plane. Get one from `factory.connect`.
 
-    Threads can share it. Every call returns or raises within its `timeout_s` (None means the configured `timeout_s`)
-    and a few seconds of grace. Any call can raise DirectoryLost or StoreLost, which name the process that did not
-    answer, and InvalidArgument, a ValueError, for a wrong argument or an unknown partition. All errors are
-    DataPlaneErrors, except OSError for the files of `save` and `load`. Calls of one thread take effect in order; calls
-    of several threads take effect in any order, each in full or not at all.
+    Threads can share it. Every call returns or raises within its `timeout_s` and a few seconds of grace. None means the
+    configured `timeout_s`, and more than 10^9 seconds mean 10^9. Any call can raise DirectoryLost or StoreLost, which
+    name the process that did not answer, and InvalidArgument, a ValueError, for a wrong argument or an unknown
+    partition. All errors are DataPlaneErrors, except OSError for the files of `save` and `load`. Calls of one thread
+    take effect in order; calls of several threads take effect in any order, each in full or not at all.
     """
 
     def register(
@@ -99,7 +99,8 @@ class DataPlaneClient(CountedClient):
         rows' keys and locations.
 
         keys: ids of the N rows; new keys create rows, known keys get further fields. Rows that this client has claimed
-        are written as by `write`, which is the call for results of a consumer. fields: anything that
+        are written as by `write`, which is the call for results of a consumer, as long as it has their receipt or
+        renews the lease of a receipt that went elsewhere. fields: anything that
         `codecs.jagged.pack` takes. versions: policy version of each new row, or one for all of them (None means -1).
         groups: name of each row's group; None takes each key up to its last ".". tags: name -> a number or a string for
         each row, `[N]`; a later put of a tag overwrites it with values of the same type. The integer tag `position` is

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ GIVE_BACK_S = 5.0
 class _Held:
     """The rows that this client holds under one lease."""
 
+    partition: str
     left: dict[str, int]
     """Generation of each row by its key, without the rows that this client has released or cleared."""
     is_live: bool = True
@@ -54,7 +55,8 @@ class LeaseRenewal:
     Renewal of a lease begins when its claim returns to this client, or when this client calls `renew` with a receipt of
     another process. When the process has died or is stopped, or when the client is closed or no longer referenced, its
     leases run out `lease_s` after their last renewal. When the last receipt of a claim has been garbage-collected, the
-    rows that it still holds are given back for retry.
+    rows that it still holds are given back for retry, unless the receipt was handed over: encoded, or alive when this
+    process forked.
     """
 
     def __init__(self, link: Link, lease_s: float) -> None:
@@ -63,6 +65,7 @@ class LeaseRenewal:
         self._lock = threading.Lock()
         self._has_ended = False
         self._begin()
+        _renewals.add(weakref.ref(self, _renewals.discard))
 
     def _begin(self) -> None:
         self._pid = os.getpid()
@@ -76,14 +79,13 @@ class LeaseRenewal:
         self._thread: threading.Thread | None = None
         """Thread that renews; None while there is no lease."""
 
-    def add(self, lease_id: int, keys: Iterable[str], generations: np.ndarray | None = None) -> None:
+    def add(self, lease_id: int, partition: str, keys: Iterable[str], generations: np.ndarray) -> None:
         """Renew the lease `lease_id` from now on, on behalf of the rows `keys`."""
-        rows = dict.fromkeys(keys, -1) if generations is None else dict(zip(keys, generations.tolist(), strict=True))
         with self._lock:
             if self._pid != os.getpid():  # After a fork, the parent has the thread and the leases.
                 self._begin()
-            held = self._held.setdefault(lease_id, _Held({}))
-            held.left.update(rows)
+            held = self._held.setdefault(lease_id, _Held(partition, {}))
+            held.left.update(zip(keys, generations.tolist(), strict=True))
             held.is_live = True
             if self._thread is None and not self._has_ended:
                 self._thread = threading.Thread(target=self._run, name="lease-renewal", daemon=True)
@@ -93,7 +95,7 @@ class LeaseRenewal:
         """Return a new hold of `client` on the rows of a claim, which were given to `add` before."""
         lease_id, partition = meta.lease_id, meta.partition
         with self._lock:
-            held = self._held.setdefault(lease_id, _Held({}))
+            held = self._held.setdefault(lease_id, _Held(partition, {}))
             hold = LeaseHold(lease_id, partition, task, held.left, client, functools.partial(self._hand_over, lease_id))
             held.watch = weakref.ref(hold, self._inbox.put)
             self._watched[held.watch] = lease_id, partition, task
@@ -104,6 +106,17 @@ class LeaseRenewal:
             held = self._held.get(lease_id)
             if held is not None and held.watch is not None:
                 self._watched.pop(held.watch, None)
+
+    def before_fork(self) -> None:
+        """Hand over all receipts that are alive, because the new process has them, too. Takes no lock, because a
+        handler of a signal may fork while its thread has the lock."""
+        for watch in list(self._watched):
+            if watch() is not None:
+                self._watched.pop(watch, None)
+
+    def after_fork(self) -> None:
+        """Replace the lock in the new process, because a thread that this process lacks may have taken it."""
+        self._lock = threading.Lock()
 
     def drop(self, lease_id: int, keys: Iterable[str]) -> None:
         """Record that the rows `keys` of a lease were released. A lease is no longer renewed once all of its rows given
@@ -120,19 +133,21 @@ class LeaseRenewal:
                     self._watched.pop(held.watch, None)
 
     def cleared(self, partition: str, keys: Sequence[str] | None) -> None:
-        """Record that this client has cleared rows, which ends their leases. keys: None for all rows."""
-        for hold in self._holds(partition):
-            self.drop(hold.lease_id, list(hold.left) if keys is None else keys)
+        """Record that this client has cleared rows, or has defined the partition again, which ends their leases. keys:
+        None for all rows."""
+        for lease_id, held in self._of(partition):
+            self.drop(lease_id, list(held.left) if keys is None else keys)
 
     def fence(self, partition: str, keys: Sequence[str]) -> Fence | None:
         """Return the condition of a put by key; None if this client has claimed none of the rows. Rows that it has
-        claimed and neither released nor cleared must still be held by their lease."""
+        claimed, or renews, and that it has neither released nor cleared must still be held by their lease. Rows of a
+        receipt that was dropped are not among them, because they are given back."""
         generations, leases = np.full(len(keys), -1), []
-        for hold in self._holds(partition):
-            if not hold.left.keys().isdisjoint(keys):
-                left = dict(hold.left)
+        for lease_id, held in self._of(partition):
+            left = dict(held.left)
+            if not left.keys().isdisjoint(keys) and self._is_fenced(held):
                 generations = np.maximum(generations, [left.get(key, -1) for key in keys])
-                leases.append(hold.lease_id)
+                leases.append(lease_id)
         return Fence(generations, tuple(leases)) if leases else None
 
     def end(self) -> None:
@@ -140,12 +155,16 @@ class LeaseRenewal:
         self._has_ended = True
         self._inbox.put(None)
 
-    def _holds(self, partition: str) -> list[LeaseHold]:
-        """Return the holds on rows of a partition whose receipts this process has."""
+    def _of(self, partition: str) -> list[tuple[int, _Held]]:
+        """Return the ids of the leases on rows of a partition, each with what this client holds under it."""
         with self._lock:
-            watches = [held.watch for held in self._held.values()] if self._pid == os.getpid() else []
-        holds = [watch() for watch in watches if watch is not None]
-        return [hold for hold in holds if hold is not None and hold.partition == partition]
+            held = self._held.items() if self._pid == os.getpid() else ()
+            return [(lease_id, rows) for lease_id, rows in held if rows.partition == partition]
+
+    def _is_fenced(self, held: _Held) -> bool:
+        """Return whether this process has a receipt of the rows, or renews their lease for another process."""
+        has_receipt = held.watch is None or held.watch() is not None
+        return has_receipt or held.is_live and held.watch not in self._watched
 
     def _run(self) -> None:
         inbox, heard = self._inbox, time.monotonic()
@@ -178,11 +197,11 @@ class LeaseRenewal:
         holder writes and releases nothing by mistake."""
         with self._lock:
             for lease_id in lease_ids:
-                held = self._held.get(lease_id)
-                if held is not None and (held.watch is None or held.watch() is None):
+                if lease_id in self._held:
+                    self._held[lease_id].is_live = False
+            for lease_id, held in list(self._held.items()):
+                if not held.is_live and (held.watch is None or held.watch() is None):
                     del self._held[lease_id]
-                elif held is not None:
-                    held.is_live = False
 
     def _give_back(self, watch: weakref.ref[LeaseHold]) -> None:
         """Give back the rows of a hold that was garbage-collected, unless its receipts were handed over."""
@@ -211,3 +230,20 @@ class LeaseRenewal:
         request, timeout_s = requests.encode(requests.Renew(lease_ids)), self._lease_s / RENEWALS
         reply = requests.body_of(self._link.call("renew", request, timeout_s), "renew", 0.0)
         return messages.decode(reply, tuple[int, ...])
+
+
+_renewals: set[weakref.ref[LeaseRenewal]] = set()
+"""References to the objects of this process that a fork concerns."""
+
+
+def _each(act: Callable[[LeaseRenewal], None]) -> None:
+    for reference in tuple(_renewals):
+        renewal = reference()
+        if renewal is not None:
+            act(renewal)
+
+
+os.register_at_fork(
+    before=functools.partial(_each, LeaseRenewal.before_fork),
+    after_in_child=functools.partial(_each, LeaseRenewal.after_fork),
+)

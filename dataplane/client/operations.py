@@ -37,7 +37,7 @@ from ..errors import (
 )
 from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta, Tags, check_tags
-from ..rpc.links import Link, Undo
+from ..rpc.links import Link, Undo, in_all
 from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from ..traffic import ClientStats
 from .arguments import Fields, checked, empty_receipt
@@ -138,7 +138,9 @@ class Operations:
         self, partition: str, schema: Schema, tasks: Sequence[TaskConfig], group_size: int, redefine: bool
     ) -> Steps[None]:
         request = requests.Register(partition, schema, tuple(tasks), group_size, redefine)
-        yield from self._ask("register", request, None)
+        reply = yield from self._ask("register", request, None)
+        if messages.decode(reply, bool):
+            self.forget(partition)
         self._schemas[partition] = schema
 
     @checked
@@ -148,8 +150,13 @@ class Operations:
     @checked
     def unregister(self, partition: str, timeout_s: float | None) -> Steps[int]:
         reply = yield from self._ask("unregister", requests.OnePartition(partition), timeout_s)
-        self._schemas.pop(partition, None)
+        self.forget(partition)
         return messages.decode(reply, int)
+
+    def forget(self, partition: str) -> None:
+        """Forget what this client knows of a partition that is unregistered or was defined again."""
+        self._schemas.pop(partition, None)
+        self._leases.cleared(partition, None)
 
     @checked
     def add_fields(self, partition: str, fields: Schema, timeout_s: float | None) -> Steps[None]:
@@ -244,9 +251,9 @@ class Operations:
         request = requests.encode(requests.Reserve(put, remaining, given_back))
         try:
             reply = yield Ask("reserve", request, remaining, _abort_reserved)
-        except BaseException:  # The request may never have been sent.
+        except BaseException as error:  # The request may never have been sent.
             if given_back:
-                yield from self._give_back(given_back)
+                yield from self._give_back(given_back, undo_s(error))
             raise
         space = messages.decode(reply, requests.Space)
         written = yield from self._write(put, blocks, space, deadline, credit=False)
@@ -286,10 +293,12 @@ class Operations:
             reply = yield Ask("commit", requests.encode(commit), max(0.0, deadline - time.monotonic()))
             written = None if reply == requests.REVOKED else messages.decode(reply, requests.Written)
         except BaseException as error:
-            taken_back = yield from self._take_back(put, space)
+            failed = time.monotonic()
+            taken_back = yield from self._take_back(put, space, undo_s(error))
             if asked and not taken_back and isinstance(error, DirectoryLost):
                 context = error.fields() | {"op": "put", "partition": put.partition, "keys": put.keys}
                 context["num_keys"] = len(put.keys)
+                context["elapsed_s"] = (error.elapsed_s or 0.0) + time.monotonic() - failed
                 raise DirectoryLost(
                     f"{error.message}; it is not known whether the put took effect", **context
                 ) from error
@@ -385,7 +394,7 @@ class Operations:
         reply = yield Ask("claim", requests.encode(request), bound, partial(_retry, task))
         try:
             meta = KVBatchMeta.from_bytes(reply)
-            self._leases.add(meta.lease_id, meta.keys, meta.generations)
+            self._leases.add(meta.lease_id, meta.partition, meta.keys, meta.generations)
             meta = dataclasses.replace(meta, holds=(self._leases.hold(meta, task, self.client),))
         except BaseException:
             yield from self._give_rows_back(task, reply)
@@ -398,7 +407,7 @@ class Operations:
         if len(meta):
             request = requests.RenewRows(meta.partition, meta.lease_id, pack_keys(meta.keys))
             yield from self._ask("renew_rows", request, timeout_s)
-            self._leases.add(meta.lease_id, meta.keys, meta.generations)
+            self._leases.add(meta.lease_id, meta.partition, meta.keys, meta.generations)
 
     @checked
     def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, timeout_s: float | None) -> Steps[None]:
@@ -491,23 +500,25 @@ class Operations:
             )
             raise ForeignReceipt(message, op=op, partition=meta.partition, keys=meta.keys)
 
-    def _take_back(self, put: PutRows, space: requests.Space) -> Steps[bool]:
+    def _take_back(self, put: PutRows, space: requests.Space, timeout_s: float) -> Steps[bool]:
         """Undo a put that failed or was interrupted. Its space is given back, and rows that the directory may have
         committed are withdrawn.
 
         Returns whether both were done. A put with replace=True is not withdrawn, because the previous values are gone.
         """
         if put.replace:
-            yield from self._give_back((space.space_id,))
+            yield from self._give_back((space.space_id,), timeout_s)
             return False
-        return (yield from self._withdraw(put, space.first_block_id, space.space_id))
+        return (yield from self._withdraw(put, space.first_block_id, space.space_id, timeout_s))
 
-    def _withdraw(self, put: PutRows, first_block_id: int, space_id: int) -> Steps[bool]:
+    def _withdraw(
+        self, put: PutRows, first_block_id: int, space_id: int, timeout_s: float = ABORT_TIMEOUT_S
+    ) -> Steps[bool]:
         """Withdraw the rows that a put has committed, or give its space back. Returns whether that was done. space_id:
         0 for a put that is known to be committed."""
         request = requests.Withdraw(put.partition, pack_keys(put.keys), first_block_id, len(put.layouts), space_id)
         try:
-            yield Ask("withdraw", requests.encode(request), ABORT_TIMEOUT_S, undoes=True)
+            yield Ask("withdraw", requests.encode(request), timeout_s, undoes=True)
         except (DataPlaneError, ValueError) as error:
             _logger.info("a put could not be taken back: %s", error)
             return False
@@ -524,10 +535,10 @@ class Operations:
             meta = KVBatchMeta.from_bytes(receipt)
             self._leases.drop(meta.lease_id, meta.keys)
 
-    def _give_back(self, space_ids: tuple[int, ...]) -> Steps[None]:
+    def _give_back(self, space_ids: tuple[int, ...], timeout_s: float = ABORT_TIMEOUT_S) -> Steps[None]:
         """Give space back to the directory if possible. If not, the space expires by itself after `reserve_s`."""
         try:
-            yield Ask("abort", requests.encode(requests.Abort(space_ids)), ABORT_TIMEOUT_S, undoes=True)
+            yield Ask("abort", requests.encode(requests.Abort(space_ids)), timeout_s, undoes=True)
         except DataPlaneError as error:
             _logger.info("reserved space could not be given back, it will expire: %s", error)
 
@@ -564,6 +575,12 @@ class CountedClient:
     def _body(self, step: Ask, reply: bytes, elapsed_s: float) -> bytes:
         self.stats.count_directory(len(step.payload) + len(reply))
         return requests.body_of(reply, step.op, elapsed_s)
+
+
+def undo_s(error: BaseException) -> float:
+    """Return the time limit of the request that undoes a call after `error`. A directory that did not answer the call
+    gets no second grace."""
+    return in_all(ABORT_TIMEOUT_S) if isinstance(error, DirectoryLost) else ABORT_TIMEOUT_S
 
 
 def _packed(keys: Sequence[str] | None) -> bytes | None:

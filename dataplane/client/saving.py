@@ -34,7 +34,7 @@ from ..errors import DataPlaneError
 from ..meta import KVBatchMeta
 from ..status import PartitionRows
 from .arguments import checked
-from .operations import ABORT_TIMEOUT_S, SHIELD, Ask, Moved, Operations, Steps, Work
+from .operations import ABORT_TIMEOUT_S, SHIELD, Ask, Moved, Operations, Steps, Work, undo_s
 
 T = TypeVar("T")
 
@@ -260,6 +260,7 @@ def load(
     restore = requests.Restore(name, messages.decode(saved.state, PartitionState), saved.rows)
     yield SHIELD
     yield Ask("restore", requests.encode(restore), bound, lambda _: ("unregister", drop))
+    operations.forget(name)
     nbytes = 0
     try:
         for number in range(saved.num_chunks):
@@ -269,16 +270,16 @@ def load(
             put = operations.fenced_put(name, keys, batch, None, groups, None, False, timeout_s, Fence(None))
             moved = yield from put
             nbytes += moved.nbytes
-    except BaseException:
-        yield from _remove(name)
+    except BaseException as error:
+        yield from _remove(name, undo_s(error))
         raise
     return Moved(name, nbytes, functools.partial(_remove, name))
 
 
-def _remove(partition: str) -> Steps[None]:
+def _remove(partition: str, timeout_s: float = ABORT_TIMEOUT_S) -> Steps[None]:
     """Unregister a partition whose `load` failed or was interrupted."""
     request = requests.encode(requests.OnePartition(partition))
     try:
-        yield Ask("unregister", request, ABORT_TIMEOUT_S, undoes=True)
+        yield Ask("unregister", request, timeout_s, undoes=True)
     except (DataPlaneError, ValueError) as error:
         _logger.warning("partition %r, which was loaded in part, could not be removed: %s", partition, error)

@@ -110,6 +110,9 @@ class Directory:
         rows = part.rows.live()
         return len(rows), self._forget(part, rows)
 
+    def has(self, partition: str) -> bool:
+        return any(part.name == partition for part in self._partitions)
+
     def schema(self, partition: str) -> Schema:
         return self._partitions[partition].schema
 

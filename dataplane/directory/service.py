@@ -356,10 +356,13 @@ class DirectoryService:
     # ---------------- These methods answer requests about partitions and about the whole data plane.
 
     def _register(self, request: requests.Register) -> bytes | Coroutine[Any, Any, bytes]:
+        is_new = not self._directory.has(request.partition)
         freed = self._directory.register(
             request.partition, request.schema, request.tasks, request.group_size, redefine=request.redefine
         )
-        return b"" if freed is None else self._dropped(request.partition, b"", freed)
+        if freed is None:
+            return messages.encode(is_new)
+        return self._dropped(request.partition, messages.encode(True), freed)
 
     def _add_tasks(self, request: requests.AddTasks) -> bytes:
         self._directory.add_tasks(request.partition, request.tasks)

@@ -77,6 +77,11 @@ def call_s(timeout_s: float) -> float:
     return timeout_s + GRACE_S - take_back_s()
 
 
+def in_all(seconds: float) -> float:
+    """Return the time limit of a call that is to end after `seconds`, its grace included."""
+    return seconds - GRACE_S
+
+
 def take_back_s() -> float:
     """Return how many seconds an interrupted call waits until it is undone. They are a part of GRACE_S."""
     return GRACE_S / TAKE_BACK_PART

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -237,7 +238,7 @@ class OwnLink:
 
 def renewing(link: OwnLink) -> LeaseRenewal:
     leases = LeaseRenewal(cast(Link, link), LEASE_S)
-    leases.add(5, ("a.0", "a.1"))
+    leases.add(5, "p", ("a.0", "a.1"), np.zeros(2, np.int64))
     return leases
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import os
 import pickle
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.directory.samplers import TaskConfig
-from headrace.dataplane.errors import LeaseLost
+from headrace.dataplane.errors import InvalidArgument, LeaseLost, RowsCleared
 from headrace.dataplane.factory import DataPlane, connect, connect_async
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.tests.dataplane.client.local_plane import SCHEMA, ids, small_plane
@@ -44,7 +48,10 @@ def test_a_with_ends_in_done_and_after_an_error_in_retry(full: DataPlaneClient) 
     assert counts(full) == (0, 3), "what was released within stays released"
     with full.claim("p", "a", ["ids"], 1) as batch:
         full.clear("p", batch.keys)
-    with pytest.raises(ValueError, match="holds no rows in this process"), full.lookup("p", ["a.0"]):
+    for ended in (batch, batch.select([0])):
+        with pytest.raises(LeaseLost, match="released or cleared before.*b.1"), ended:
+            raise AssertionError("the body runs with no rows")
+    with pytest.raises(InvalidArgument, match="holds no rows in this process"), full.lookup("p", ["a.0"]):
         pass
 
 
@@ -67,7 +74,7 @@ def test_an_asyncio_receipt_is_an_asynchronous_context(full: DataPlaneClient, pl
                 async with await twin.claim("p", "a", ["ids"], 2):
                     raise ZeroDivisionError
             assert counts(full) == (0, 2)
-            with pytest.raises(ValueError, match="expected `async with`"):
+            with pytest.raises(InvalidArgument, match="expected `async with`"):
                 with await twin.claim("p", "a", ["ids"], 1):
                     pass
 
@@ -105,6 +112,95 @@ def test_rows_whose_receipt_went_elsewhere_stay_leased(full: DataPlaneClient, le
     assert read.holds == () and read.generations.tolist() == [0]
     full.release(read, "a", "done")
     assert counts(full) == (1, 1)
+
+
+def fork() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork with threads.
+        pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.processes
+def test_rows_whose_receipt_a_fork_took_along_stay_leased(full: DataPlaneClient) -> None:
+    kept, receipt = (full.claim("p", "a", ["ids"], 1) for _ in range(2))
+    fork()
+    full.release(kept, "a", "done")
+    del kept, receipt
+    full.claim("p", "a", ["ids"], 2)  # given back after the other would have been
+    wait_until(lambda: counts(full) == (1, 1))
+    assert [lease.keys for lease in full.leases("p")] == [("a.1",)]
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [KVBatchMeta.to_bytes, pytest.param(lambda receipt: fork(), marks=pytest.mark.processes)],
+    ids=["bytes", "fork"],
+)
+def test_a_put_of_rows_whose_receipt_went_elsewhere_is_checked(
+    full: DataPlaneClient, plane: DataPlane, leave: Callable[[KVBatchMeta], object]
+) -> None:
+    other = connect(plane.handle)
+    receipt = full.claim("p", "a", ["ids"], 2)
+    leave(receipt)
+    del receipt
+    gc.collect()
+    full.put("p", KEYS[:2], {"score": [1.0, 2.0]})
+    other.clear("p", KEYS[:2])
+    with pytest.raises(RowsCleared, match="2 of 2 rows"):
+        full.put("p", KEYS[:2], {"ids": ids(2)})
+    other.put("p", KEYS[:2], {"ids": ids(2)})
+    full.clear("p", KEYS[:2])
+    full.put("p", KEYS[:2], {"ids": ids(2)})
+
+
+def test_a_put_of_rows_whose_lease_is_renewed_is_checked(full: DataPlaneClient, plane: DataPlane) -> None:
+    other = connect(plane.handle)
+    receipt = full.claim("p", "a", ["ids"], 2)
+    other.renew(KVBatchMeta.from_bytes(receipt.to_bytes()))
+    full.clear("p", KEYS[:2])
+    with pytest.raises(RowsCleared, match="2 of 2 rows"):
+        other.put("p", KEYS[:2], {"ids": ids(2)})
+    assert full.status("p").rows == 2
+
+
+def test_a_lost_lease_of_a_receipt_that_went_elsewhere_is_forgotten() -> None:
+    with small_plane(lease_s=0.4) as plane, connect(plane.handle) as client, connect(plane.handle) as other:
+        client.register("p", SCHEMA, ["a"])
+        client.put("p", KEYS, {"ids": ids(4)})
+        held, leases = client.claim("p", "a", ["ids"], 2), client._operations._leases
+        held.to_bytes()
+        other.clear("p")
+        wait_until(lambda: not any(rows.is_live for rows in leases._held.values()))
+        del held
+        client.put("p", KEYS[:2], {"ids": ids(2)})
+        client.claim("p", "a", ["ids"], 1).to_bytes()
+        other.clear("p")
+        wait_until(lambda: not leases._held)
+
+
+@pytest.mark.parametrize("again", ["redefine", "unregister", "load", "register"])
+def test_a_partition_that_a_client_defines_again_has_no_old_receipts(
+    full: DataPlaneClient, plane: DataPlane, tmp_path: Path, again: str
+) -> None:
+    _kept = full.claim("p", "a", ["ids"], 4)
+    full.save("p", tmp_path / "rows")
+    full.register("p", SCHEMA, ("a",), group_size=2, redefine=True)  # with equal arguments, which does nothing
+    assert full._operations._leases.fence("p", KEYS) is not None
+    if again == "redefine":
+        full.register("p", SCHEMA, ("a",), redefine=True)
+    else:
+        (full if again == "unregister" else connect(plane.handle)).unregister("p")
+    if again == "load":
+        full.load(tmp_path / "rows")
+    if again == "unregister":
+        connect(plane.handle).register("p", SCHEMA, ("a",))
+    if again == "register":
+        full.register("p", SCHEMA, ("a",))
+    full.put("p", KEYS, {"score": torch.ones(4)})
+    assert full.status("p").rows == 4
 
 
 def test_leases_are_listed_and_revoked(full: DataPlaneClient, plane: DataPlane) -> None:

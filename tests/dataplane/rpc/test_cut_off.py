@@ -397,6 +397,22 @@ def test_a_put_whose_connection_breaks_is_taken_back(
     assert far.status().rows == replace, "values that were replaced could not be brought back"
 
 
+def test_a_put_waits_once_for_a_directory_that_stands_still(
+    served: Served, far: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2):  # so that it has space in advance
+        far.put("p", [f"a.{number}"], {"y": torch.ones(1)})
+    monkeypatch.setattr(links, "GRACE_S", 1.0)
+    monkeypatch.setattr("headrace.dataplane.client.operations.ABORT_TIMEOUT_S", 0.5)
+    with served.stalled():
+        started = time.monotonic()
+        with pytest.raises(DirectoryLost, match="not known whether the put took effect") as caught:
+            far.put("p", ["b.0"], {"y": torch.ones(1)}, timeout_s=0.1)
+        waited = time.monotonic() - started
+    assert waited < 2.2, "0.1 s, the grace, and half a second for the attempt to undo it"
+    assert caught.value.elapsed_s is not None and 0 <= waited - caught.value.elapsed_s < 0.3
+
+
 def test_a_late_answer_meets_no_other_request(
     served: Served, far: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
