@@ -25,6 +25,7 @@ from ..columns import ColumnConfig, TokenValues, column_named
 from ..engines.chat import ChatFormat, Reply
 from ..engines.protocol import SESSION_SEPARATOR, Completion, Generator, SamplingParams
 from ..engines.tokenizer import encode_prompts, response_texts
+from ..process.user_errors import storable
 from ..process.user_function_timeouts import TooManyHang, UserThreads
 from ..protocols import EPISODE_ERRORS, Prompt, Sample, Turn
 from .turns import Transcript, generate_whole
@@ -368,13 +369,16 @@ class Episode:
 
     def fail(self, error: str) -> None:
         """Record that the episode failed, so that its rows are not trained on. error: description of the failure."""
-        self._error = self._error or error
+        self._error = self._error or storable(error)
 
     def finish(self, max_rows: int) -> Sample:
         """Return the finished episode. An episode of more than `max_rows` rows counts as failed."""
         rows = [row.row() for row in (self._rows or [self._row()])]
         if len(rows) > max_rows:
             self.fail(f"the episode has {len(rows)} rows, more than environment.max_rows={max_rows}")
+        if not isinstance(self.answer, str | None):
+            self.fail(f"the environment set the answer to a {type(self.answer).__name__}, expected text or None")
+            self.answer = None
         last = self._turns[-1] if self._turns else None
         reason = self.finish_reason or (last.finish_reason if last else "stop")
         first = rows[0]
@@ -384,7 +388,7 @@ class Episode:
             input_ids=first.input_ids,
             response_mask=first.response_mask,
             logprobs=first.logprobs,
-            text=self.answer if self.answer is not None else last.text if last else "",
+            text=storable(self.answer) if self.answer is not None else last.text if last else "",
             finish_reason="error" if self._error else reason,
             versions=first.versions,
             routes=first.routes,

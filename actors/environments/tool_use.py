@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from ...dataplane.imports import import_object
-from ..process.user_errors import awaited
+from ..process.user_errors import awaited, said_by, storable
 from ..process.user_function_timeouts import TooManyHang, UserProcesses, UserThreads
 from .episode import Episode
 
@@ -211,7 +211,7 @@ class ToolUse:
             return f"error: there is no tool {name}, expected {', '.join(self._tools)}"
         try:
             if name in self._processes:
-                return str(await self._processes[name].call([arguments], self._timeout_s, self._retries))
+                return storable(str(await self._processes[name].call([arguments], self._timeout_s, self._retries)))
             result: Any = await self._threads.call(f"tool {name!r}", lambda: tool(arguments), self._timeout_s)
             if inspect.isawaitable(result):
                 limit = asyncio.timeout(self._timeout_s)
@@ -222,11 +222,11 @@ class ToolUse:
                     if limit.expired():
                         return f"error: tool {name!r} did not return within {self._timeout_s:g} s"
                     raise  # The tool itself raised this error.
-            return str(result)
+            return storable(str(result))
         except TooManyHang:
             raise
         except Exception as error:
-            return f"error: {str(error) or type(error).__name__}"
+            return f"error: {said_by(error) or type(error).__name__}"
 
 
 def find_call(text: str) -> tuple[str, str] | None:

@@ -15,9 +15,15 @@ import contextlib
 import importlib
 import json
 import os
+import runpy
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+# This script runs without the package, so it reads the file of the package as a script.
+_ERRORS = Path(__file__).parents[1] / "process" / "user_errors.py"
+text_of_error = runpy.run_path(str(_ERRORS))["text_of_error"]
 
 
 class Tasks:
@@ -65,7 +71,7 @@ class Player:
         except asyncio.CancelledError:
             write({"id": number, "error": "cancelled", "rewards": {}, "reward": None})
         except BaseException as error:  # The environment failed, so this episode fails.
-            write({"id": number, "error": f"{type(error).__name__}: {error}", "rewards": {}, "reward": None})
+            write({"id": number, "error": text_of_error(error), "rewards": {}, "reward": None})
 
     async def _episode(self, message: dict[str, Any]) -> dict[str, Any]:
         vf, variable = self._verifiers, f"HEADRACE_EPISODE_{message['id']}"
@@ -120,7 +126,7 @@ async def serve(reader: asyncio.StreamReader, write: Any) -> None:
         environment = loaders.load_environment(loaders.resolve_env_config(first["env"]))
         player = Player(environment, library)
     except Exception as error:
-        write({"failed": f"{type(error).__name__}: {error}"})
+        write({"failed": text_of_error(error)})
         return
     async with environment.serving():
         write({"ready": True})

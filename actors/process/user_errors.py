@@ -32,7 +32,25 @@ def contained(error: BaseException) -> Exception:
         return error
     if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
         raise error
-    return UserCodeStopped(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+    return UserCodeStopped(text_of_error(error)).with_traceback(error.__traceback__)
+
+
+def text_of_error(error: BaseException) -> str:
+    """Return the type and the text of an error in one line, as text that can be stored and sent."""
+    return f"{type(error).__name__}: {' '.join(said_by(error).split())}"
+
+
+def said_by(error: BaseException) -> str:
+    """Return the text of an error, as text that can be stored and sent."""
+    try:
+        return storable(str(error))
+    except BaseException as second:  # The method `__str__` of a user's error can raise anything.
+        return f"its text cannot be shown, because its __str__ raised {type(second).__name__}"
+
+
+def storable(text: str) -> str:
+    """Return a text with a question mark for each half of a surrogate pair, which UTF-8 cannot encode."""
+    return text.encode(errors="replace").decode()
 
 
 def made(target: Callable[..., T], options: Mapping[str, Any], name: str) -> T:
@@ -68,8 +86,7 @@ def is_users(filename: str) -> bool:
 def described(error: BaseException) -> str:
     """Return the type, the text and the place of an error in one line. The place is the last line of the user's own
     code, or else of a library, that the error came through."""
-    said = " ".join(str(error).split())
-    text = said if isinstance(error, UserCodeStopped) else f"{type(error).__name__}: {said}"
+    text = " ".join(said_by(error).split()) if isinstance(error, UserCodeStopped) else text_of_error(error)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OWN)]
     users = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
-    return f"{text} ({os.path.basename(users[-1].filename)} line {users[-1].lineno})" if users else text
+    return storable(f"{text} ({os.path.basename(users[-1].filename)} line {users[-1].lineno})") if users else text

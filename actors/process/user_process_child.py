@@ -23,7 +23,8 @@ PROMPT = "__prompt__"
 
 
 # This script runs without the package, so it reads its neighbour as a file.
-described = runpy.run_path(str(Path(__file__).with_name("user_errors.py")))["described"]
+_NEIGHBOUR = runpy.run_path(str(Path(__file__).with_name("user_errors.py")))
+described, text_of_error = _NEIGHBOUR["described"], _NEIGHBOUR["text_of_error"]
 
 
 def load(first: dict[str, Any]) -> Any:
@@ -46,19 +47,24 @@ def call(function: Any, arguments: list[Any]) -> Any:
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
+def _plain(value: Any) -> Any:
+    """Return an array or tensor as a list or number, and any other value that is not JSON as a number."""
+    return value.tolist() if hasattr(value, "tolist") else float(value)
+
+
 def main() -> None:
     # Output that the function prints must not mix with the protocol's lines, so it goes to standard error.
     output = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
 
     def write(message: dict[str, Any]) -> None:
-        output.write(json.dumps(message, default=float) + "\n")
+        output.write(json.dumps(message, default=_plain) + "\n")
 
     try:
         first = json.loads(sys.stdin.readline())
         function = load(first)
     except BaseException as error:  # A user's module can raise any error at import.
-        write({"failed": f"{type(error).__name__}: {error}"})
+        write({"failed": text_of_error(error)})
         return
     write({"ready": True})
     for line in sys.stdin:

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from ..process.user_errors import awaited, described
+from ..process.user_errors import awaited, contained, described
 from ..process.user_function_timeouts import UserProcesses, UserThreads
 from ..protocols import Sample
 from .config import RewardFunctionConfig
+from .returned import finite, listed
 
 TOKENS, EPISODE = "response_tokens", "episode"
 """Names of the optional keyword arguments of a reward function; see TokenReward and EpisodeReward."""
@@ -59,12 +60,16 @@ class ApartReward:
         return () if isinstance(self.function, UserProcesses) else wanted_by(self.function)
 
 
+class Failure(str):
+    """Text of the error of a reward that failed. A text that a reward returns is not one."""
+
+
 @dataclass(slots=True)
 class ApartValues:
     """Values of one sample's rewards that were computed apart."""
 
-    values: dict[str, float | str] = field(default_factory=dict)
-    """Value of each reward by name, or the error text if the reward failed."""
+    values: dict[str, float | Failure] = field(default_factory=dict)
+    """Value of each reward by name, or the failure if the reward failed."""
     answer: str | None = None
     """Answer that the sample votes for in a majority vote; None if no answer was looked for or found."""
 
@@ -119,9 +124,9 @@ class ApartRewards:
                 if len(values) != len(chosen):
                     raise ValueError(f"the function returned {len(values)} values for {len(chosen)} samples")
             except Exception as error:  # User code can raise anything. The rows are masked, and the error is reported.
-                values = [f"raised {described(error)}"] * len(chosen)
+                values = [Failure(f"raised {described(error)}")] * len(chosen)
         for at, value in zip(chosen, values, strict=True):
-            known[at].values[reward.name] = value
+            known[at].values[reward.name] = _checked(reward.name, value)
 
     async def _answer(self, reward: ApartReward, sample: Sample) -> str | None:
         assert isinstance(reward.function, UserProcesses) and not reward.per_group
@@ -139,11 +144,11 @@ class ApartRewards:
         given = {name: extras[name] for name in reward.wanted}
         if isinstance(reward.function, UserProcesses):
             value = await reward.function.call(arguments, reward.timeout_s, reward.retries)
-            return list(value) if reward.per_group else [value]
+            return listed(value) if reward.per_group else [value]
         for attempt in range(reward.retries + 1):
             try:
                 value = await self._bounded(reward, lambda: reward.function(*arguments, **given))
-                return list(value) if reward.per_group else [value]
+                return listed(value) if reward.per_group else [value]
             except Exception:
                 if attempt == reward.retries:
                     raise
@@ -171,6 +176,15 @@ class ApartRewards:
         self._left.discard(task)
         with suppress(asyncio.CancelledError):
             task.exception()
+
+
+def _checked(name: str, value: Any) -> float | Failure:
+    if isinstance(value, Failure):
+        return value
+    try:
+        return finite(name, value)
+    except BaseException as error:  # Methods of the user's object can raise anything.
+        return Failure(f"raised {described(contained(error))}")
 
 
 def is_coroutine_function(function: Any) -> bool:

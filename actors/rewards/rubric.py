@@ -8,17 +8,14 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
-
-import numpy as np
 
 from ...dataplane.imports import import_object
 from ..process.user_errors import contained, described, made
 from ..process.user_function_timeouts import UserProcesses
 from ..protocols import Prompt, Reward, Sample, Score
-from .apart import EPISODE, TOKENS, ApartReward, ApartRewards, ApartValues, is_apart, wanted_by
+from .apart import EPISODE, TOKENS, ApartReward, ApartRewards, ApartValues, Failure, is_apart, wanted_by
 from .builtin import (
     Boxed,
     EnvironmentReward,
@@ -30,10 +27,9 @@ from .builtin import (
     per_position,
 )
 from .config import RewardConfig, RewardFunctionConfig
+from .returned import finite, fits
 from .signatures import bind_options, check_signature
 
-MOST = float(np.finfo(np.float32).max)
-"""Largest number that float32 can hold."""
 NUM_PROCESSES = 4
 """Largest number of processes in which one reward function runs in a rollout actor."""
 BUILT_REWARDS: dict[str, Any] = {
@@ -132,15 +128,15 @@ class Rubric:
         for name, reward, weight, wanted in self._rewards:
             begin(name)
             given = None if apart is None else apart.values.get(name)
-            if isinstance(given, str):
+            if isinstance(given, Failure):
                 errors.append(f"reward {name!r} {given}")
                 continue
             try:
                 if given is None:
                     given = reward(prompt, response, finish_reason, **_arguments(wanted, known))
                     if name == self._voter:
-                        answer = getattr(reward, "answer_of", str.strip)(response)
-                value = _finite(name, given)
+                        answer = _text(name, getattr(reward, "answer_of", str.strip)(response))
+                value = finite(name, given)
             except BaseException as error:  # User code can raise anything. The row is masked, and the error reported.
                 errors.append(f"reward {name!r} raised {described(contained(error))}")
                 continue
@@ -149,7 +145,7 @@ class Rubric:
         if errors:
             return Score(reward=0.0, components=components, valid=False, error=errors[0])
         reward = min(max(self._scale * total, self._low), self._high)
-        if not _fits(reward):
+        if not fits(reward):
             error = f"the weighted sum of the rewards is {reward!r}, expected a finite number that float32 can hold"
             return Score(reward=0.0, components=components, valid=False, error=error)
         return Score(reward=reward, components=components, valid=True, answer=answer)
@@ -162,16 +158,10 @@ def _arguments(wanted: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any
     return {name: known[name] for name in wanted}
 
 
-def _finite(name: str, value: object) -> float:
-    # numbers.Real includes bool and numpy's numbers. It excludes 0-d tensors and strings that look like numbers.
-    if not isinstance(value, (numbers.Real, np.bool_)) or not _fits(value):
-        raise ValueError(f"{name!r} returned {value!r}, expected a finite number that float32 can hold")
-    return float(value)
-
-
-def _fits(value: Any) -> bool:
-    """Return whether a number is finite in float32, in which rewards are stored."""
-    return abs(value) <= MOST
+def _text(name: str, answer: object) -> str | None:
+    if not isinstance(answer, str | None):
+        raise ValueError(f"the answer_of of {name!r} returned a {type(answer).__name__}, expected text or None")
+    return answer
 
 
 def build_rubric(config: RewardConfig, voter: str | None = None) -> Rubric:

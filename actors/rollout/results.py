@@ -11,6 +11,7 @@ import numpy as np
 
 from ...dataplane.traffic import Traffic
 from ..engines.router import LeftOut
+from ..process.user_errors import storable
 from ..protocols import Sample, Score, Span, SpanTable
 from .prompts import SOURCE
 from .rows import RouteCounts
@@ -164,6 +165,7 @@ def group_figures(
             component_sums[name] = component_sums.get(name, 0.0) + value
         source = sample.prompt.fields.get(SOURCE)
         if isinstance(source, str):
+            source = storable(source)
             source_rows[source] = source_rows.get(source, 0) + 1
             source_rewards[source] = source_rewards.get(source, 0.0) + score.reward
     return GroupFigures(

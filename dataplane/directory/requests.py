@@ -342,10 +342,13 @@ def is_done(data: bytes) -> bool:
 
 def reply_error(error: errors.DataPlaneError | ValueError) -> bytes:
     """Encode an error as a reply, with its class name, message and context. A ValueError that is not a DataPlaneError
-    is sent as a plain ValueError."""
-    if isinstance(error, errors.DataPlaneError):
-        return _ERROR + msgspec.msgpack.encode([type(error).__name__, error.message, error.fields()])
-    return _ERROR + msgspec.msgpack.encode(["ValueError", str(error), {}])
+    is sent as a plain ValueError. In the message of a user's error, what UTF-8 cannot encode becomes a question
+    mark."""
+    known = isinstance(error, errors.DataPlaneError)
+    text = (error.message if known else str(error)).encode(errors="replace").decode()
+    if known:
+        return _ERROR + msgspec.msgpack.encode([type(error).__name__, text, error.fields()])
+    return _ERROR + msgspec.msgpack.encode(["ValueError", text, {}])
 
 
 def body_of(data: bytes, op: str, elapsed_s: float) -> bytes:

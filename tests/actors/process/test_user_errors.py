@@ -19,10 +19,13 @@ from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.environments.tool_use import ToolUse, build_tools
 from headrace.actors.process.user_errors import contained, described
 from headrace.actors.process.user_function_timeouts import UserThreads
-from headrace.actors.protocols import Prompt, Sample
+from headrace.actors.protocols import Prompt, Sample, Score
 from headrace.actors.rewards.config import RewardConfig, RewardFunctionConfig
 from headrace.actors.rewards.rubric import Rubric, build_reward, build_rubric
+from headrace.actors.rollout.results import group_figures
+from headrace.dataplane.directory.requests import body_of, reply_error
 from headrace.dataplane.directory.samplers import TaskConfig, build_sampler
+from headrace.dataplane.errors import SamplerError
 from headrace.dataplane.imports import import_object
 from headrace.testing import TalkingEngine
 from headrace.tests.actors.environments.chat_tokenizer import make_chat_tokenizer
@@ -32,10 +35,14 @@ TOKENIZER = make_chat_tokenizer()
 MODULE = """
 import asyncio, json, sys
 class Stop(BaseException): pass
+class Mute(Exception):
+    def __str__(self): raise Stop("no text")
 def stops(prompt=None, response="", finish_reason="", **options): sys.exit(3)
 def odd(prompt, response, finish_reason): raise Stop("time is up")
 def reads(prompt, response, finish_reason): return json.loads("{")
 def large(prompt, response, finish_reason): return 1e39
+def half(prompt, response, finish_reason): raise ValueError("half \\ud83d")
+def mute(prompt, response, finish_reason): raise Mute
 async def judge(prompt, response, finish_reason): sys.exit(4)
 async def cancels(prompt, response, finish_reason): raise asyncio.CancelledError
 def group(prompt, responses, finish_reasons): raise Stop("time is up")
@@ -47,11 +54,22 @@ async def exits(episode): sys.exit(6)
 async def room(episode): return {}["room"]
 async def gives_up(episode): raise asyncio.CancelledError
 async def blocks(episode): await episode.run_blocking(stops)
+async def answers(episode): episode.answer = 5
 async def tool(text): sys.exit(7)
+def half_tool(text): return "\\ud83d"
+def mute_tool(text): raise Mute
 def two(first, second): pass
 def loss(inputs): sys.exit(8)
 def sampler(**options): raise KeyError("window")
 """
+
+
+class Voter:
+    def __call__(self, *_: Any) -> float:
+        return 1.0
+
+    def answer_of(self, response: str) -> Any:
+        return [response]
 
 
 @pytest.fixture
@@ -71,7 +89,9 @@ def line_of(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "words"),
     [("stops", "SystemExit: 3"), ("odd", "Stop: time is up"), ("reads", "JSONDecodeError: Expecting property name "
-      "enclosed in double quotes: line 1 column 2 (char 1)")],
+      "enclosed in double quotes: line 1 column 2 (char 1)"),
+     ("half", "ValueError: half ?"),
+     ("mute", "Mute: its text cannot be shown, because its __str__ raised Stop")],
 )  # fmt: skip
 def test_a_reward_costs_its_row(mine: str, name: str, words: str) -> None:
     rubric = build_rubric(RewardConfig(functions=(RewardFunctionConfig(kind=f"{mine}:{name}"),)))
@@ -122,6 +142,7 @@ def test_a_reward_apart_costs_its_rows(mine: str, kind: dict[str, Any], words: s
         ("room", f"KeyError: 'room' {line_of('room')}"),
         ("gives_up", f"CancelledError: {line_of('gives_up')}"),
         ("blocks", f"SystemExit: 3 {line_of('stops')}"),
+        ("answers", "the environment set the answer to a int, expected text or None"),
     ],
 )
 def test_an_environment_costs_its_episode(mine: str, name: str, words: str) -> None:
@@ -133,8 +154,22 @@ def test_an_environment_costs_its_episode(mine: str, name: str, words: str) -> N
 def test_a_tool_costs_its_call(mine: str) -> None:
     tools = ToolUse([f"{mine}:tool"])
     assert asyncio.run(tools._answer("tool", "")) == "error: SystemExit: 7"
+    tools = ToolUse([f"{mine}:half_tool", f"{mine}:mute_tool"])
+    assert asyncio.run(tools._answer("half_tool", "")) == "?"
+    assert asyncio.run(tools._answer("mute_tool", "")).startswith("error: its text cannot be shown")
     with pytest.raises(ValueError, match=r"tools: 'my_errors:two' takes \(first, second\), expected a function of one"):
         build_tools([f"{mine}:two"])
+
+
+def test_what_is_sent_and_stored_is_text(mine: str) -> None:
+    reply = reply_error(SamplerError("half \ud83d"))
+    with pytest.raises(SamplerError, match=r"half \?"):
+        body_of(reply, "claim", 0.0)
+    row = np.zeros(1, np.int32)
+    made = Sample(Prompt("p", "q", "", {"data_source": "\ud83d"}), 0, row, row, row, "", "stop", row)
+    assert group_figures([made], [Score(1.0, {}, True)]).source_rows == {"?": 1}
+    votes = Rubric([("a", Voter(), 1.0)], voter="a").score(Prompt("p", "q", "", {}), "r", "stop")
+    assert not votes.valid and "the answer_of of 'a' returned a list, expected text or None" in votes.error
 
 
 def test_what_is_built_or_called_for_all_rows_ends_the_run_with_a_sentence(mine: str) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from headrace.actors.process.user_function_timeouts import UserFunctionFailed, UserProcesses
 from headrace.actors.protocols import Prompt, Sample
-from headrace.actors.rewards.apart import ApartValues
+from headrace.actors.rewards.apart import ApartValues, Failure
 from headrace.actors.rewards.config import RewardConfig, RewardFunctionConfig
 from headrace.actors.rewards.rubric import build_rubric, check_rewards
 from headrace.tests.process_pool import has_ended
@@ -53,6 +54,23 @@ def blocking(prompt: Any, response: str, finish_reason: str) -> float:
         raise KeyError(prompt.fields["level"])
     print("this does not disturb the answers")
     return float(response == prompt.answer) + os.getpid() / 1e9
+
+
+async def returns(prompt: Any, response: str, finish_reason: str) -> Any:
+    return {"none": None, "text": "1", "nan": float("nan"), "dict": {}}.get(response, 1.0)
+
+
+def returns_blocking(prompt: Any, response: str, finish_reason: str) -> Any:
+    return asyncio.run(returns(prompt, response, finish_reason))
+
+
+def group_returns(prompt: Any, responses: list[str], finish_reasons: list[str], kind: str = "list") -> Any:
+    made: dict[str, Any] = {
+        "list": [1.0, 0.0], "tuple": (1, 0), "array": np.array([1.0, 0.0]), "tensor": torch.tensor([1.0, 0.0]),
+        "set": {0.0, 1.0}, "dict": {1.0: 1.0, 0.0: 0.0}, "str": "10", "bytes": b"10", "none": [1.0, None],
+        "matrix": np.ones((2, 1)),
+    }  # fmt: skip
+    return made[kind]
 
 
 def sample(text: str, uid: str = "p", index: int = 0) -> Sample:
@@ -109,9 +127,39 @@ def test_a_blocking_function_runs_in_processes_that_are_killed() -> None:
     assert 1.0 < float(good) < 1.1 and 0.0 < float(bad) < 0.1
     assert int(float(good) % 1 * 1e9) != os.getpid()
     assert "the process of 'blocking' died" in str(died)
-    assert wrong == "raised UserFunctionFailed: KeyError: 3 (test_apart.py line 53)"
+    assert wrong == "raised UserFunctionFailed: KeyError: 3 (test_apart.py line 54)"
     [hung], _ = values_of([sample("hang")], function | {"timeout_s": 1.0})
     assert "'blocking' did not return within 1 s" in str(hung.values["blocking"])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {"kind": f"{__name__}:returns"},
+        pytest.param({"kind": f"{HERE}:returns_blocking", "runs": "process"}, marks=pytest.mark.processes),
+    ],
+)
+def test_what_is_not_a_number_costs_its_row(function: dict[str, Any]) -> None:
+    texts = ["none", "text", "nan", "dict", "good"]
+    values, rubric = values_of([sample(text) for text in texts], {**function, "name": "judge"})
+    scores = [rubric.score(sample("x").prompt, text, "stop", apart=v) for text, v in zip(texts, values, strict=True)]
+    assert [score.valid for score in scores] == [False] * 4 + [True]
+    for score, shown in zip(scores, ["None", "'1'", "nan", "{}"], strict=False):
+        assert f"'judge' returned {shown}, expected a finite number that float32 can hold" in score.error
+
+
+@pytest.mark.parametrize("runs", ["thread", pytest.param("process", marks=pytest.mark.processes)])
+def test_a_group_gets_values_in_order(runs: str) -> None:
+    def values(kind: str) -> list[Any]:
+        function = {"kind": f"{HERE}:group_returns", "name": "g", "per": "group", "options": {"kind": kind}}
+        found, _ = values_of([sample("a"), sample("b")], function | ({"runs": runs} if runs == "process" else {}))
+        return [one.values["g"] for one in found]
+
+    assert all(values(kind) == [1.0, 0.0] for kind in ("list", "tuple", "array", "tensor"))
+    for kind in ("set", "dict", "str", "bytes", "matrix"):
+        assert all(isinstance(value, Failure) for value in values(kind)), kind
+    one, other = values("none")
+    assert one == 1.0 and "'g' returned None, expected a finite number" in other
 
 
 @pytest.mark.processes
