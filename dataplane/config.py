@@ -16,16 +16,40 @@ Positive = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Text = Annotated[str, Field(min_length=1)]
-PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
+MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
+"""Largest length of a path, and of one name in it, that Linux takes."""
+
+
+def _without_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError(f"got {text!r:.80}, expected text without NUL characters")
+    return text
+
+
+def _as_path(text: str) -> str:
+    """Return a path with the home folder in place of a leading `~`. Raises ValueError if Linux cannot open it."""
+    path = os.path.expanduser(text)
+    longest = max(len(name.encode(errors="replace")) for name in path.split("/"))
+    if longest > MAX_NAME_BYTES or len(path.encode(errors="replace")) > MAX_PATH_BYTES:
+        raise ValueError(
+            f"got {text!r:.80}..., expected a path of at most {MAX_PATH_BYTES} bytes with names of at most "
+            f"{MAX_NAME_BYTES}"
+        )
+    return path
+
+
+Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
+PathText = Annotated[Text, AfterValidator(_as_path)]
 """Text that is or can be a path. A leading `~` or `~user` becomes the home folder here, and nowhere else."""
 
 
-def _takes_number(annotation: Any) -> bool:
-    """Return whether a field's type is int, float, or one of them inside Annotated or `| None`."""
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, Annotated):
-        return any(_takes_number(part) for part in typing.get_args(annotation))
-    return annotation in (int, float)
+def _takes(annotation: Any, numbers: tuple[type, ...], *, listed: bool) -> bool:
+    """Return whether a field's type is one of `numbers`, or has it inside Annotated or `| None`. listed: True also
+    looks into lists."""
+    origins = (typing.Union, Annotated, *((tuple, list) if listed else ()))
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in origins:
+        return any(_takes(part, numbers, listed=listed) for part in typing.get_args(annotation))
+    return annotation in numbers
 
 
 def encodable(text: str) -> bool:
@@ -48,11 +72,17 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Raise ValueError when a key that takes a number is given `true` or `false`. pydantic would read them as 1 and
-        0."""
-        if isinstance(value, bool) and _takes_number(cls.model_fields[info.field_name or ""].annotation):
-            raise ValueError(f"got {str(value).lower()}, expected a number")
+    def _is_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Raise ValueError when a key that takes numbers is given `true`, `false` or a whole number beyond 64 bits.
+
+        pydantic would read `true` as 1, and messages between processes cannot hold more than 64 bits.
+        """
+        annotation, listed = cls.model_fields[info.field_name or ""].annotation, isinstance(value, list | tuple)
+        for one in value if listed else [value]:
+            if isinstance(one, bool) and _takes(annotation, (int, float), listed=listed):
+                raise ValueError(f"got {str(one).lower()}, expected a number")
+            if isinstance(one, int) and abs(one) >= 1 << 63 and _takes(annotation, (int,), listed=listed):
+                raise ValueError(f"got {one}, expected a number below 2**63")
         return value
 
 

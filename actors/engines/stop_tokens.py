@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from .chat_template import ANSWER_MARK, apply_chat_template
 from .protocol import SamplingParams
 
@@ -45,17 +43,18 @@ def end_tokens(path: str, tokenizer: Any) -> EndTokens:
     """Return the end tokens of the model at `path`, a folder or hub id. tokenizer: its tokenizer; None if it has none.
 
     Reads only the files of the model's configuration, as `from_pretrained` does. A folder without a config names no
-    token there. Raises ValueError with a sentence for files that cannot be read.
+    token there. Raises ValueError with a sentence for files that cannot be read, or that name what is no token.
     """
-    ids = _config_ends(path)
+    ids = _config_ends(path, None if tokenizer is None else len(tokenizer))
     return EndTokens(ids) if tokenizer is None else replace(tokenizer_ends(tokenizer), config=ids)
 
 
-def _config_ends(path: str) -> tuple[int, ...]:
+def _config_ends(path: str, vocab_size: int | None) -> tuple[int, ...]:
     from transformers import AutoConfig, GenerationConfig  # The import takes seconds, and scripted runs do not need it.
 
     folder = Path(path).expanduser()
     source = str(folder) if folder.is_dir() else path
+    file = "generation_config.json"
     if folder.is_dir() and not (folder / "config.json").is_file():
         return ()
     try:
@@ -64,12 +63,17 @@ def _config_ends(path: str) -> tuple[int, ...]:
         except OSError:
             if (folder / "generation_config.json").exists():
                 raise
+            file = "config.json"
             config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(source))
     except Exception as error:  # A damaged file can make transformers raise any error.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"model.path: got {path!r}, expected a model whose configs can be read: {reason}") from error
     named = config.eos_token_id
-    return () if named is None else tuple(np.atleast_1d(named).tolist())
+    ids = named if isinstance(named, list | tuple) else () if named is None else (named,)
+    if not all(type(one) is int and 0 <= one < (vocab_size or one + 1) for one in ids):
+        below = "" if vocab_size is None else f" below {vocab_size}, the number of the tokenizer's tokens"
+        raise ValueError(f"model.path: {file} of {path!r} has eos_token_id {named!r}, expected ids of tokens{below}")
+    return tuple(ids)
 
 
 def _template_end(tokenizer: Any) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -31,6 +32,24 @@ def with_one_group(pattern: str) -> str:
     if groups != 1:
         raise ValueError(f"got {pattern!r} with {groups} groups, expected a regular expression with one group")
     return pattern
+
+
+def indexed_fields(template: str) -> list[str]:
+    """Return the columns of which a template takes a part, as `{a[b]}` does. Raises ValueError for a template that has
+    no column, or that reads attributes."""
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    except ValueError:  # The first row is refused with the reason.
+        return []
+    if not fields:
+        raise ValueError(
+            f"got {template!r}, expected a text with {{prompt}} or another column in braces, because all prompts would "
+            "be equal"
+        )
+    for field in fields:
+        if "." in re.sub(r"\[[^]]*\]", "", field) or field.startswith("prompt["):
+            raise ValueError(f"got {template!r}, expected columns in braces, but {field!r} is a part of one")
+    return [field.partition("[")[0] for field in fields if "[" in field]
 
 
 class SourceConfig(Section):
@@ -67,6 +86,13 @@ class SourceConfig(Section):
     @classmethod
     def _one_group(cls, pattern: str | None) -> str | None:
         return with_one_group(pattern) if pattern else pattern
+
+    @field_validator("template")
+    @classmethod
+    def _has_columns(cls, template: str | None) -> str | None:
+        if template is not None:
+            indexed_fields(template)
+        return template
 
 
 def replaced(source: SourceConfig, names: Sequence[str]) -> dict[str, Any]:
@@ -125,7 +151,8 @@ class DataConfig(Section):
     its last match. `#### (.+)` fits the solutions of openai/gsm8k. Unset: the whole column is the answer."""
     template: str = "{prompt}"
     """Python format string that makes the prompt's text from the columns of a row. `{prompt}` stands for the prompt
-    column, whatever its name is. For chat messages, `{prompt}` is the text of the user's last message."""
+    column, whatever its name is. For chat messages, `{prompt}` is the text of the user's last message. `{a[b]}` is the
+    entry `b` of a column `a` of mappings or lists."""
     chat_template: Literal["messages", "all"] = "messages"
     """Prompts to which the chat template of the model's tokenizer is applied. `messages`: only those that are chat
     messages; a text prompt is the model's input as it is. `all`: also text prompts, which become a user message after
@@ -154,6 +181,12 @@ class DataConfig(Section):
     @classmethod
     def _one_group(cls, pattern: str | None) -> str | None:
         return pattern if pattern is None else with_one_group(pattern)
+
+    @field_validator("template")
+    @classmethod
+    def _has_columns(cls, template: str) -> str:
+        indexed_fields(template)
+        return template
 
     def source(self, *, validation: bool) -> str:
         """Return the source of the validation prompts if `validation` is True, else that of the training prompts."""

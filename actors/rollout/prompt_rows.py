@@ -6,10 +6,14 @@ prompt.
 
 from __future__ import annotations
 
+import ast
 import difflib
+import html
+import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +53,7 @@ def read_row(config: DataConfig, row: Mapping[str, Any], place: str) -> ReadRow:
         raise ValueError(f"{where}: the prompt is {prompt!r:.{_SHOWN_CHARS}}, expected text or a list of chat messages")
     else:
         check_encodable(prompt, where)
+        _check_no_chat(prompt, where)
     return ReadRow(prompt, _answer(config, answer, place), others)
 
 
@@ -68,15 +73,57 @@ def check_encodable(text: str, where: str) -> None:
         raise ValueError(f"{where}: got the character {half!r}, half of a surrogate pair, expected text")
 
 
-def check_rendered(text: str, messages: tuple[Mapping[str, Any], ...], where: str) -> None:
-    """Raise ValueError if a chat template has written a list of content parts into the text as a Python list.
+def check_rendered(text: str, messages: tuple[Mapping[str, Any], ...], place: str, added: int, where: str) -> None:
+    """Raise ValueError if a chat template has left a message out of the text, or has written one as a Python list.
 
-    The error begins with `where`.
+    added: number of messages of `data.system_prompt` at the front. where: beginning of the error.
     """
-    for message in messages:
+    for number, message in enumerate(messages, 1 - added):
         content = message.get("content")
         if isinstance(content, list) and repr(content) in text:
             raise ValueError(f"{where}: the chat template takes no lists as `content`, expected text, as in {MESSAGE}")
+        what = f"{where}: message {number}" if number > 0 else f"data.system_prompt: {place}: the message"
+        _check_appears(text, message["role"], content, what)
+
+
+def _check_appears(text: str, role: Any, content: Any, what: str) -> None:
+    """Raise ValueError, which begins with `what`, if a chat template has left a message out of the text.
+
+    The text may have other white space, and escapes of JSON or HTML. A message of the assistant may have been changed,
+    because templates leave out its reasoning.
+    """
+    if role == "assistant":
+        return
+    parts = [content] if isinstance(content, str) else [part.get("text") for part in content or ()]
+    for part in parts:
+        if not isinstance(part, str) or part.strip() in text:
+            continue
+        forms = (part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1])
+        if not any(_dense(form.strip()) in _dense(one) for form in forms for one in (text, html.unescape(text))):
+            raise ValueError(
+                f"{what} of the role {role!r} is missing from the text of the chat template, expected a role that the "
+                "template knows"
+            )
+
+
+def _dense(text: str) -> str:
+    return "".join(text.split())
+
+
+def _check_no_chat(prompt: str, where: str) -> None:
+    """Raise ValueError if a text prompt is a list of chat messages that was stored as text."""
+    if not re.match(r"\s*\[\s*\{", prompt):
+        return
+    messages: Any = None
+    for parse in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            messages = messages or parse(prompt.strip())
+    known = ({"role", "content"}, {"from", "value"})
+    if isinstance(messages, list) and all(isinstance(m, dict) and any(k <= m.keys() for k in known) for m in messages):
+        raise ValueError(
+            f"{where}: the chat messages are stored as text, {prompt!r:.{_SHOWN_CHARS}}, expected a list of messages "
+            "(json.loads of the column makes it one)"
+        )
 
 
 def _column(row: Mapping[str, Any], name: str, key: str, place: str) -> Any:
@@ -125,11 +172,15 @@ def _answer(config: DataConfig, answer: Any, place: str) -> str:
     where = f"data: {place}, column {config.answer_field!r}"
     if answer is None:
         return ""
+    if isinstance(answer, bool):
+        raise ValueError(f"{where}: the answer is {answer}, expected text or a number")
     if not isinstance(answer, str | int | float):
         raise ValueError(f"{where}: the answer is a {type(answer).__name__}, expected text or a number")
     if isinstance(answer, float) and not math.isfinite(answer):
         raise ValueError(f"{where}: the answer is {answer}, expected text or a finite number, or null for no answer")
-    text = str(answer)
+    # A column of whole numbers with a gap, as pandas writes it, has floats.
+    whole = isinstance(answer, float) and answer.is_integer() and abs(answer) < 1 << 53
+    text = str(int(answer) if whole else answer)
     check_encodable(text, where)
     pattern = config.answer_pattern
     if pattern is None:
@@ -138,5 +189,10 @@ def _answer(config: DataConfig, answer: Any, place: str) -> str:
     if not found:
         raise ValueError(
             f"data.answer_pattern: {pattern!r} does not match the answer of {place}, {text[-_SHOWN_CHARS:]!r}"
+        )
+    if not found[-1].strip():
+        raise ValueError(
+            f"data.answer_pattern: {pattern!r} finds an empty text in the answer of {place}, {text[-_SHOWN_CHARS:]!r}, "
+            "expected an answer"
         )
     return found[-1].strip()

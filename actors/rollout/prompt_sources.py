@@ -108,6 +108,8 @@ def validation_note(config: DataConfig, rows: PromptRows, name: str = "validatio
     trained = [(config.train, config.split, config.subset)]
     trained += [(part.source, part.split or config.split, part.subset) for part in config.mixture]
     for source, split, own in trained:
+        if rows.digest and not _is_same(source, rows.name) and _digest_if_like(source, rows.name) == rows.digest:
+            return f"{name} reads a copy of the prompts that are trained on: {rows.name} is equal to {source}"
         if _is_same(source, rows.name) and rows.split in (None, split) and subset == own:
             return f"{name} reads the prompts that are trained on, those of {rows.name}"
     return None
@@ -119,6 +121,18 @@ def _is_same(source: str, other: str) -> bool:
         return True
     paths = [Path(one).expanduser() for one in (source, other)]
     return all(path.exists() for path in paths) and paths[0].samefile(paths[1])
+
+
+def _digest_if_like(source: str, other: str) -> str | None:
+    """Return the digest of the file `source`; None if it is no file of the size of the file `other`."""
+    path = Path(source)
+    if path.suffix not in JSONL_SUFFIXES or not path.is_file() or path.stat().st_size != Path(other).stat().st_size:
+        return None
+    return _digest(path.read_text(encoding="utf-8-sig", errors="replace"))
+
+
+def _digest(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def read_jsonl(path: Path, name: str) -> PromptRows:
@@ -140,7 +154,7 @@ def read_jsonl(path: Path, name: str) -> PromptRows:
             raise ValueError(f"data: line {number} of {name!r} is a {type(row).__name__}, expected an object")
         rows.append(row)
         lines.append(number)
-    return PromptRows(name, rows, lines=lines, digest=f"{zlib.crc32(text.encode()):08x}")
+    return PromptRows(name, rows, lines=lines, digest=_digest(text))
 
 
 def _load_split(config: DataConfig, source: str, path: Path, validation: bool) -> PromptRows:

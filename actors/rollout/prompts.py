@@ -14,7 +14,7 @@ from ..engines.chat import text_of
 from ..engines.chat_template import apply_chat_template
 from ..engines.tokenizer import count_tokens
 from ..protocols import Prompt, PromptRow, PromptSource
-from .data_config import DataConfig
+from .data_config import DataConfig, indexed_fields
 from .prompt_rows import check_encodable, check_rendered, read_row
 from .prompt_sources import (
     ENVIRONMENT,
@@ -68,6 +68,7 @@ class TableSource:
         self.table = rows
         self._config = config
         self._tokenizer = tokenizer
+        self._indexed = indexed_fields(config.template)
         if not self.size:
             raise ValueError(f"data: {self.name!r} is empty, expected at least one row")
         self._check_template_arguments()
@@ -89,7 +90,8 @@ class TableSource:
         text, messages = self._text(row, read.prompt, index)
         where = f"data: {self.place(index)}, column {self._config.prompt_field!r}"
         check_encodable(text, where)
-        check_rendered(text, messages, where)
+        added = len(messages) - (len(read.prompt) if isinstance(read.prompt, list) else 1)
+        check_rendered(text, messages, self.place(index), added, where)
         return PromptRow(text, read.answer, read.others, messages)
 
     def _text(self, row: Mapping[str, Any], prompt: Any, index: int) -> tuple[str, tuple[Mapping[str, Any], ...]]:
@@ -113,8 +115,15 @@ class TableSource:
         return text, ()
 
     def _formatted(self, row: Mapping[str, Any], prompt: str, index: int) -> str:
+        values = {**row, "prompt": prompt}
+        for name in self._indexed:
+            if isinstance(values.get(name), str):
+                raise ValueError(
+                    f"data.template: {self._config.template!r} takes a character of the column {name!r} of "
+                    f"{self.place(index)}, which is text, expected keys of a mapping or a list"
+                )
         try:
-            return self._config.template.format(**{**row, "prompt": prompt})
+            return self._config.template.format(**values)
         except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"data.template: {self._config.template!r} does not fit {self.place(index)} "
@@ -150,8 +159,16 @@ class TableSource:
         if self._tokenizer is None or not self._tokenizer.chat_template:
             what = "data.chat_template is all" if self._config.chat_template == "all" else "the prompt is chat messages"
             raise ValueError(f"data: {self.place(index)}: {what}, but the model's tokenizer has no chat template")
-        refusal = f"data: {self.place(index)}: the chat template does not take the prompt"
-        return apply_chat_template(self._tokenizer, messages, self._config.chat_template_kwargs, refusal=refusal)
+        where = f"data: {self.place(index)}: the chat template"
+        text = self._rendered(messages, where)
+        empty = tuple({**one, "content": ""} if one.get("content", "") is None else one for one in messages)
+        if "None" in text and empty != messages and text.count("None") > self._rendered(empty, where).count("None"):
+            raise ValueError(f"{where} writes None for a message without content, expected an empty text as `content`")
+        return text
+
+    def _rendered(self, messages: tuple[Any, ...], where: str) -> str:
+        arguments = self._config.chat_template_kwargs
+        return apply_chat_template(self._tokenizer, messages, arguments, refusal=f"{where} does not take the prompt")
 
     def _check_template_arguments(self) -> None:
         """Raise ValueError if `data.chat_template_kwargs` has an argument that the chat template would ignore."""

@@ -130,7 +130,7 @@ class RunConfig(Section):
 
     dir: PathText | None = None
     """Path of the run folder. Unset: `runs/{name}-{YYYYmmdd-HHMMSS}` in the current folder."""
-    name: str = Field(default="headrace", min_length=1, pattern=r"^[^/]+$")
+    name: Text = Field(default="headrace", max_length=100, pattern=r"^[^/]+$")
     """Short name that the report shows and that is part of the default run folder."""
     seed: CountOrZero = 0
     """Seed of the prompts, the sampling and the weights of the built-in model."""

@@ -234,6 +234,7 @@ _PLAIN_EXPECTATIONS = {
     "too_short": "at least {min_length} entries",
     "too_long": "at most {max_length} entries",
     "string_too_short": "text of at least {min_length} characters",
+    "string_too_long": "text of at most {max_length} characters",
     "string_pattern_mismatch": "text that matches {pattern}",
 }
 """Type of a pydantic error -> text about the expected value, with placeholders for the error's context."""

@@ -141,6 +141,17 @@ def test_the_start_says_where_the_files_of_a_model_disagree(layout: Layout, tmp_
         assert note.endswith(f"chat template: {layout.turn_end} ({ids(layout.turn_end)}))")
 
 
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("named", ["2", ["2"], [[2]], -1, True, 2.0, 10**6])
+def test_what_is_no_token_is_no_end(tmp_path: Path, file: str, named: Any) -> None:
+    tokenizer = make_tokenizer(LAYOUTS[0])
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / file).write_text(json.dumps({"model_type": "llama", "eos_token_id": named}))
+    with pytest.raises(ValueError, match=r"^model.path: .*expected (ids of tokens|a model whose configs)") as caught:
+        end_tokens(str(tmp_path), tokenizer)
+    assert "\n" not in str(caught.value)
+
+
 @by_layout
 def test_the_end_of_a_turn_is_not_doubled_when_a_conversation_goes_on(layout: Layout) -> None:
     """Gemma's tokenizer and template, and GLM's, name different tokens."""
