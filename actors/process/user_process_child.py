@@ -49,7 +49,11 @@ def call(function: Any, arguments: list[Any]) -> Any:
 
 def _plain(value: Any) -> Any:
     """Return an array or tensor as a list or number, and any other value that is not JSON as a number."""
-    return value.tolist() if hasattr(value, "tolist") else float(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if not hasattr(value, "__float__"):
+        raise TypeError(f"the function returned a {type(value).__name__}, expected what JSON can hold, such as a list")
+    return float(value)
 
 
 def main() -> None:
