@@ -90,7 +90,13 @@ def _add_eval(commands: Any) -> None:
         metavar="PATH",
         help="model folder or hub id; default: model.path of the config",
     )
-    evaluate.add_argument("--set", nargs="+", metavar="NAME", help="sets, `validation` among them; default: all")
+    evaluate.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="sets, `validation` among them; default: all",
+    )
     evaluate.add_argument(
         "--out", type=path, default=Path("eval.json"), metavar="FILE", help="file for the results; default: eval.json"
     )
@@ -260,9 +266,12 @@ def _eval(arguments: argparse.Namespace) -> int:
     from ..trainers.run.evaluate import evaluate_model, write_results
 
     import_from_here()
-    config = load_config(arguments.config, arguments.overrides)
+    given = arguments.set or []  # Overrides behind --set are among its names.
+    overrides = [*arguments.overrides, *(name for name in given if "=" in name)]
+    config = load_config(arguments.config, overrides)
     with status_line("starting") as (console, tell):
-        results = evaluate_model(config, arguments.model, chosen(arguments.set, ()), tell)
+        names = [name for name in given if "=" not in name]
+        results = evaluate_model(config, arguments.model, chosen(names or None, ()), tell)
     table = Table(title=f"Evaluation of {results[0].model}", title_justify="left")
     for column in ("set", "metric", "value"):
         table.add_column(column, justify="right" if column == "value" else "left")

@@ -139,6 +139,11 @@ def test_options_and_overrides_mix_in_any_order(
     assert "placement: dp=4" in output and "dp: 4" in output and "name: mixed" in output
 
 
+def test_overrides_behind_the_names_of_sets_are_applied(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", config, "--set", "one", "two", "run.seed=true"]) == 2
+    assert "run.seed: got true, expected a number" in capsys.readouterr().err
+
+
 def test_a_dry_run_leaves_nothing(launch: types.ModuleType, config: str, tmp_path: Path) -> None:
     assert train(config, tmp_path / "run", "--dry-run") == 0
     assert not (tmp_path / "run").exists()

@@ -210,8 +210,8 @@ def read_metrics(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], li
     records: dict[int, dict[str, Any]] = {}
     events = []
     for number, line in read_lines(path):
-        if "step" not in line:
-            raise UserError(f"{path} line {number}: this is not a metrics record, expected the key step")
+        if type(line.get("step")) is not int:
+            raise UserError(f"{path} line {number}: this is not a metrics record, expected a whole number as `step`")
         step = line["step"]
         if "event" not in line:
             records.setdefault(step, {}).update(line)

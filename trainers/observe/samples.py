@@ -32,7 +32,7 @@ def read_samples(path: str | os.PathLike[str]) -> list[Row]:
     """
     try:
         lines = read_lines(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     episodes: dict[tuple[str, str, int], Row] = {}
     trained: dict[str, Row] = {}
@@ -46,6 +46,7 @@ def read_samples(path: str | os.PathLike[str]) -> list[Row]:
             episodes.pop(identity, None)
             episodes[identity] = {name: value for name, value in line.items() if name != "kind"}
             assert line["kind"] == EPISODE
+            line["reward"], line["prompt"], line["turns"], line["finish_reason"], line["error"]  # noqa: B018
         except (TypeError, KeyError, AssertionError) as error:
             raise UserError(f"{path} line {number}: this is not a line of samples ({error!r})") from error
     rows = []

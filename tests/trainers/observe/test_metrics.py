@@ -79,9 +79,10 @@ def test_every_line_says_after_how_many_restarts_it_was_written(tmp_path: Path) 
     assert [line["run/attempt"] for line in lines(path) if "event" not in line] == [0, 1, 2, 3]
 
 
-def test_a_line_without_a_step_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ['{"reward": 1}', '{"step": "x"}'])
+def test_a_line_without_a_step_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"reward": 1}\n{"step": 2}\n')
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
     with pytest.raises(ValueError, match="line 2"):
         read_metrics(path)
 

@@ -44,6 +44,7 @@ def test_both_lines_of_a_row_are_joined(tmp_path: Path) -> None:
     assert (second["step"], second["advantage"], second["trained_logprobs"]) == (None, None, None)
     assert mismatch(first) == pytest.approx(0.25) and mismatch(second) is None
     assert read_samples(tmp_path / "missing.jsonl") == []
+    assert read_samples(tmp_path / "samples.jsonl" / "samples.jsonl") == [], "a file is no run folder"
 
 
 def test_a_row_that_was_generated_again_replaces_the_first(tmp_path: Path) -> None:
@@ -57,7 +58,14 @@ def test_a_held_out_prompt_has_a_row_for_each_version(tmp_path: Path) -> None:
     assert [row["step"] for row in read_samples(tmp_path / "samples.jsonl")] == [0, 10, 20]
 
 
-@pytest.mark.parametrize("line", ['{"kind": "episode"}', '{"kind": "other", "set": "train", "key": "0.0"}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"kind": "episode", "set": "train", "key": "a"}',
+        '{"kind": "episode"}',
+        '{"kind": "other", "set": "train", "key": "0.0"}',
+    ],
+)
 def test_other_lines_are_refused_by_number(tmp_path: Path, line: str) -> None:
     (tmp_path / "samples.jsonl").write_text(json.dumps(episode("0.0")) + "\n" + line + "\n")
     with pytest.raises(ValueError, match="line 2: this is not a line of samples"):
