@@ -411,7 +411,12 @@ class DataPlaneClient(CountedClient):
                 try:
                     if cancellation is not None and cancellation.requested and not step.undoes:
                         raise CallCancelled(step.op)
-                    answer = step.run() if isinstance(step, Work) else self._ask(step, cancellation)
+                    if isinstance(step, Work):
+                        answer = step.run()
+                    elif cancellation is None and can_be_interrupted():  # It has no effect, but uses a connection.
+                        answer = Shielded(partial(self._ask, step), lambda reply: None).result()
+                    else:
+                        answer = self._ask(step, cancellation)
                 except BaseException as error:  # The operation undoes its work, also after Ctrl-C.
                     failure = error
         except StopIteration as end:

@@ -18,6 +18,8 @@ from ...actors.sample_file import EPISODE, TRAINED, TRAINING
 from ..errors import UserError
 
 FILE = "samples.jsonl"
+SHOWN = {"reward", "prompt", "turns", "finish_reason", "error"}
+"""Entries of an episode that are shown."""
 Row = dict[str, Any]
 """One episode as `read_samples` returns it."""
 
@@ -46,7 +48,8 @@ def read_samples(path: str | os.PathLike[str]) -> list[Row]:
             episodes.pop(identity, None)
             episodes[identity] = {name: value for name, value in line.items() if name != "kind"}
             assert line["kind"] == EPISODE
-            line["reward"], line["prompt"], line["turns"], line["finish_reason"], line["error"]  # noqa: B018
+            if missing := SHOWN - line.keys():
+                raise KeyError(min(missing))
         except (TypeError, KeyError, AssertionError) as error:
             raise UserError(f"{path} line {number}: this is not a line of samples ({error!r})") from error
     rows = []
