@@ -37,10 +37,15 @@ settings.load_profile("headrace")
 
 _started: list[str] = []
 """What was started since the last look."""
+OF_IMPORTS = (["git", "rev-parse", "--short", "HEAD"],)
+"""Commands that libraries run when they are first imported, in whatever test that is: megatron-core asks for the commit
+of its own checkout."""
 _start = multiprocessing.process.BaseProcess.start
 
 
 def _note_event(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "subprocess.Popen" and arguments[1] in OF_IMPORTS:
+        return
     if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec"):
         _started.append(f"{event} {arguments[1] if len(arguments) > 1 else ''}")
 

@@ -18,6 +18,9 @@ from headrace.trainers.observe.samples import read_samples
 from headrace.trainers.pool.server.gpu_trace import read_events
 
 
+TURNS = {"turns": [], "rewards": {}, "reward": 1.0, "error": "", "prompt": "", "answer": "", "finish_reason": ""}
+
+
 def line(number: int, nbytes: int = 50) -> dict[str, object]:
     return {"kind": "episode", "set": "train", "key": f"{number}.0", "version": 0, "step": number, "text": "x" * nbytes}
 
@@ -67,7 +70,8 @@ READERS: dict[str, Callable[[Path], int]] = {
 @pytest.mark.parametrize("reader", READERS)
 def test_no_reader_fails_at_a_torn_line(tmp_path: Path, reader: str) -> None:
     path = tmp_path / "lines.jsonl"
-    path.write_bytes(encoded([line(0)])[:-9] + encoded([line(1), line(2), line(3)]))
+    whole = [line(number) | TURNS for number in range(4)]
+    path.write_bytes(encoded(whole[:1])[:-9] + encoded(whole[1:]))
     assert READERS[reader](path) == 2
 
 
@@ -82,12 +86,11 @@ def test_a_full_file_of_samples_with_a_torn_line_takes_further_samples(tmp_path:
 def test_a_disk_that_is_full_for_a_while_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = SampleFile(str(tmp_path / "samples.jsonl"), SamplesConfig(every=1), prompts_per_step=1)
     MetricsWriter(tmp_path / "metrics.jsonl").log(1, {})
-    turns = {"turns": [], "rewards": {}, "reward": 1.0, "error": "", "prompt": "", "answer": "", "finish_reason": ""}
     errors = RewardErrors(tmp_path)
     with file_size_limit(20):
-        file.append([line(0) | turns])
+        file.append([line(0) | TURNS])
         errors.note(1, 2, 2, ["reward 'x' raised ValueError"])
-    file.append([line(1) | turns])
+    file.append([line(1) | TURNS])
     errors.note(2, 1, 2, [])
     assert caplog.text.count("cannot be written: File too large") + caplog.text.count("are not written: File too") == 2
     assert len(read_samples(tmp_path / "samples.jsonl")) == 1 and steps(tmp_path / "reward_errors.jsonl") == [2]
