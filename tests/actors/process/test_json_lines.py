@@ -17,7 +17,6 @@ from headrace.trainers.observe.reward_errors import RewardErrors
 from headrace.trainers.observe.samples import read_samples
 from headrace.trainers.pool.server.gpu_trace import read_events
 
-
 TURNS = {"turns": [], "rewards": {}, "reward": 1.0, "error": "", "prompt": "", "answer": "", "finish_reason": ""}
 
 
