@@ -187,10 +187,12 @@ def _concat(field: Field, rows: Sequence[Any], shape: tuple[int | str, ...]) -> 
         dtype, rows = field.dtype, [_row(field, row, index, shape) for index, row in enumerate(rows)]
     if not all([row.is_cpu for row in rows]):
         rows = [row.cpu() for row in rows]
-    with torch.no_grad():
-        lengths = [row.shape[0] for row in rows]
-        out = fresh(dtype, (sum(lengths), *field.trailing))
-        joined = torch.cat(tuple(rows), out=out)
+    # Without torch.no_grad: an interrupt at its beginning would leave gradients switched off in the user's thread.
+    if any([row.requires_grad for row in rows]):
+        rows = [row.detach() for row in rows]
+    lengths = [row.shape[0] for row in rows]
+    out = fresh(dtype, (sum(lengths), *field.trailing))
+    joined = torch.cat(tuple(rows), out=out)
     return joined if dtype == field.dtype else _tensor(field, joined, "the rows", _row_finder(lengths))
 
 

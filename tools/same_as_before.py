@@ -36,6 +36,7 @@ TIMES = ("_s", "_ms", "_us", "seconds", "tflops", "_gib", "idle/rollout", "idle/
 DECIDED_BY_TIMING = (
     "dataplane/calls",
     "dataplane/claim/calls",
+    "dataplane/status/calls",
     "dataplane/put/calls",
     "dataplane/bytes_put",
     "dataplane/put/bytes",

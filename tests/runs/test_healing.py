@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from headrace.tests.runs import cli_runs as runs
+from headrace.tests.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -81,6 +82,7 @@ def test_train_workers_are_restarted_under_the_rollouts(tmp_path: Path) -> None:
         "run.checkpoint_every=3", "validation.every=5", "validation.background=true",
     )  # fmt: skip
     runs.wait_for_step(run_dir, 5, process)
+    wait_until(lambda: [*(run_dir / "checkpoints").glob("step_*.json")], "a checkpoint is written in the background")
     before = {name: found.pid for name, found in runs.actors(run_dir).items()}
     kill(run_dir, "train worker 1")
     output = runs.succeed(process)

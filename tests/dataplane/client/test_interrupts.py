@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from headrace.dataplane import meta
 from headrace.dataplane.client.client import DataPlaneClient
@@ -42,7 +43,13 @@ def test_signals_at_random_moments_leave_nothing(
 ) -> None:
     tally = interrupter.run(operation, error, SIGNALS)
     assert tally.interrupted == SIGNALS and tally.others == []
-    assert interrupter.leftovers() == {}
+    assert interrupter.leftovers() == {} and torch.is_grad_enabled()
+
+
+def test_a_put_leaves_the_state_of_torch_alone(client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt at the beginning of torch.no_grad leaves gradients switched off in the caller's thread."""
+    monkeypatch.setattr(torch.no_grad, "__enter__", lambda _: pytest.fail("it was used"))
+    client.put("p", ["g.0", "g.1"], {"ids": ids(2), "score": [torch.ones((), requires_grad=True)] * 2})
 
 
 @contextlib.contextmanager
