@@ -18,9 +18,12 @@ pytestmark = pytest.mark.processes
 TURNS = "resources.switch_roles=always"
 SCRIPTED = (*pool_runs.SCRIPTED[:-1], "validation.metric=val/reward")
 TIMES = ("_s", "_ms", "_gib", "/seconds", "bytes_per_row", "fixed_us", "gb_per_s", "tokens_per_s", "tflops", "mfu")
-TIMED = {f"dataplane/{name}" for name in ("calls", "put/calls", "claim/calls", "status/calls", "bytes_put", "put/bytes")}
+TIMED = {
+    f"dataplane/{name}" for name in ("calls", "put/calls", "claim/calls", "status/calls", "bytes_put", "put/bytes")
+}
 """Counts that timing decides: groups that end together are put together, which saves bytes, and a claim that has waited
-for a second is made again, after a look at the status. With two engines, groups do not always end in the same company."""
+for a second is made again, after a look at the status. With two engines, groups do not always end in the same
+company."""
 
 
 def figures(line: dict[str, Any]) -> dict[str, Any]:
