@@ -13,7 +13,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0, le=1e9)]
+MAX_SECONDS = 1e9
+"""Longest time limit in seconds, about 32 years. A longer one means the same: no limit in practice."""
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255

@@ -108,10 +108,11 @@ def validation_note(config: DataConfig, rows: PromptRows, name: str = "validatio
     trained = [(config.train, config.split, config.subset)]
     trained += [(part.source, part.split or config.split, part.subset) for part in config.mixture]
     for source, split, own in trained:
-        if rows.digest and not _is_same(source, rows.name) and _digest_if_like(source, rows.name) == rows.digest:
+        if _is_same(source, rows.name):
+            if rows.split in (None, split) and subset == own:
+                return f"{name} reads the prompts that are trained on, those of {rows.name}"
+        elif rows.digest and _digest_if_like(source, rows.name) == rows.digest:
             return f"{name} reads a copy of the prompts that are trained on: {rows.name} is equal to {source}"
-        if _is_same(source, rows.name) and rows.split in (None, split) and subset == own:
-            return f"{name} reads the prompts that are trained on, those of {rows.name}"
     return None
 
 

@@ -27,7 +27,7 @@ from ...codecs.jagged import pack
 from ...codecs.objects import UnstorableObject
 from ...codecs.schema import Schema
 from ..compact import check_keys, plain_strings
-from ..config import DataPlaneConfig
+from ..config import MAX_SECONDS, DataPlaneConfig
 from ..directory.calls import Outcome
 from ..directory.samplers import TaskConfig, check_arguments
 from ..errors import DataPlaneError, InvalidArgument, SchemaMismatch
@@ -43,8 +43,6 @@ _SHOWN = 80
 _short = reprlib.Repr()
 """Writes values briefly, also those that are nested deeply or contain themselves."""
 _short.maxstring = _short.maxother = _short.maxlong = 2 * _SHOWN
-MAX_SECONDS = 1e9
-"""Longest time limit in seconds, about 32 years. A longer one means the same: no limit in practice."""
 MAX_RUN_ID = 64
 """Largest number of letters of a run_id, which becomes a part of the names of sockets and folders."""
 _MAX_INTEGER = (1 << 63) - 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ from ..directory.samplers import TaskConfig
 from ..errors import DataPlaneTimeout, DirectoryLost
 from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta, Tags
-from ..rpc.links import Link
+from ..rpc.links import Link, wait_out
 from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from .arguments import Fields, Keys
 from .operations import Ask, CountedClient, Moved, Steps, Work
@@ -300,9 +300,7 @@ class AsyncDataPlaneClient(CountedClient):
         """Send a request that undoes an earlier one. A cancellation of the caller does not end the wait, because the
         caller's error is raised anyway."""
         task = asyncio.ensure_future(self._ask(step))
-        while not task.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([task])
+        await wait_out(task, math.inf)
         return task.result()
 
     async def _in_thread(self, work: Work) -> Any:

@@ -227,11 +227,12 @@ def _serve(draft: Draft, request: Request, *, starving: bool) -> None:
 def _balance(draft: Draft) -> None:
     """Wake one shard at a time for the tenant with the largest gap, and recompute the gaps after each."""
     found = gaps(draft.state, draft.awake, draft.num_idle)
+    free = {name: gap for name, gap in found.items() if name not in draft.state.busy}
     givable = _givable(draft, {name: gap.to_give for name, gap in found.items()})
-    in_vain = set(draft.state.busy)
+    in_vain: set[str] = set()
     while True:
         takers = [
-            (-gap.gap / gap.share, -gap.gap, name) for name, gap in found.items() if gap.takes and name not in in_vain
+            (-gap.gap / gap.share, -gap.gap, name) for name, gap in free.items() if gap.takes and name not in in_vain
         ]
         if not takers:
             return
@@ -244,7 +245,7 @@ def _balance(draft: Draft) -> None:
             in_vain.add(taker.name)
             continue
         if given:
-            in_vain = set(draft.state.busy)  # A shard that was put to sleep can have left GPUs that others can use.
+            in_vain.clear()  # A shard that was put to sleep can have left GPUs that others can use.
         for name in {taker.name, *given}:
             found[name].set_awake(draft.awake[name] * found[name].tp)
         givable = _givable(draft, {name: gap.to_give for name, gap in found.items()})
