@@ -21,6 +21,7 @@ other engines."""
 
 
 LogprobWay = Literal["auto", "arrays", "vllm"]
+Attention = Literal["auto", "sdpa", "eager", "flex", "flash"]
 
 
 class ModelConfig(Section):
@@ -33,6 +34,13 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the weights in the engines. `auto` is `bfloat16` on GPUs and `float32` on CPUs. The trainer
     always keeps its weights in float32; `trainer.mixed_precision` makes it compute in bfloat16."""
+
+    attention: Attention = "auto"
+    """Kind of attention that transformers uses, in the trainer and in engines of the kind `hf`. `auto` is what
+    transformers chooses for the model: torch's `scaled_dot_product_attention` where the model supports it, else its
+    own eager code. `sdpa`, `eager`, `flex` (torch's flex attention) and `flash` (the package flash-attn) ask for one
+    kind; a model that does not support it is refused. On a GPU, packed rows in bfloat16 use torch's variable-length
+    flash attention with `auto`."""
 
     renderer: str = "template"
     """Chat format with which an environment speaks to the model in messages. `template` is the chat template of the

@@ -88,6 +88,7 @@ def _build_hf(config: EngineConfig) -> GenerationEngine:
     return HfEngine(
         config.model.path,
         dtype=DTYPES[engine_dtype(config.model, gpu=config.on_gpu)],
+        attention=config.model.attention,
         device=config.device,
         max_batch=engine_batch(config.rollout, gpu=config.on_gpu),
         max_model_len=config.max_model_len,

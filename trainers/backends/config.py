@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ...actors.columns import ColumnConfig
-from ...actors.engines.config import RouterReplayConfig, ScriptedConfig
+from ...actors.engines.config import Attention, RouterReplayConfig, ScriptedConfig
 from ...actors.train.topology import Topology
 from ...dataplane.config import Count, CountOrZero, NonNegative, Positive, Section
 from ..losses.config import LossConfig
 
-Head = Literal["selected", "full"]
+Head = Literal["auto", "selected", "full"]
 Recompute = Literal["none", "selective", "full"]
 PrevSource = Literal["rollout", "recompute", "train_pass", "fixed"]
 
@@ -124,10 +124,11 @@ class TrainerConfig(Section):
     each weight the format that it has in the initial model. Checkpoints always keep float32."""
 
     moe: MoeConfig = MoeConfig()
-    head: Head = "selected"
+    head: Head = "auto"
     """Tokens to which the output layer is applied. `selected` applies it only to the positions whose log-probs are
     wanted. `full` has the model compute all logits, for models that change their logits after the output layer; such a
-    model is refused with `selected`."""
+    model is refused with `selected`. `auto` means `selected` where a check at the start finds that the model's logits
+    are its output layer applied to its last hidden state, and `full` otherwise."""
 
     @property
     def topology(self) -> Topology:
@@ -158,6 +159,8 @@ class BackendConfig:
     log-probs of the forward pass otherwise. The driver leaves the column out only in the step's first update."""
     columns: tuple[ColumnConfig, ...] = ()
     """User-defined columns of numbers that the loss reads."""
+    attention: Attention = "auto"
+    """Kind of attention of the Hugging Face model, see `ModelConfig.attention`."""
     context: int | None = None
     """Number of tokens that no row exceeds, the same as that of the engines; None: unknown. It decides the positions of
     models that have others for long contexts, and how long the rows of the checks at the start are."""

@@ -6,9 +6,9 @@ Each rank reads only the weights of its part of the model.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,28 +20,45 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
+from ...actors.engines.config import Attention
+from ...actors.engines.hf.model import attention_options, refused_attention
+from ...actors.engines.hf.stored_names import StoredTensor, stored_tensors
 from ...actors.engines.tokenizer import has_tokenizer, load_tokenizer
-from ...codecs.tokens.routes import num_experts
 from .checkpoint_files import draft_of, publish, start_draft
 
 SHARD_BYTES = 4 << 30
 """Largest size of one weight file in bytes. Writing a file needs that much additional host memory."""
 
 
-def load_causal_lm(model: str) -> Any:
+def load_causal_lm(model: str, attention: Attention = "auto") -> Any:
     """Load the HF model of a local folder or hub id in float32 on the CPU, with dropout off.
 
-    Dropout stays off in training too, because its noise would make the log-probs of one policy differ between two
-    passes. Raises ValueError when there is no such model.
+    attention: as in `ModelConfig`. Dropout stays off in training too, because its noise would make the log-probs of one
+    policy differ between two passes. Raises ValueError when there is no such model, or when it does not support this
+    kind of attention.
     """
     hf_logging.disable_progress_bar()  # One progress bar per rank would garble the run's own progress display.
     try:
-        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval()
+        with _refusing(attention, model):
+            options: dict[str, Any] = attention_options(attention, AutoConfig.from_pretrained(model))
+            return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **options).eval()
     except OSError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
             f"model.path: got {model!r}, expected a folder with a HF causal LM or a hub id of one ({reason})"
         ) from error
+
+
+@contextlib.contextmanager
+def _refusing(attention: Attention, model: str) -> Iterator[None]:
+    """Context manager that names the key where transformers refuses a kind of attention that the user has chosen."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        said = str(error)
+        if attention == "auto" or said.startswith("model.attention") or "attention" not in said.lower():
+            raise
+        raise refused_attention(attention, model, error) from error
 
 
 def write_folder(path: str, model: Any, weights: Mapping[str, torch.Tensor], source: str) -> None:
@@ -104,17 +121,20 @@ def _config_dtype(config: Any) -> torch.dtype | None:
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Name of a float format in safetensors files -> dtype."""
-_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 class HfSource:
     """The config and the safetensors weights of a Hugging Face model, given as a local folder or hub id. Tensors are
     read only when they are requested."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, attention: Attention = "auto") -> None:
         """Read the config and find out which safetensors file contains each tensor. Raises ValueError when there is no
-        such model or it has no safetensors files."""
+        such model or it has no safetensors files.
+
+        attention: kind of attention of `empty_model`, as in `ModelConfig`.
+        """
         self._model = model
+        self._attention: Attention = attention
         self._reading = False
         self._open: tuple[str, Any] | None = None
         """Path of the file that `reading` keeps open, and what safetensors opened; None for none."""
@@ -128,22 +148,19 @@ class HfSource:
             ) from error
 
     def has(self, name: str) -> bool:
-        """Return whether the safetensors files contain the tensor `name`, or its experts one by one. `tensor` and
+        """Return whether the safetensors files contain the tensor `name`, or the matrices of its experts. `tensor` and
         `pieces` can then read it."""
-        match = _EXPERTS.fullmatch(name)
-        return name in self._files or (match is not None and self._expert(match, 0)[0] in self._files)
+        return name in self._stored
 
     def dtype(self, name: str) -> torch.dtype | None:
         """Return the dtype of the tensor `name` in the files.
 
         None means that it is not there, or not a float of 16 bits or more."""
-        match = _EXPERTS.fullmatch(name)
-        if name not in self._files and match is not None:
-            name = self._expert(match, 0)[0]
-        if name not in self._files:
+        if not self.has(name):
             return None
-        with self._opened(name) as file:
-            return _DTYPES.get(file.get_slice(name).get_dtype())
+        first = self._stored[name].parts[0][0]
+        with self._opened(first) as file:
+            return _DTYPES.get(file.get_slice(first).get_dtype())
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -163,16 +180,16 @@ class HfSource:
         their matrices is a piece, so that no more than one of them is in memory. Values may lie in the mapped file
         itself. Raises ValueError when the tensor does not exist.
         """
-        match = _EXPERTS.fullmatch(name)
-        if name in self._files or match is None:
-            yield tuple(slice(0, part.stop - part.start) for part in ranges), self._read(name, ranges)
+        stored = self._found(name)
+        if not stored.stacked:
+            yield tuple(slice(0, part.stop - part.start) for part in ranges), self._read(stored.parts[0][0], ranges)
             return
         experts, rows, columns = ranges
         # All experts have the same heights.
-        heights = [self._shape(part)[0] for part in self._expert(match, experts.start)]
+        heights = [self._shape(part)[0] for part in stored.parts[experts.start]]
         for expert in range(experts.start, experts.stop):
             start = 0  # `start` is the first row of the matrix in the stacked tensor.
-            for part, height in zip(self._expert(match, expert), heights, strict=True):
+            for part, height in zip(stored.parts[expert], heights, strict=True):
                 end = start + height
                 first, last = max(rows.start, start), min(rows.stop, end)
                 if first < last:
@@ -187,11 +204,11 @@ class HfSource:
         `name` is the HF model's own name. Experts that the folder stores one by one are stacked. Raises ValueError when
         the tensor does not exist.
         """
-        match = _EXPERTS.fullmatch(name)
-        if name in self._files or match is None:
-            return self._read(name, () if start is None and stop is None else (slice(start, stop),))
-        experts = range(num_experts(self.config))[start:stop]
-        shapes = [self._shape(part) for part in self._expert(match, experts.start)]
+        stored = self._found(name)
+        if not stored.stacked:
+            return self._read(stored.parts[0][0], () if start is None and stop is None else (slice(start, stop),))
+        experts = range(len(stored.parts))[start:stop]
+        shapes = [self._shape(part) for part in stored.parts[experts.start]]
         rows, columns = sum(shape[0] for shape in shapes), shapes[0][1]
         ranges = (slice(experts.start, experts.stop), slice(0, rows), slice(0, columns))
         whole: torch.Tensor | None = None
@@ -202,22 +219,25 @@ class HfSource:
         assert whole is not None, "a rank has at least one expert"
         return whole
 
-    @staticmethod
-    def _expert(match: re.Match[str], expert: int) -> list[str]:
-        """Return the names under which the folder stores the parts of one expert of a stacked tensor. `match` is the
-        match of `_EXPERTS` with the name of the stacked tensor; `expert` is the number of the expert."""
-        prefix, kind = match.groups()
-        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-        return [f"{prefix}.{expert}.{part}.weight" for part in parts]
+    @functools.cached_property
+    def _stored(self) -> dict[str, StoredTensor]:
+        return stored_tensors(self.empty_model(), self._files)[0]
+
+    def _found(self, name: str) -> StoredTensor:
+        if name not in self._stored:
+            raise ValueError(f"model.path: {self._model!r} has no tensor {name!r} in its safetensors files")
+        return self._stored[name]
 
     def empty_model(self, dtype: torch.dtype | None = None) -> Any:
         """Return the HF model on the meta device, without values of weights and buffers, with dropout off.
 
-        dtype: dtype of the weights; None for the dtype in the model's config.
+        dtype: dtype of the weights; None for the dtype in the model's config. Raises ValueError when the model does not
+        support the kind of attention.
         """
-        with torch.device("meta"):
-            options = {} if dtype is None else {"dtype": dtype}
-            model = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa", **options)
+        options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+        options |= attention_options(self._attention, self.config)
+        with torch.device("meta"), _refusing(self._attention, self._model):
+            model = AutoModelForCausalLM.from_config(self.config, **options)
         with contextlib.suppress(OSError):  # A model without a generation config uses its model config.
             model.generation_config = GenerationConfig.from_pretrained(self._model)
         return model.eval()
@@ -233,8 +253,6 @@ class HfSource:
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[Any]:
         """Context manager that provides the safetensors file that contains the tensor `name`."""
-        if name not in self._files:
-            raise ValueError(f"model.path: {self._model!r} has no tensor {name!r} in its safetensors files")
         path = self._files[name]
         if not self._reading:
             with safe_open(path, framework="pt") as file:

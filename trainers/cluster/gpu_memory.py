@@ -185,7 +185,7 @@ def _pass_parts(trainer: TrainerConfig, model: Mapping[str, Any], params: int) -
         again = min(trainer.recompute_layers or layers, layers)
         kept = tokens * (again * hidden * size + max(1, layers - again) * (norms + products))
     logits = tokens * model["vocab_size"] // trainer.tp
-    if trainer.head == "selected":
+    if trainer.head != "full":
         logits = min(logits, GPU_LOGIT_ELEMENTS)
     # The logits and the log-probs are float32, and each has a gradient.
     parts = {"activations": kept, "logits": 4 * 4 * logits}

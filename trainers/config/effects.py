@@ -76,6 +76,11 @@ VLLM = _is("rollout.engine", "vllm")
 MODEL_ENGINES = _is("rollout.engine", "hf", "vllm")
 MEGATRON = _is("trainer.backend", "megatron")
 MODEL_BACKENDS = _is("trainer.backend", "fsdp", "megatron")
+HF_MODELS = Need(
+    "rollout.engine",
+    "rollout.engine=hf or trainer.backend=fsdp",
+    lambda config: config.rollout.engine == "hf" or config.trainer.backend == "fsdp",
+)
 CLIPPED = _is("loss.kind", "ppo_clip", "gspo", "cispo")
 OWN_LOSS = Need("loss.kind", "a loss of your own", lambda config: ":" in config.loss.kind)
 MOVING_RATIO = Need(
@@ -200,6 +205,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "loss.kl_max_log_ratio": (MODEL_BACKENDS, WITH_KL),
     "loss.kl_in": (MODEL_BACKENDS, WITH_KL),
     "loss.entropy_coef": (MODEL_BACKENDS,),
+    "model.attention": (HF_MODELS,),
     **{f"trainer.{name}": (MEGATRON,) for name in ("pp", "cp", "ep", "sequence_parallel", "distributed_optimizer")},
     **{f"trainer.{name}": (_is("trainer.backend", "fsdp"),) for name in ("offload", "head", "reshard_after_forward")},
     **{

@@ -18,6 +18,7 @@ from ....codecs.tokens.routes import RouteSpec
 from ....codecs.weights.parameter_digests import ParameterDigests, compare_digests
 from ...process.memory import ProcessMemory, measure
 from ...weight_sync.transports.protocol import ReceiverConfig
+from ..config import Attention
 from ..in_process import DROPPED, InProcessEngine
 from ..protocol import Completion, EngineBroken, KeysAndValues, PauseMode, SamplingParams, expect_pause_mode
 from ..stop_tokens import end_tokens, resolve_stops
@@ -46,6 +47,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         path: str,
         *,
         dtype: torch.dtype = torch.float32,
+        attention: Attention = "auto",
         device: str = "cpu",
         max_batch: int = 256,
         max_model_len: int | None = None,
@@ -56,16 +58,16 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
     ) -> None:
         """Load the model from `path`, a local folder or a hub id.
 
-        max_batch: largest number of rows decoded together. A request is never split, so one whose `n` is larger runs
-        alone. max_model_len: largest number of tokens of a prompt and its answer together; None: the model's own limit.
-        Only models whose positions depend on it (see `fix_rotary_length`) refuse longer ones. receiver: settings of the
-        receiver of new weights; None when weights never change. version: policy version of the loaded weights. routes:
-        shape of the routes to record; None records no routes. Raises ValueError if there is no such model, if it is not
-        a decoder-only causal LM, or if its routers are of an unknown class.
+        attention: as in `ModelConfig`. max_batch: largest number of rows decoded together. A request is never split, so
+        one whose `n` is larger runs alone. max_model_len: largest number of tokens of a prompt and its answer together;
+        None: the model's own limit. Only models whose positions depend on it (see `fix_rotary_length`) refuse longer
+        ones. receiver: settings of the receiver of new weights; None when weights never change. version: policy version
+        of the loaded weights. routes: shape of the routes to record; None records no routes. Raises ValueError if there
+        is no such model, if it is not a decoder-only causal LM, or if its routers are of an unknown class.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch: got {max_batch}, expected at least 1")
-        self._model: Any = load_model(path, dtype).to(torch.device(device))
+        self._model: Any = load_model(path, dtype, attention).to(torch.device(device))
         self._recorder = None if routes is None else RouteRecorder(self._model, routes)
         self._device = torch.device(device)
         self._parameters = ParameterSet(self._model)

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from ....codecs.integers import ALIGN
 from ....codecs.tokens.routes import RouteSpec
 from ....codecs.weights.parameter_digests import ParameterDigest
+from ..config import Attention
 
 _FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
 # The first name is used since transformers 5.24, the second one before that.
@@ -35,11 +36,35 @@ def cache_argument(model: type) -> str | None:
     return next((name for name in _CACHE_ARGUMENTS if name in accepted), None)
 
 
-def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
+def attention_options(attention: Attention, config: Any) -> dict[str, str]:
+    """Return the arguments with which transformers builds a model with this kind of attention; {} for its own choice.
+
+    config: the model's HF config. Raises ValueError for `sdpa` with a model whose attention scores have a soft cap:
+    transformers lets it through, but torch's function leaves the cap out, which changes log-probs by nats (Gemma 2).
+    """
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    if attention == "auto":
+        return {"attn_implementation": "eager"} if capped else {}
+    if capped and attention == "sdpa":
+        raise ValueError(
+            f"model.attention: got 'sdpa', expected 'auto', 'eager' or 'flex' for a model of type "
+            f"{config.model_type!r}, because torch's function leaves out its attn_logit_softcapping = {capped:g}"
+        )
+    return {"attn_implementation": {"flex": "flex_attention", "flash": "flash_attention_2"}.get(attention, attention)}
+
+
+def refused_attention(attention: Attention, model: str, error: Exception) -> ValueError:
+    """Return the error of a model that transformers cannot build with this kind of attention. model: its folder or hub
+    id."""
+    reason = str(error).strip().splitlines()[0].partition(". ")[0]
+    return ValueError(f"model.attention: got {attention!r}, expected 'auto' or another kind for {model!r} ({reason})")
+
+
+def load_model(path: str, dtype: torch.dtype, attention: Attention = "auto") -> torch.nn.Module:
     """Load a decoder-only causal LM on the CPU, in eval mode, from a local folder or a hub id.
 
-    Raises ValueError with a one-sentence message when there is no such model, or when its `forward` lacks an argument
-    that decoding with a cache needs.
+    attention: as in `ModelConfig`. Raises ValueError with a one-sentence message when there is no such model, when it
+    does not support this kind of attention, or when its `forward` lacks an argument that decoding with a cache needs.
     """
     folder = Path(path)
     if not folder.is_dir() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
@@ -48,12 +73,19 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
         raise ValueError(f"model: {path!r} has no config.json, expected a Hugging Face model folder")
     disable_progress_bar()  # The progress bars of all actors would be drawn over the run's own display.
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(folder) if folder.is_dir() else path, dtype=dtype)
-    except (OSError, ValueError) as error:
+        source = str(folder) if folder.is_dir() else path
+        config = AutoConfig.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **attention_options(attention, config))
+    except (OSError, ValueError, ImportError) as error:
+        if str(error).startswith("model.attention"):
+            raise
+        if attention != "auto" and "attention" in str(error).lower():
+            raise refused_attention(attention, path, error) from error
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"model: {path!r} could not be loaded as a causal LM: {reason}") from error
     accepted = inspect.signature(model.forward).parameters
-    missing = [name for name in _FORWARD_ARGUMENTS if name not in accepted]
+    any_name = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values())
+    missing = [name for name in _FORWARD_ARGUMENTS if name not in accepted and not (any_name and name == "use_cache")]
     if cache_argument(type(model)) is None:
         missing.append("key-value cache")
     if missing:

@@ -2,14 +2,13 @@
 
 Transformers 5 stacks experts (`mlp.experts.gate_up_proj [E, 2I, H]`), while checkpoints, and therefore vLLM, have
 separate names for each expert's projections. At startup, Transformers computes the checkpoint names of a model on the
-meta device, and the mapping must yield the same names. A model that would be mapped wrongly is therefore refused before
-it serves anything.
+meta device, and its conversions of these names back must yield every weight. A model that would be mapped wrongly is
+therefore refused before it serves anything.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,13 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-_STACKED = re.compile(r"^(?P<layer>.*\.)mlp\.experts\.(?P<kind>gate_up_proj|down_proj)$")
-_ROUTER = re.compile(r"^(?P<layer>.*\.)mlp\.gate\.(?P<rest>.*)$")
-_EXPERT_STYLES = {
-    # The four names are those of the module in the checkpoint and of its gate, up and down projections.
-    "qwen": ("mlp", "gate_proj", "up_proj", "down_proj"),
-    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
-}
+from ..hf.stored_names import StoredTensor, stored_tensors
 
 
 class WeightNames:
@@ -32,7 +25,7 @@ class WeightNames:
     def __init__(self, model: str) -> None:
         """Read the model's configuration; no weights are loaded.
 
-        model: a folder or hub id. Raises ValueError if no known naming scheme yields the model's checkpoint names.
+        model: a folder or hub id. Raises ValueError if the model's checkpoint names cannot be told.
         """
         config = AutoConfig.from_pretrained(model)
         with torch.device("meta"):
@@ -54,8 +47,7 @@ class WeightNames:
         """One name of each weight that an update must contain, in the model's order: the first name of a tied weight,
         the only name of any other. An update may leave out buffers."""
         self._first_names = frozenset(self.required)
-        self._style = ""
-        self._style = self._matching_style(meta, config.model_type)
+        self._stored = self._saved(meta, config.model_type)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the full shape of the weight `name`, before tensor parallelism splits it."""
@@ -106,44 +98,24 @@ class WeightNames:
             for alias in self._group[name]:
                 if alias not in seen:
                     seen.add(alias)
-                    yield from _checkpoint_views(alias, tensor, self._style)
+                    yield from self._stored[alias].views(tensor)
 
-    def _matching_style(self, meta: Any, model_type: str) -> str:
-        """Return the naming style for experts that yields the model's checkpoint names. It is a key of
-        `_EXPERT_STYLES`, or "" if names need no conversion. Raises ValueError if no style does."""
+    def _saved(self, meta: Any, model_type: str) -> dict[str, StoredTensor]:
+        """Return the checkpoint names of each weight, as transformers saves it. Raises ValueError if it converts a
+        weight in another way than by names and by stacking the matrices of experts."""
         whole = {name: torch.empty(shape, device="meta") for name, shape in self._shapes.items()}
         saved = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(meta, dict(whole)).items()}
-        difference: set[str] = set()
-        for style in ("", *_EXPERT_STYLES):
-            made = {
-                new: tuple(view.shape)
-                for name, tensor in whole.items()
-                for new, view in _checkpoint_views(name, tensor, style)
-            }
-            if made == saved:
-                return style
-            difference = saved.keys() ^ made.keys()
-        raise ValueError(
-            f"model type {model_type!r}: its checkpoint names are not known to the vllm engine "
-            f"({sorted(difference)[:3]}); use rollout.engine=hf"
-        )
-
-
-def _checkpoint_views(name: str, tensor: torch.Tensor, style: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if not style:
-        yield name, tensor
-        return
-    block, gate, up, down = _EXPERT_STYLES[style]
-    if stacked := _STACKED.match(name):
-        prefix = f"{stacked['layer']}{block}.experts"
-        for expert, weights in enumerate(tensor.unbind(0)):
-            if stacked["kind"] == "down_proj":
-                yield f"{prefix}.{expert}.{down}.weight", weights
-            else:
-                halves = weights.chunk(2, dim=0)
-                yield f"{prefix}.{expert}.{gate}.weight", halves[0]
-                yield f"{prefix}.{expert}.{up}.weight", halves[1]
-    elif router := _ROUTER.match(name):
-        yield f"{router['layer']}{block}.gate.{router['rest']}", tensor
-    else:
-        yield name, tensor
+        stored, _ = stored_tensors(meta, saved)
+        made = {
+            name: tuple(view.shape)
+            for own, one in stored.items()
+            if own in whole
+            for name, view in one.views(whole[own])
+        }
+        if made != saved or not whole.keys() <= stored.keys():
+            difference = sorted((saved.keys() ^ made.keys()) | (whole.keys() - stored.keys()))
+            raise ValueError(
+                f"model type {model_type!r}: its checkpoint names are not known to the vllm engine ({difference[:3]}); "
+                "use rollout.engine=hf"
+            )
+        return stored

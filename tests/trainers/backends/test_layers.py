@@ -139,6 +139,7 @@ def attend_rows(
     _: Any,
     longest: tuple[int, int],
     scale: float,
+    window: int | None,
 ) -> torch.Tensor:
     return scaled(q, k, v, ends, longest[0], scale)
 

@@ -26,7 +26,7 @@ from ..train_step import build_adamw, local_gradients, scale_, square_norm
 from ..weight_stream import OwnPiece
 from .causal_lm import CausalLM, half_parameters, halve_parameters, use_closed_form_norms
 from .hf_routers import balance_experts, replay_routers, router_biases
-from .output_checks import check_head
+from .output_checks import head_of
 from .row_checks import check_rows
 from .sharding import (
     WeightSource,
@@ -58,11 +58,9 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         super().__init__(config, rank, world)
         self._mesh = build_mesh(config.topology, self._device)
         self._tp = None if self._mesh is None or config.topology.tp == 1 else self._mesh["tp"].get_group()
-        source = open_source(config.model)
+        source = open_source(config.model, config.attention)
         self._packed = False
         policy = self._build(source, trained=config.trains)
-        if config.trainer.head == "selected":
-            check_head(policy.model)
         self._replay = self._route_replay(policy)
         flops = flop_model(policy.model.config)
         self._reference: CausalLM | None = None
@@ -180,7 +178,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         packing = resolved_packing(self._config.trainer, model.config, gpu=self._device.type == "cuda")
         self._packed = packing == "packed"
         self._reach = fix_rotary_length(model, self._config.context)
-        if self._packed and self._half and self._device.type == "cuda":
+        if self._packed and self._half and self._device.type == "cuda" and self._config.attention == "auto":
             from .causal_lm import use_varlen_attention  # The kernels need a GPU and half precision.
 
             use_varlen_attention(model)
@@ -190,7 +188,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
             model.requires_grad_(False)
             if self._half:
                 halve_parameters(model)
-        return CausalLM(model, self._config.trainer.head)
+        return CausalLM(model, head_of(model, self._config.trainer.head))
 
     def _spread(self, module: CausalLM, source: WeightSource, *, offload: bool) -> CausalLM:
         """Shard `module` over the mesh, read this rank's pieces of its weights from `source`, and return it.

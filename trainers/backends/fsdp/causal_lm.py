@@ -13,15 +13,16 @@ bit-identical.
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from ..config import Head
 from ..layers import attend_rows
 from ..row_layout import RowLayout
 from ..vocab.logprobs import Entropy, VocabShard, token_logprobs
@@ -33,11 +34,11 @@ class CausalLM(nn.Module):
     The output layer and the log-probs are computed inside this one module, so that FSDP's hooks cover them.
     """
 
-    def __init__(self, model: Any, head: Head) -> None:
+    def __init__(self, model: Any, head: Literal["selected", "full"]) -> None:
         """Wrap `model`.
 
         `head` "selected" applies the output layer only to the positions whose log-probs are wanted. "full" lets the
-        model compute all logits, for architectures that change them after the output layer; `check_head` detects such
+        model compute all logits, for architectures that change them after the output layer; `head_of` detects such
         architectures.
         """
         super().__init__()
@@ -66,15 +67,16 @@ class CausalLM(nn.Module):
         return token_logprobs(hidden, layout.targets, head, self.vocab, temperature=temperature, entropy=entropy)
 
     def layers(self) -> list[nn.Module]:
-        """Return the decoder layers. Raises ValueError when the model's `_no_split_modules` does not name the class of
-        its layers."""
+        """Return the decoder layers: the modules of the classes that the model's `_no_split_modules` names, else the
+        longest list of modules. Raises ValueError when there is none."""
         names = self.model._no_split_modules or ()
         found = [child for child in self.model.modules() if type(child).__name__ in names]
-        if not found:
+        lists = [child for child in self.model.modules() if isinstance(child, nn.ModuleList)]
+        if not found and not lists:
             raise ValueError(
                 f"model.path: {type(self.model).__name__} does not name its layers, so it cannot be sharded"
             )
-        return found
+        return found or list(max(lists, key=len))
 
 
 def halve_parameters(module: nn.Module) -> None:
@@ -125,18 +127,16 @@ def _closed_form(kind: type[nn.Module]) -> type[nn.Module] | None:
     """Return a subclass of the norms `kind` that uses the closed form; None if they have another formula."""
     width, epsilon = 8, 1e-3
     with torch.device("cpu"), torch.no_grad():
-        try:
+        try:  # This is code of the model's authors: what goes wrong in it means another formula.
             norm: Any = kind(width, eps=epsilon)
-        except TypeError:
+            steps = torch.arange(width, dtype=torch.float32)
+            norm.weight.copy_(torch.sin(1 + steps))
+            x = torch.stack([torch.cos(steps), torch.exp(steps / 4)])
+            same = norm.weight.shape == (width,) and torch.equal(norm(x), _RmsNorm.apply(x, norm.weight, epsilon))
+        except Exception:
             return None
-        weight = getattr(norm, "weight", None)
-        if weight is None or weight.shape != (width,):
-            return None
-        steps = torch.arange(width, dtype=torch.float32)
-        norm.weight.copy_(torch.sin(1 + steps))
-        x = torch.stack([torch.cos(steps), torch.exp(steps / 4)])
-        if not torch.equal(norm(x), _RmsNorm.apply(x, norm.weight, epsilon)):
-            return None
+    if not same or len(inspect.signature(kind.forward).parameters) != 2:  # A gated norm takes the gate, too.
+        return None
     own: Any = kind.forward
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -178,6 +178,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 VARLEN = "headrace_varlen"
+_log = logging.getLogger(__name__)
 
 
 def attend_varlen(
@@ -191,35 +192,35 @@ def attend_varlen(
     row_ends: torch.Tensor,
     longest_row: int,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within each packed row.
 
     `query` is `[1, heads, S, D]`, `key` and `value` are `[1, kv_heads, S, D]`. `row_ends` (int32 `[rows + 1]`) and
-    `longest_row` are `ends` and `longest` of `RowLayout`. Returns `[1, S, heads, D]` in the dtype of `value`. Raises
-    ValueError for layers with sliding-window attention, because every token would see the whole past of its row.
+    `longest_row` are `ends` and `longest` of `RowLayout`. sliding_window: number of tokens that a token sees, its own
+    among them; None for its whole past. Returns `[1, S, heads, D]` in the dtype of `value`. Raises ValueError for a
+    layer with a soft cap or with sinks, which the kernel does not have.
     """
-    if sliding_window is not None:
-        raise ValueError(
-            f"trainer.packing: got 'packed', expected 'none' or 'dynamic' for a model with sliding-window attention "
-            f"(window {sliding_window})"
-        )
+    if softcap is not None or s_aux is not None:
+        raise ValueError(f"{type(module).__name__}: packed rows need attention without soft cap and sinks on a GPU")
     assert attention_mask is None, "HF makes a mask only for attention functions that have a mask function"
     # Some models leave normalised queries and keys in float32, but flash attention takes half precision only.
     q, k, v = (part[0].transpose(0, 1).to(value.dtype) for part in (query, key, value))
-    out = attend_rows(q, k, v, row_ends, row_ends, (longest_row, longest_row), scaling)
+    out = attend_rows(q, k, v, row_ends, row_ends, (longest_row, longest_row), scaling, sliding_window)
     return out[None], None
 
 
 def use_varlen_attention(model: Any) -> None:
     """Make a HF model use `attend_varlen`. Its forward then needs the arguments `row_ends` and `longest_row`.
 
-    Raises ValueError for a model whose attention function cannot be replaced.
+    A model whose attention function cannot be replaced, or does more than the kernel, keeps its own function and a
+    dense mask. A line of the log says so.
     """
-    if not model._supports_attention_backend:
-        raise ValueError(
-            f"trainer.packing: got 'packed', expected 'none' or 'dynamic' for {type(model).__name__}, whose attention "
-            "function cannot be replaced"
-        )
+    if not model._supports_attention_backend or model.config._attn_implementation != "sdpa":
+        name = type(model).__name__
+        _log.warning("trainer.packing: %s keeps its own attention, with a mask of all packed tokens", name)
+        return
     AttentionInterface.register(VARLEN, attend_varlen)
     model.set_attn_implementation(VARLEN)

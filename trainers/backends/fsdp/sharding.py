@@ -16,9 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter
 
+from ....actors.engines.config import Attention
 from ....actors.train.topology import Place, Topology
 from ..hf_model import HfSource, load_causal_lm
 from ..weight_stream import Cut, Piece, SpreadWeight, cut_box
@@ -156,9 +155,9 @@ class WholeModel:
     """A `WeightSource` that holds the whole model in host memory. It serves models that cannot be read tensor by
     tensor, for example because they are quantized or have no safetensors files."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, attention: Attention) -> None:
         """Load `model`, a local folder or hub id. Raises ValueError when there is no such model."""
-        self._model = load_causal_lm(model)
+        self._model = load_causal_lm(model, attention)
         self._tensors = self._model.state_dict()
 
     def empty_model(self, dtype: torch.dtype | None = None) -> Any:
@@ -174,21 +173,21 @@ class WholeModel:
         return [(tuple(slice(0, part.stop - part.start) for part in ranges), self._tensors[name][ranges])]
 
 
-def open_source(model: str) -> WeightSource:
-    """Return a source of the weights of `model`, a local folder or hub id.
+def open_source(model: str, attention: Attention) -> WeightSource:
+    """Return a source of the weights of `model`, a local folder or hub id. attention: as in `ModelConfig`.
 
     The weights are read piece by piece if the safetensors files contain them as the model uses them. Otherwise the
     source holds the whole model in host memory, and a warning is logged. Raises ValueError when there is no such model.
     """
     try:
-        source = HfSource(model)
+        source = HfSource(model, attention)
         why = _why_whole(source)
     except ValueError as error:  # The next line raises an error if there is no such model.
-        whole, why = WholeModel(model), str(error)
+        whole, why = WholeModel(model, attention), str(error)
     else:
         if not why:
             return source
-        whole = WholeModel(model)
+        whole = WholeModel(model, attention)
     _log.warning("every train worker holds the whole model in host memory while it starts: %s", why)
     return whole
 
@@ -198,10 +197,6 @@ def _why_whole(source: HfSource) -> str:
     if getattr(source.config, "quantization_config", None) is not None:
         return "its weights are quantized"
     model = source.empty_model()
-    for conversion in get_model_conversion_mapping(model):
-        patterns = conversion.source_patterns if isinstance(conversion, WeightConverter) else ()
-        if not all("experts" in pattern for pattern in patterns):
-            return f"transformers converts {', '.join(patterns)} of {type(model).__name__}"
     tied = set(model.all_tied_weights_keys)
     missing = next((name for name in _stored(model) if name not in tied and not source.has(name)), None)
     return "" if missing is None else f"its safetensors files have no tensor {missing!r}"

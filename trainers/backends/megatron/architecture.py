@@ -26,10 +26,8 @@ def check_fits(config: BackendConfig, model: Any) -> None:
 def _check_model(config: BackendConfig, model: Any) -> None:
     if config.trainer.offload:
         raise ValueError("trainer.offload: got True, expected False with trainer.backend = 'megatron'")
-    if config.trainer.head != "selected":
-        raise ValueError(
-            f"trainer.head: got {config.trainer.head!r}, expected 'selected' with trainer.backend = 'megatron'"
-        )
+    if config.trainer.head == "full":
+        raise ValueError("trainer.head: got 'full', expected 'auto' or 'selected' with trainer.backend = 'megatron'")
     if model.model_type not in MODEL_TYPES:
         raise ValueError(
             f"model.path: got {config.model!r} of type {model.model_type!r}, expected one of "

@@ -201,7 +201,9 @@ def compare_rows(
     trainer = trainer.model_copy(update={"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "sequence_parallel": False})
     replay = RouterReplayConfig(enabled=spec is not None, verify="values")
     context = _context([prompt for prompt, _ in rows])
-    settings = BackendConfig(model.path, trainer, router_replay=replay, context=context, trains=False)
+    settings = BackendConfig(
+        model.path, trainer, router_replay=replay, attention=model.attention, context=context, trains=False
+    )
     backend: Any = build_backend(settings, 0, 1)
     micro, sampled = _micro_batch(rows, spec)
     temperature = rollout.temperature

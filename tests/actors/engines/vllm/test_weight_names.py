@@ -91,7 +91,6 @@ def test_a_model_whose_checkpoint_is_laid_out_in_another_way_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SMALL, **EXPERTS)).save_pretrained(tmp_path)
-    styles = {"mixtral": ("b", "w1", "w3", "w2")}
-    monkeypatch.setattr("headrace.actors.engines.vllm.weight_names._EXPERT_STYLES", styles)
+    monkeypatch.setattr("headrace.actors.engines.hf.stored_names._stacks", lambda converter: False)
     with pytest.raises(ValueError, match="'qwen3_moe': its checkpoint names are not known .* use rollout.engine=hf"):
         WeightNames(str(tmp_path))

@@ -252,9 +252,11 @@ def test_a_head_that_does_more_is_noticed(tmp_path: Path) -> None:
         eos_token_id=2,
     )  # fmt: skip
     CohereForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="trainer.head: got 'selected', expected 'full' for CohereForCausalLM"):
-        FsdpBackend(BackendConfig(model=str(tmp_path)), 0, 1)
-    backend = FsdpBackend(BackendConfig(str(tmp_path), TrainerConfig(head="full")), 0, 1)
+    with pytest.raises(
+        ValueError, match="trainer.head: got 'selected', expected 'auto' or 'full' for CohereForCausalLM"
+    ):
+        FsdpBackend(BackendConfig(str(tmp_path), TrainerConfig(head="selected")), 0, 1)
+    backend = FsdpBackend(BackendConfig(str(tmp_path)), 0, 1)
     rows = random_rows(1, 5)
     plain = ReferenceTrainer(str(tmp_path))
     with torch.no_grad():

@@ -66,16 +66,18 @@ def test_other_norms_and_other_precisions_stay_as_they_are() -> None:
         assert torch.equal(got, expected)
 
 
-def test_what_it_cannot_do_is_told() -> None:
+def test_what_it_cannot_do_is_told(caplog: pytest.LogCaptureFixture) -> None:
     nothing: Any = SimpleNamespace()
     q = torch.zeros(1, 2, 3, 4)
     ends = torch.tensor([0, 3], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"for a model with sliding-window attention \(window 8\)"):
-        attend_varlen(nothing, q, q, q, None, scaling=1.0, row_ends=ends, longest_row=3, sliding_window=8)
+    for extra in ({"softcap": 2.0}, {"s_aux": torch.zeros(2)}):
+        with pytest.raises(ValueError, match="packed rows need attention without soft cap and sinks"):
+            attend_varlen(nothing, q, q, q, None, scaling=1.0, row_ends=ends, longest_row=3, **extra)
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16))
     model._supports_attention_backend = False
-    with pytest.raises(ValueError, match="trainer.packing: got 'packed', expected .* for GPT2LMHeadModel, whose"):
-        use_varlen_attention(model)
+    before = model.config._attn_implementation
+    use_varlen_attention(model)
+    assert model.config._attn_implementation == before and "keeps its own attention" in caplog.text
 
 
 @pytest.mark.gpu

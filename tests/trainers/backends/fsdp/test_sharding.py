@@ -50,7 +50,7 @@ def read_elements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return read
 
 
-def no_whole_model(model: str) -> Any:
+def no_whole_model(model: str, attention: str) -> Any:
     raise AssertionError(f"the whole of {model} is loaded")
 
 
@@ -122,15 +122,19 @@ def test_one_rank_has_the_model_s_buffers_ties_and_generation_settings(
     assert json.loads((tmp_path / "exported" / "generation_config.json").read_text())["top_k"] == 17
 
 
-def test_a_model_whose_files_have_other_names_is_held_whole_and_that_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_model_whose_files_have_other_names_is_read_piece_by_piece_or_held_whole_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """transformers knows the names without the prefix, as a folder of the base model has them."""
     folder = save_tiny_model(tmp_path / "model")
     expected = weights_of(FsdpBackend(backend_config(folder), 0, 1))
     assert not caplog.records
     file = tmp_path / "model" / "model.safetensors"
     tensors = {name.removeprefix("model."): value for name, value in load_file(file).items()}
     save_file(tensors, file, {"format": "pt"})
+    found = weights_of(FsdpBackend(backend_config(folder), 0, 1))
+    assert all(torch.equal(found[name], expected[name]) for name in expected) and not caplog.records
+    monkeypatch.setattr(HfSource, "has", lambda source, name: not name.endswith("up_proj.weight"))
     backend = FsdpBackend(backend_config(folder), 0, 1)
     found = weights_of(backend)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
