@@ -11,8 +11,7 @@ from ...codecs.integers import ceil_div
 from .config import TrainerConfig
 
 MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
-"""Values of `model_type` in a config.json whose models can be split over tensor-parallel ranks. The backend `megatron`
-trains only models of these types."""
+"""Values of `model_type` in a config.json of the models that the backend `megatron` trains."""
 
 BIASED_TYPES = ("deepseek_v3", "glm4_moe", "dots1")
 """Values of `model_type` whose routers have a bias for each expert that `trainer.moe.bias_update_rate` can move."""
@@ -58,10 +57,10 @@ def check_split(trainer: TrainerConfig, model: Any) -> None:
             f"trainer.backend: got 'megatron', expected 'fsdp' for a model of type {kind!r}, because megatron trains "
             f"only models of the types {', '.join(MODEL_TYPES)}"
         )
-    if trainer.backend == "fsdp" and trainer.tp > 1 and kind not in (None, *MODEL_TYPES):
+    if trainer.backend == "fsdp" and trainer.tp > 1 and kind is not None and not _declares_tp_plan(kind):
         raise ValueError(
-            f"trainer.tp: got {trainer.tp}, expected 1 for a model of type {kind!r}, because only models of the types "
-            f"{', '.join(MODEL_TYPES)} can be split"
+            f"trainer.tp: got {trainer.tp}, expected 1 for a model of type {kind!r}, because transformers declares no "
+            "tensor-parallel plan for it"
         )
     for key, ranks, name in _divisions(trainer, model):
         size = getattr(model, name, None)
@@ -84,6 +83,16 @@ def check_split(trainer: TrainerConfig, model: Any) -> None:
     _check_balance(trainer, model)
     if trainer.backend == "megatron":
         _check_experts(trainer, model)
+
+
+def _declares_tp_plan(kind: str) -> bool:
+    """Return whether transformers declares how models of this type are split over tensor-parallel ranks."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # Only a mesh with tp > 1 waits for it.
+
+    if kind not in CONFIG_MAPPING:
+        return False
+    own = CONFIG_MAPPING[kind]
+    return any(getattr(part, "base_model_tp_plan", None) for part in (own, *own.sub_configs.values()))
 
 
 def _check_balance(trainer: TrainerConfig, model: Any) -> None:

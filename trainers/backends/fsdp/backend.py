@@ -25,11 +25,13 @@ from ..throughput import flop_model
 from ..train_step import build_adamw, local_gradients, scale_, square_norm
 from ..weight_stream import OwnPiece
 from .causal_lm import CausalLM, half_parameters, halve_parameters, use_closed_form_norms
+from .expert_parallel import holds_experts
 from .hf_routers import balance_experts, replay_routers, router_biases
 from .output_checks import head_of
 from .row_checks import check_rows
 from .sharding import (
     WeightSource,
+    build_expert_mesh,
     build_mesh,
     fill,
     give_back,
@@ -57,6 +59,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
             raise RuntimeError(f"fsdp backend: it needs a default process group of {world} ranks before it is built")
         super().__init__(config, rank, world)
         self._mesh = build_mesh(config.topology, self._device)
+        self._expert_mesh = build_expert_mesh(config.topology, self._device)
         self._tp = None if self._mesh is None or config.topology.tp == 1 else self._mesh["tp"].get_group()
         source = open_source(config.model, config.attention)
         self._packed = False
@@ -198,7 +201,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         """
         topology = self._topology
         reshard = self._config.trainer.reshard_after_forward
-        spread(module, self._mesh, self._device, half=self._half, offload=offload, reshard=reshard)
+        spread(module, self._mesh, self._expert_mesh, self._device, half=self._half, offload=offload, reshard=reshard)
         fill(module, source, topology, self._rank, self._device, host=offload and self._mesh is not None)
         return module
 
@@ -222,7 +225,8 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         params = list(self._policy.parameters())
         grads = local_gradients(params)
         # Gradients that are the same on all tensor-parallel ranks count once, on the first of them.
-        own = grads if self._place.tp == 0 else local_gradients(p for p in params if split_dim(p) is not None)
+        apart = (p for p in params if split_dim(p) is not None or holds_experts(p))
+        own = grads if self._place.tp == 0 else local_gradients(apart)
         square = square_norm(own, self._device)
         if self._tp is not None:
             dist.all_reduce(square, group=self._tp)

@@ -22,12 +22,14 @@ from ....actors.train.topology import Place, Topology
 from ..hf_model import HfSource, load_causal_lm
 from ..weight_stream import Cut, Piece, SpreadWeight, cut_box
 from .causal_lm import CausalLM
+from .expert_parallel import distribute_experts, holds_experts
 from .hf_routers import router_biases
 from .tensor_parallel import split_dim, split_over
 
 
 def build_mesh(topology: Topology, device: torch.device) -> DeviceMesh | None:
-    """Build the device mesh with dimensions "dp" and "tp", in the rank order of `Topology`.
+    """Build the device mesh with dimensions "dp" and "tp", in the rank order of `Topology`. The ranks of "dp" shard the
+    weights between them.
 
     Returns None for a single rank, which has no process group.
     """
@@ -36,16 +38,26 @@ def build_mesh(topology: Topology, device: torch.device) -> DeviceMesh | None:
     return init_device_mesh(device.type, (topology.dp, topology.tp), mesh_dim_names=("dp", "tp"))
 
 
+def build_expert_mesh(topology: Topology, device: torch.device) -> DeviceMesh | None:
+    """Build the device mesh of the experts, with dimensions "edp" and "ep". The ranks of "ep" have different experts,
+    those of "edp" shard the same ones. Returns None without expert parallelism."""
+    if topology.ep == 1:
+        return None
+    sizes = (topology.world // topology.ep, topology.ep)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("edp", "ep"))
+
+
 def spread(
     module: CausalLM,
     mesh: DeviceMesh | None,
+    expert_mesh: DeviceMesh | None,
     device: torch.device,
     *,
     half: bool,
     offload: bool,
     reshard: bool,
 ) -> CausalLM:
-    """Split `module` over the tensor-parallel ranks, then shard it over the data-parallel ranks, in place.
+    """Split `module` over the tensor- and expert-parallel ranks, then shard it over the data-parallel ranks, in place.
 
     Each decoder layer is sharded by its own call of FSDP's `fully_shard`, and one more call shards the rest of the
     module. With `half` the module computes in bfloat16. With `offload` shards are kept in host memory between uses.
@@ -56,14 +68,18 @@ def spread(
     """
     if mesh is None:
         return module
-    if mesh["tp"].size() > 1:
-        split_over(module, mesh["tp"])
+    tp = mesh["tp"].size() > 1
+    if tp:
+        split_over(module, mesh["tp"], with_experts=expert_mesh is None)
+    experts = []
+    if expert_mesh is not None:
+        experts = distribute_experts(module, expert_mesh["ep"], mesh["tp"].get_group() if tp else None)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     host = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for part in (*module.layers(), module):
+    for part in (*experts, *module.layers(), module):
         sharded = fully_shard(
             part,
-            mesh=mesh["dp"],
+            mesh=expert_mesh["edp"] if expert_mesh is not None and part in experts else mesh["dp"],
             mp_policy=precision if half else MixedPrecisionPolicy(),
             offload_policy=host if offload else OffloadPolicy(),
             reshard_after_forward=None if reshard else False,  # None makes FSDP reshard all modules except the root.
@@ -108,9 +124,8 @@ def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtyp
         SpreadWeight(name, bias.dtype, tuple(bias.shape), (Piece(0),)) for name, bias in router_biases(model).items()
     ]
     for name, param in model.named_parameters():
-        places = [
-            Place(dp, tp) for tp in range(1 if split_dim(param) is None else topology.tp) for dp in range(topology.dp)
-        ]
+        alike = split_dim(param) is None and not holds_experts(param)
+        places = [Place(dp, tp) for tp in range(1 if alike else topology.tp) for dp in range(topology.dp)]
         pieces = tuple(Piece(topology.rank(place), own_cuts(param, topology, place)) for place in places)
         kind = dtype if param.is_floating_point() else param.dtype
         found.append(SpreadWeight(name, kind, tuple(param.shape), pieces))
@@ -119,6 +134,10 @@ def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtyp
 
 def own_cuts(param: torch.Tensor, topology: Topology, place: Place) -> tuple[Cut, ...]:
     """Return the cuts that turn a whole parameter into the piece that the rank at `place` holds after `spread`."""
+    if holds_experts(param):
+        edp, ep = divmod(topology.rank(place), topology.ep)
+        cuts = (Cut(0, topology.ep, ep), Cut(0, topology.world // topology.ep, edp))
+        return tuple(cut for cut in cuts if cut.num > 1)
     tp_dim = split_dim(param)
     # FSDP2 splits each tensor-parallel part along dimension 0.
     tp = Cut(tp_dim or 0, topology.tp if tp_dim is not None else 1, place.tp)

@@ -1,0 +1,149 @@
+"""Distributes the experts of a HF model over ranks, to which each token is sent for the experts that it has chosen.
+
+Ranks have different tokens (data- and context-parallel ranks), or the same ones (tensor-parallel ranks, of which each
+then takes a part). A token goes to the ranks of its experts by one all-to-all, and the experts' answers come back by
+another (GShard, Lepikhin et al. 2020, arXiv:2006.16668). The experts themselves are computed by transformers' own
+function for experts, which is a grouped matrix product where torch has one. Every rank computes with all tokens that
+chose its experts, so the gradients of its experts are complete but for ranks that hold the same experts.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .causal_lm import CausalLM
+from .tensor_parallel import ExpertsPart, local_part, share_out, split
+
+
+def find_experts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that hold all experts of a layer, stacked along dimension 0, and send tokens to them."""
+    return [child for child in model.modules() if _takes_routes(child) and _stacked(child)]
+
+
+def _takes_routes(module: nn.Module) -> bool:
+    """Return whether a module is called with tokens, the experts that they have chosen, and these experts' weights."""
+    return len(inspect.signature(type(module).forward).parameters) == 4
+
+
+def _stacked(module: nn.Module) -> bool:
+    params = list(module.parameters(recurse=False))
+    return len({len(param) for param in params}) == 1 and any(param.ndim == 3 for param in params)
+
+
+def distribute_experts(module: CausalLM, mesh: DeviceMesh, same_tokens: dist.ProcessGroup | None) -> list[nn.Module]:
+    """Give each rank of the one-dimensional `mesh` an equal part of the experts of `module`, in place.
+
+    same_tokens: the ranks that compute with the same tokens; None if there are none. Before the call, all ranks hold
+    the same whole weights. Returns the modules of experts. Raises ValueError, naming `trainer.ep`, if the model has no
+    experts that can be distributed, or if their number is not divisible.
+    """
+    found = find_experts(module.model)
+    if not found:
+        raise ValueError(
+            f"trainer.ep: got {mesh.size()}, expected 1 for {type(module.model).__name__}, which has no module of "
+            "experts that takes tokens and their choice of experts"
+        )
+    for experts in found:
+        count = len(next(experts.parameters()))
+        if count % mesh.size():
+            raise ValueError(f"trainer.ep: got {mesh.size()}, expected a divisor of the model's {count} experts")
+        split(experts, mesh, 0)
+        experts.forward = functools.partial(_forward, experts, mesh.get_group(), same_tokens)
+    return found
+
+
+def holds_experts(param: torch.Tensor) -> bool:
+    """Return whether `param` holds the experts of one rank, which other ranks of the mesh do not have."""
+    return isinstance(param, DTensor) and "ep" in (param.device_mesh.mesh_dim_names or ())
+
+
+def _forward(
+    experts: nn.Module,
+    group: dist.ProcessGroup,
+    same_tokens: dist.ProcessGroup | None,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Compute the experts' contribution to all tokens. hidden_states: `[T, H]`. top_k_index: the experts of each token,
+    int64 `[T, k]`. top_k_weights: their weights, `[T, k]`. Returns `[T, H]`. Collective."""
+    if same_tokens is None:
+        return _dispatch(experts, group, hidden_states, top_k_index, top_k_weights)
+    tokens = len(hidden_states)
+    parts: Any = [share_out(part, same_tokens) for part in (hidden_states, top_k_index, top_k_weights)]
+    out = _dispatch(experts, group, *parts)
+    return _Join.apply(out, same_tokens)[:tokens]
+
+
+def _dispatch(
+    experts: nn.Module,
+    group: dist.ProcessGroup,
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    weights_of = {name: local_part(param) for name, param in experts.named_parameters(recurse=False)}
+    count = len(next(iter(weights_of.values())))
+    chosen, top_k = index.flatten(), index.shape[1]
+    order = chosen.argsort(stable=True)
+    sent = torch.bincount(chosen, minlength=count * group.size()).view(group.size(), count)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    to_send, to_receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+    tokens: Any = _Exchange.apply(hidden[order // top_k], to_receive, to_send, group)
+    expert = torch.arange(count, device=index.device).repeat(group.size())
+    expert = expert.repeat_interleave(received.flatten(), output_size=sum(to_receive))
+    # One more token of zeros ensures that each rank has gradients of all its experts, which others may wait for.
+    tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
+    expert = torch.cat([expert, expert.new_zeros(1)])
+    forward: Any = type(experts).forward
+    part = ExpertsPart(experts, num_experts=count, **weights_of)
+    out = forward(part, tokens, expert[:, None], tokens.new_ones(len(tokens), 1))[:-1]
+    back: Any = _Exchange.apply(out, to_send, to_receive, group)
+    unsorted = torch.empty_like(back).index_copy(0, order, back).view(len(hidden), top_k, -1)
+    return (unsorted * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends `to_send[i]` rows of a tensor to rank i, and receives `to_receive[i]` rows from it. Backward sends the
+    gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, to_receive: list[int], to_send: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sizes, ctx.group = (to_send, to_receive), group
+        return _exchange(rows, to_receive, to_send, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchange(grads[0], *ctx.sizes, ctx.group), None, None, None
+
+
+def _exchange(rows: torch.Tensor, to_receive: list[int], to_send: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    got = rows.new_empty(sum(to_receive), *rows.shape[1:])
+    dist.all_to_all_single(got, rows.contiguous(), to_receive, to_send, group=group)
+    return got
+
+
+class _Join(torch.autograd.Function):
+    """Joins the ranks' rows. All ranks then compute the same, so backward keeps a rank's own rows of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group, ctx.count = group, len(rows)
+        parts = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, rows.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0].narrow(0, ctx.group.rank() * ctx.count, ctx.count), None
