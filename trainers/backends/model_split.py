@@ -35,7 +35,7 @@ def mesh_problems(trainer: TrainerConfig) -> list[str]:
         problems.append(
             "trainer.sequence_parallel: got true with trainer.tp=1, expected false, because there is only one rank"
         )
-    if megatron and trainer.cp > 1 and trainer.packing not in ("auto", "packed"):
+    if trainer.backend != "scripted" and trainer.cp > 1 and trainer.packing not in ("auto", "packed"):
         problems.append(
             f"trainer.packing: got {trainer.packing!r} with trainer.cp={trainer.cp}, expected 'packed', because only "
             "packed rows are split by tokens"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,6 +69,11 @@ class RowLayout:
     owners: torch.Tensor | None = None
     """Row of each token in the order of `input_ids`, flattened, int64 `[N * L or S]`; -1 at padding. None unless
     requested."""
+    plan: Any = None
+    """`AttentionPlan` of rows that are split over context-parallel ranks; None for whole rows."""
+    whole_index: torch.Tensor | None = None
+    """Position of each wanted token in packed columns of whole rows, int64 `[T]`; None for whole rows, where it is
+    `index`."""
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

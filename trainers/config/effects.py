@@ -206,7 +206,8 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "loss.kl_in": (MODEL_BACKENDS, WITH_KL),
     "loss.entropy_coef": (MODEL_BACKENDS,),
     "model.attention": (HF_MODELS,),
-    **{f"trainer.{name}": (MEGATRON,) for name in ("pp", "cp", "ep", "sequence_parallel", "distributed_optimizer")},
+    **{f"trainer.{name}": (MEGATRON,) for name in ("pp", "sequence_parallel", "distributed_optimizer")},
+    **{f"trainer.{name}": (MODEL_BACKENDS,) for name in ("cp", "ep")},
     **{f"trainer.{name}": (_is("trainer.backend", "fsdp"),) for name in ("offload", "head", "reshard_after_forward")},
     **{
         f"trainer.{name}": (MODEL_BACKENDS,)

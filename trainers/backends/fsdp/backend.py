@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,19 +13,20 @@ from torch.distributed.fsdp import FSDPModule
 
 from ....actors.engines.hf.positions import fix_rotary_length
 from ....actors.protocols import MicroBatch
-from ....codecs.batch import Batch
 from ..checkpoint_files import training_state
 from ..config import BackendConfig
 from ..expert_balance import ExpertBalance
 from ..layers import compile_layers, recompute_layers
 from ..model_backend import ModelBackend
 from ..model_split import check_split, resolved_packing
+from ..packed_rows import sum_rows, whole_counts
 from ..router_replay import RouterReplay, route_spec
 from ..row_layout import RowLayout, exactly, lay_out
 from ..throughput import flop_model
 from ..train_step import build_adamw, local_gradients, scale_, square_norm
 from ..weight_stream import OwnPiece
 from .causal_lm import CausalLM, half_parameters, halve_parameters, use_closed_form_norms
+from .context_parallel import check_context, require_splittable, split_rows
 from .expert_parallel import holds_experts
 from .hf_routers import balance_experts, replay_routers, router_biases
 from .output_checks import head_of
@@ -33,6 +35,7 @@ from .sharding import (
     WeightSource,
     build_expert_mesh,
     build_mesh,
+    context_group,
     fill,
     give_back,
     give_back_unfinished,
@@ -60,6 +63,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         super().__init__(config, rank, world)
         self._mesh = build_mesh(config.topology, self._device)
         self._expert_mesh = build_expert_mesh(config.topology, self._device)
+        self._cp = context_group(config.topology, self._device)
         self._tp = None if self._mesh is None or config.topology.tp == 1 else self._mesh["tp"].get_group()
         source = open_source(config.model, config.attention)
         self._packed = False
@@ -85,6 +89,8 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
             longest=min(config.context or 0, config.trainer.tokens_per_microbatch),
             budget=config.trainer.tokens_per_microbatch,
         )
+        if self._cp is not None:
+            self._split_rows(self._cp)
         if config.trainer.compile:
             compile_layers(layers)
         recompute_layers(layers, config.trainer.recompute, config.trainer.recompute_layers)
@@ -100,6 +106,21 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         replay = RouterReplay(self._config.router_replay, spec, range(len(spec.layers)), self._device)
         replay_routers(policy.model, replay)
         return replay
+
+    def _split_rows(self, group: dist.ProcessGroup) -> None:
+        """Split rows over the context-parallel ranks `group` from now on. Collective."""
+        for module in filter(None, (self._policy, self._reference)):
+            require_splittable(module.model, group.size())
+            check_context(
+                module,
+                self._topology,
+                self._place,
+                group,
+                self._precision(module),
+                device=self._device,
+                half=self._half,
+                longest=min(self._config.context or 0, self._config.trainer.tokens_per_microbatch),
+            )
 
     # ---------------- These methods run one train step.
 
@@ -148,14 +169,14 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         model, replay = (self._reference, None) if reference else (self._policy, self._replay)
         assert model is not None
         try:
-            return [self._logprobs(model, replay, micro.batch, temperature) for micro in exactly(micros, count)]
+            return [self._logprobs(model, replay, micro, temperature) for micro in exactly(micros, count)]
         finally:
             give_back(model)  # No backward pass needs the gathered weights.
 
     def _measure_all(self, replay: RouterReplay, micros: Iterable[MicroBatch], count: int, temperature: float) -> None:
         try:
             for micro in exactly(micros, count):
-                self._measure(replay, micro, self._lay_out(micro.batch, replay), temperature)
+                self._measure(replay, micro, self._lay_out(micro, replay), temperature)
         finally:
             give_back(self._policy)
 
@@ -207,7 +228,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
 
     def _accumulate(self, micro: MicroBatch) -> None:
         with self._step.accumulating() as temperature:
-            layout = self._lay_out(micro.batch, self._replay)
+            layout = self._lay_out(micro, self._replay)
             if self._replay is not None and self._replay.take_measurement():
                 self._measure(self._replay, micro, layout, temperature)
             with (
@@ -216,8 +237,14 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
                 self._balancing(micro, layout.owners),
             ):
                 logprobs, entropy = self._policy(layout, temperature, self._entropy)
-                tokens, counted = layout.row_tokens, micro.lengths
-                self._add_loss(micro, layout, tokens, logprobs, entropy, counted=counted).backward()
+                tokens, counted, reduce_rows = layout.row_tokens, micro.lengths, None
+                if self._cp is not None:
+                    tokens, reduce_rows = whole_counts(tokens, self._cp, self._device), partial(sum_rows, self._cp)
+                    # Context-parallel ranks share their rows, so only the first of them counts rows.
+                    counted = micro.lengths if self._place.cp == 0 else micro.lengths[:0]
+                self._add_loss(
+                    micro, layout, tokens, logprobs, entropy, counted=counted, reduce_rows=reduce_rows
+                ).backward()
 
     def _finish(self) -> dict[str, float]:
         if self._tp is not None:
@@ -244,12 +271,13 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         self._clear()
         return metrics
 
-    def _lay_out(self, batch: Batch, replay: RouterReplay | None) -> RowLayout:
-        routes, mark = (None, 0) if replay is None else (replay.read(batch), replay.spec.mark)
-        with_owners = self._balance is not None
-        layout = lay_out(
-            batch, self._device, packed=self._packed, routes=routes, missing_route=mark, with_owners=with_owners
-        )
+    def _lay_out(self, micro: MicroBatch, replay: RouterReplay | None) -> RowLayout:
+        routes, mark = (None, 0) if replay is None else (replay.read(micro.batch), replay.spec.mark)
+        given: Any = {"routes": routes, "missing_route": mark, "with_owners": self._balance is not None}
+        if self._cp is not None:
+            layout = split_rows(micro, self._topology, self._place, self._device, **given)
+        else:
+            layout = lay_out(micro.batch, self._device, packed=self._packed, **given)
         if self._reach is not None and layout.longest >= self._reach:  # `longest` leaves out each row's last token.
             raise ValueError(
                 f"microbatch: got a row of {layout.longest + 1} tokens, expected at most {self._reach}, the context "
@@ -257,11 +285,18 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
             )
         return layout
 
-    def _logprobs(self, model: CausalLM, replay: RouterReplay | None, batch: Batch, temperature: float) -> torch.Tensor:
-        layout = self._lay_out(batch, replay)
+    def _logprobs(
+        self, model: CausalLM, replay: RouterReplay | None, micro: MicroBatch, temperature: float
+    ) -> torch.Tensor:
+        layout = self._lay_out(micro, replay)
         with _replaying(replay, layout):
             values = self._predict(model, layout, temperature)
-        result = torch.zeros(len(batch.jagged("input_ids").values), dtype=torch.float32)
+        if self._cp is not None:  # The sum over the ranks has the log-probs of whole rows.
+            column = torch.zeros(int(micro.lengths.sum()), dtype=torch.float32, device=self._device)
+            column[layout.whole_index] = values
+            dist.all_reduce(column, group=self._cp)
+            return column.cpu()
+        result = torch.zeros(len(micro.batch.jagged("input_ids").values), dtype=torch.float32)
         result[layout.index] = values.cpu()
         return result
 

@@ -52,9 +52,11 @@ class CausalLM(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the log-probs and entropies of the layout's wanted tokens, as `token_logprobs` returns them. Wanted
         are tokens whose log-probs are computed."""
-        places = {}
+        places: dict[str, Any] = {}
         if layout.position_ids is not None:
-            places = {"position_ids": layout.position_ids, "row_ends": layout.ends, "longest_row": layout.longest}
+            places = {"position_ids": layout.position_ids}
+            split = layout.plan is not None
+            places |= {"plan": layout.plan} if split else {"row_ends": layout.ends, "longest_row": layout.longest}
         if self._selected:
             hidden = self.model.base_model(input_ids=layout.input_ids, use_cache=False, **places).last_hidden_state
             layer = self.model.get_output_embeddings()

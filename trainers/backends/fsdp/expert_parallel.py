@@ -80,7 +80,7 @@ def _forward(
     tokens = len(hidden_states)
     parts: Any = [share_out(part, same_tokens) for part in (hidden_states, top_k_index, top_k_weights)]
     out = _dispatch(experts, group, *parts)
-    return _Join.apply(out, same_tokens)[:tokens]
+    return _Join.apply(out, same_tokens)[:tokens].clone()  # FSDP warns of views.
 
 
 def _dispatch(

@@ -73,10 +73,10 @@ def check_rows(
         alone, near = run.alone(), run.beside()
         size = 1 + alone.abs().mean()
         differs = packed and not torch.equal(near, run.beside(changed=1))
-        far, differs = _on_any_rank((alone - near).abs().mean() > TOLERANCE[dtype] * size, differs, device=device)
+        far, differs = on_any_rank((alone - near).abs().mean() > TOLERANCE[dtype] * size, differs, device=device)
         if differs and not far and any("expert" in name and value for name, value in config.items()):
             rounding = max(ROUNDING[dtype] * size, NOISE * max(run.changes(first=True)))
-            [differs] = _on_any_rank(min(run.changes()) > rounding, device=device)
+            [differs] = on_any_rank(min(run.changes()) > rounding, device=device)
     if far or differs:
         raise ValueError(_sentence(type(module.model).__name__, packed))
 
@@ -148,7 +148,7 @@ class _Rows:
         return values[start : start + len(rows[index]) - 1]
 
 
-def _on_any_rank(*flags: bool | torch.Tensor, device: torch.device) -> list[bool]:
+def on_any_rank(*flags: bool | torch.Tensor, device: torch.device) -> list[bool]:
     """Return for each flag whether it is true on any rank. Collective."""
     found = torch.tensor([float(flag) for flag in flags], device=device)
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -29,13 +30,22 @@ from .tensor_parallel import split_dim, split_over
 
 def build_mesh(topology: Topology, device: torch.device) -> DeviceMesh | None:
     """Build the device mesh with dimensions "dp" and "tp", in the rank order of `Topology`. The ranks of "dp" shard the
-    weights between them.
+    weights between them: all data- and context-parallel ranks.
 
     Returns None for a single rank, which has no process group.
     """
     if topology.world == 1:
         return None
-    return init_device_mesh(device.type, (topology.dp, topology.tp), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(device.type, (topology.dp * topology.cp, topology.tp), mesh_dim_names=("dp", "tp"))
+
+
+def context_group(topology: Topology, device: torch.device) -> dist.ProcessGroup | None:
+    """Return the group of this rank's context-parallel ranks, which have parts of the same rows; None without context
+    parallelism. Collective."""
+    if topology.cp == 1:
+        return None
+    sizes = (topology.dp, topology.cp, topology.tp)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("replica", "cp", "tp"))["cp"].get_group()
 
 
 def build_expert_mesh(topology: Topology, device: torch.device) -> DeviceMesh | None:
@@ -125,7 +135,8 @@ def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtyp
     ]
     for name, param in model.named_parameters():
         alike = split_dim(param) is None and not holds_experts(param)
-        places = [Place(dp, tp) for tp in range(1 if alike else topology.tp) for dp in range(topology.dp)]
+        replicas = [(dp, cp) for dp in range(topology.dp) for cp in range(topology.cp)]
+        places = [Place(dp, tp, cp) for tp in range(1 if alike else topology.tp) for dp, cp in replicas]
         pieces = tuple(Piece(topology.rank(place), own_cuts(param, topology, place)) for place in places)
         kind = dtype if param.is_floating_point() else param.dtype
         found.append(SpreadWeight(name, kind, tuple(param.shape), pieces))
@@ -141,7 +152,8 @@ def own_cuts(param: torch.Tensor, topology: Topology, place: Place) -> tuple[Cut
     tp_dim = split_dim(param)
     # FSDP2 splits each tensor-parallel part along dimension 0.
     tp = Cut(tp_dim or 0, topology.tp if tp_dim is not None else 1, place.tp)
-    return tuple(cut for cut in (tp, Cut(0, topology.dp, place.dp)) if cut.num > 1)
+    dp = Cut(0, topology.dp * topology.cp, place.dp * topology.cp + place.cp)
+    return tuple(cut for cut in (tp, dp) if cut.num > 1)
 
 
 def own_piece(param: torch.Tensor) -> torch.Tensor:

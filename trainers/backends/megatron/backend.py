@@ -19,6 +19,7 @@ from ..hf_model import HfSource
 from ..layers import compile_layers, recompute_layers, uncompiled
 from ..model_backend import ModelBackend
 from ..model_split import resolved_packing
+from ..packed_rows import PackedRows, pack_rows, sum_rows, whole_counts
 from ..router_replay import route_spec
 from ..row_layout import exactly
 from ..throughput import flop_model
@@ -40,7 +41,6 @@ from .mesh import clear_scratch, global_groups, open_mesh
 from .model import build_model
 from .pieces import OwnPieces, TrainingState, spread_weights
 from .pipeline import OpenPipeline
-from .rows import PackedRows, pack_rows, sum_rows, whole_counts
 from .without_cuda import megatron_calls
 
 

@@ -1,4 +1,4 @@
-"""Packs rows for a Megatron model into one sequence of padded rows, or a context-parallel rank's part of it.
+"""Packs rows into one sequence of padded rows, or a context-parallel rank's part of it, for both backends.
 
 Every row is padded to a multiple of `Topology.pad_multiple` tokens or, without packing, to the padded length of the
 longest row. With context parallelism each row is cut into 2 * cp chunks, of which this rank computes two (see
@@ -14,12 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ....actors.protocols import MicroBatch
-from ....actors.train.topology import Place, Topology
-from ....codecs.integers import exclusive_cumsum, round_up
-from ....codecs.tokens.packed_rows import chunks
-from ..row_layout import to_device
-from .modules import AttentionPlan, plan_attention, runs
+from ...actors.protocols import MicroBatch
+from ...actors.train.topology import Place, Topology
+from ...codecs.integers import exclusive_cumsum, round_up
+from ...codecs.tokens.packed_rows import chunks
+from .context_attention import AttentionPlan, plan_attention, runs
+from .row_layout import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def pack_rows(
     missing_route: int = 0,
     with_owners: bool = False,
 ) -> PackedRows:
-    """Pack this rank's part of a microbatch into one sequence, the input of a Megatron model.
+    """Pack this rank's part of a microbatch into one sequence, the input of a model.
 
     routes: routes of the tokens of the batch, `[tokens, layers, k]`, or None. missing_route: value of every entry of a
     missing route. with_owners: true to fill `owners`.
