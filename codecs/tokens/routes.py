@@ -44,7 +44,8 @@ def num_experts(model: Any) -> int:
     model: a HF config, or an object with the content of a config.json as attributes. Models like DeepSeek-V3 count
     shared experts separately and call the others routed.
     """
-    return getattr(model, "num_experts", None) or getattr(model, "n_routed_experts", None) or 0
+    names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+    return next((count for name in names if (count := getattr(model, name, None))), 0)
 
 
 def is_expert_layer(model: Any, layer: int) -> bool:
@@ -54,9 +55,19 @@ def is_expert_layer(model: Any, layer: int) -> bool:
     """
     if not num_experts(model) or layer in (getattr(model, "mlp_only_layers", None) or ()):
         return False
-    if layer < (getattr(model, "first_k_dense_replace", None) or 0):
+    if kinds := getattr(model, "mlp_layer_types", None):
+        return kinds[layer] == "sparse"
+    if (listed := getattr(model, "moe_layers", None)) is not None:
+        return layer in listed
+    first = getattr(model, "first_k_dense_replace", None) or getattr(model, "num_dense_layers", None) or 0
+    first = getattr(model, "moe_layer_start_index", None) or first
+    last = getattr(model, "moe_layer_end_index", None)
+    if layer < first or (last is not None and 0 <= last < layer):
         return False
-    return (layer + 1) % (getattr(model, "decoder_sparse_step", None) or 1) == 0
+    if period := getattr(model, "expert_layer_period", None):
+        return layer % period == model.expert_layer_offset
+    step = getattr(model, "decoder_sparse_step", None) or getattr(model, "moe_layer_interval", None) or 1
+    return (layer + 1) % step == 0
 
 
 def expert_layers(model: Any) -> tuple[int, ...]:
@@ -91,7 +102,8 @@ class RouteSpec:
         layers = expert_layers(model)
         if not layers:
             return None
-        return RouteSpec(layers, int(model.num_experts_per_tok), num_experts(model), int(model.num_hidden_layers))
+        top_k = getattr(model, "num_experts_per_tok", None) or model.moe_k
+        return RouteSpec(layers, int(top_k), num_experts(model), int(model.num_hidden_layers))
 
     @property
     def trailing(self) -> tuple[int, int]:

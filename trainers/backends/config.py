@@ -44,22 +44,25 @@ class TrainerConfig(Section):
     """Settings of the train workers: their mesh, their memory, and their optimizer (AdamW, arXiv:1711.05101)."""
 
     backend: Literal["fsdp", "megatron", "scripted"] = "fsdp"
-    """Backend that trains the model. `fsdp` trains Hugging Face models with FSDP2 and tensor parallelism. `megatron`
-    uses megatron-core and supports every kind of parallelism. `scripted` has no model; it reads its rows and then
-    sleeps for the times that the section `scripted` sets."""
+    """Backend that trains the model. `fsdp` trains any causal language model of transformers with FSDP2, and with the
+    kinds of parallelism that the model supports (see the table of models). `megatron` uses megatron-core, which also
+    has pipeline parallelism, for the types of models that the same table names. `scripted` has no model; it reads its
+    rows and then sleeps for the times that the section `scripted` sets."""
     dp: Count = 1
     """Number of data-parallel replicas, each of which trains on a share of the step's rows. There are dp x tp x cp x pp
     train workers."""
     tp: Count = 1
     """Number of tensor-parallel ranks, which split each layer between them. It must divide the model's numbers of
-    attention heads and of key-value heads, and the width of its MLP."""
+    attention heads and of key-value heads, and the width of its MLP. `fsdp` splits a model by the plan that
+    transformers declares for it, and refuses a model without one."""
     pp: Count = 1
     """Number of pipeline stages, each of which holds a part of the layers."""
     cp: Count = 1
-    """Number of context-parallel ranks, which split each row's tokens between them."""
+    """Number of context-parallel ranks, which split each row's tokens between them. Rows are then packed. `fsdp`
+    refuses models with layers that look across tokens by other means than attention."""
     ep: Count = 1
     """Number of expert-parallel ranks, over which the experts of a model are distributed. They are taken from the dp x
-    tp x cp ranks and are not additional ones."""
+    tp x cp ranks and are not additional ones. Tokens are sent to the ranks of their experts."""
     sequence_parallel: bool = False
     """If true, each tensor-parallel rank computes the norms only for its share of the tokens."""
     distributed_optimizer: bool = True

@@ -35,7 +35,7 @@ from ...codecs.tokens.routes import RouteSpec
 from ..losses.aggregation import Aggregation
 from .config import BackendConfig, MoeConfig
 from .layers import uncompiled
-from .row_layout import to_device
+from .rows.row_layout import to_device
 from .train_step import StepTotals
 
 ScoreKind = Literal["softmax", "sigmoid"]

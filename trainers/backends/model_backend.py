@@ -22,7 +22,7 @@ from .expert_balance import ExpertBalance
 from .hf_model import collect, export_dtypes, write_folder
 from .residence import Residence, own_device
 from .router_replay import RouterReplay, require_replay
-from .row_layout import loss_inputs
+from .rows.row_layout import loss_inputs
 from .throughput import FlopModel, StepMeter
 from .train_step import TrainStep
 from .vocab.logprobs import Entropy

@@ -81,8 +81,7 @@ def check_split(trainer: TrainerConfig, model: Any) -> None:
                 "whose attention counts the tokens of earlier rows too"
             )
     _check_balance(trainer, model)
-    if trainer.backend == "megatron":
-        _check_experts(trainer, model)
+    _check_experts(trainer, model)
 
 
 def _declares_tp_plan(kind: str) -> bool:
@@ -123,7 +122,7 @@ def _divisions(trainer: TrainerConfig, model: Any) -> Iterator[tuple[str, int, s
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         yield "tp", trainer.tp, name
     if trainer.backend == "fsdp":
-        yield "tp", trainer.tp, "num_experts"
+        yield "ep" if trainer.ep > 1 else "tp", max(trainer.ep, trainer.tp if trainer.ep == 1 else 1), "num_experts"
         return
     yield "pp", trainer.pp, "num_hidden_layers"
     if has_experts(model):
@@ -132,15 +131,15 @@ def _divisions(trainer: TrainerConfig, model: Any) -> Iterator[tuple[str, int, s
 
 
 def _check_experts(trainer: TrainerConfig, model: Any) -> None:
-    """Raise ValueError when Megatron's mesh does not suit a model with experts, or a model without them. The mesh is
-    that of `trainer`.
+    """Raise ValueError when the mesh of `trainer` does not suit a model with experts, or a model without them.
 
-    `ep` > 1 needs a model with experts. A model with experts needs `sequence_parallel` when `tp` > 1.
+    `ep` > 1 needs a model with experts. With megatron, a model with experts needs `sequence_parallel` when `tp` > 1.
     """
     known = getattr(model, "num_hidden_layers", None) is not None
     if trainer.ep > 1 and known and not has_experts(model):
         raise ValueError(f"trainer.ep: got {trainer.ep}, expected 1 for a model without experts")
-    if trainer.tp > 1 and not trainer.sequence_parallel and has_experts(model):
+    megatron = trainer.backend == "megatron"
+    if megatron and trainer.tp > 1 and not trainer.sequence_parallel and has_experts(model):
         raise ValueError(
             "trainer.sequence_parallel: got false, expected true for a model with experts and trainer.tp > 1"
         )

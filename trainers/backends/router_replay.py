@@ -191,6 +191,11 @@ class RouterReplay:
 
     # ---------------- These methods belong to one pass of the model.
 
+    @property
+    def running(self) -> bool:
+        """Whether the current pass has routes."""
+        return self._routes is not None
+
     @contextmanager
     def replaying(self, routes: torch.Tensor | None) -> Iterator[None]:
         """Context in which the routers use `routes`, `[T, layers, k]`, where T counts the tokens of the pass. `routes`

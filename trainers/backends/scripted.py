@@ -13,7 +13,7 @@ from ...actors.protocols import MicroBatch, OffloadReport
 from .checkpoint_files import Checkpointer, draft_of, publish, start_draft
 from .config import BackendConfig
 from .residence import Residence, own_device
-from .row_layout import exactly
+from .rows.row_layout import exactly
 
 NUM_WEIGHTS = 4
 WEIGHT_SIZE = 256

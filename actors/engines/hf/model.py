@@ -23,7 +23,7 @@ from ..config import Attention
 _FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
 # The first name is used since transformers 5.24, the second one before that.
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
-_ROUTER_SUFFIXES = ("TopKRouter", "TopkRouter")
+ROUTER_SUFFIXES = ("TopKRouter", "TopkRouter")
 """Suffixes of the names of transformers' router classes (5.23), such as Qwen3MoeTopKRouter. These classes return
 (logits, scores, indices)."""
 _CONVERTIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -111,7 +111,7 @@ class RouteRecorder:
         """Indices of the chosen experts for each layer of `spec`, `[tokens, k]`."""
         layers = model.get_decoder().layers
         for index, layer in enumerate(spec.layers):
-            routers = [part for part in layers[layer].modules() if type(part).__name__.endswith(_ROUTER_SUFFIXES)]
+            routers = [part for part in layers[layer].modules() if type(part).__name__.endswith(ROUTER_SUFFIXES)]
             if len(routers) != 1:
                 raise ValueError(
                     f"router_replay.enabled: got true with a {type(model).__name__}, expected false, because the hf "

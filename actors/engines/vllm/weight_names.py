@@ -25,7 +25,7 @@ class WeightNames:
     def __init__(self, model: str) -> None:
         """Read the model's configuration; no weights are loaded.
 
-        model: a folder or hub id. Raises ValueError if the model's checkpoint names cannot be told.
+        model: a folder or hub id. Raises ValueError if the model's checkpoint names are not known.
         """
         config = AutoConfig.from_pretrained(model)
         with torch.device("meta"):

@@ -28,7 +28,7 @@ from headrace.tests.trainers.backends.backend_ranks import (
 from headrace.trainers.backends.config import TrainerConfig
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.model_split import resolved_packing
-from headrace.trainers.backends.row_layout import lay_out
+from headrace.trainers.backends.rows.row_layout import lay_out
 
 CPU = torch.device("cpu")
 

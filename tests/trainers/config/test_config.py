@@ -127,8 +127,7 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
          "algorithm.mode: got 'pipelined', expected one of sync, streaming, async, async_streaming"),
         ("sync.dir=/weights", "sync.dir: got '/weights' with sync.transport='auto', expected it unset"),
         ("rollout.max_new_tokens=20000", "trainer.tokens_per_microbatch: got 16384, expected at least 20512"),
-        ("trainer.cp=2", "trainer.cp: got 2 with trainer.backend='fsdp', expected 1, because it has an effect only"),
-        ("trainer.pp=2", "trainer.pp: got 2 with trainer.backend='fsdp', expected 1"),
+        ("trainer.pp=2", "trainer.pp: got 2 with trainer.backend='fsdp', expected 1, because it has an effect only"),
         ("trainer.sequence_parallel=true", "trainer.sequence_parallel: got true with trainer.backend='fsdp', expected"),
         ("trainer.distributed_optimizer=false", "trainer.distributed_optimizer: got false with trainer.backend='fsdp'"),
         ("trainer.offload=true", "trainer.offload: got true with one train worker, expected false"),
@@ -255,8 +254,9 @@ def test_a_mesh_of_megatron(tmp_path: Path) -> None:
     assert found.startswith("trainer.sequence_parallel: got true with trainer.tp=1, expected false")
     [found] = file_problems(tmp_path, "trainer: {backend: megatron, ep: 2}")
     assert found.startswith("trainer.ep: got 2, expected a divisor of trainer.dp x tp x cp = 1")
-    [found] = file_problems(tmp_path, "trainer: {backend: megatron, cp: 2, packing: none}")
-    assert found.startswith("trainer.packing: got 'none' with trainer.cp=2, expected 'packed'")
+    for backend in ("megatron", "fsdp"):
+        [found] = file_problems(tmp_path, f"trainer: {{backend: {backend}, cp: 2, packing: none}}")
+        assert found.startswith("trainer.packing: got 'none' with trainer.cp=2, expected 'packed'")
     small = "trainer: {backend: megatron, tp: 2, cp: 2, packing: packed, tokens_per_microbatch: 765}"
     [found] = file_problems(tmp_path, small, "rollout.max_new_tokens=250")
     assert (

@@ -19,9 +19,9 @@ from ..expert_balance import ExpertBalance
 from ..layers import compile_layers, recompute_layers
 from ..model_backend import ModelBackend
 from ..model_split import check_split, resolved_packing
-from ..packed_rows import sum_rows, whole_counts
 from ..router_replay import RouterReplay, route_spec
-from ..row_layout import RowLayout, exactly, lay_out
+from ..rows.packed_rows import sum_rows, whole_counts
+from ..rows.row_layout import RowLayout, exactly, lay_out
 from ..throughput import flop_model
 from ..train_step import build_adamw, local_gradients, scale_, square_norm
 from ..weight_stream import OwnPiece

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from ..layers import attend_rows
-from ..row_layout import RowLayout
+from ..rows.row_layout import RowLayout
 from ..vocab.logprobs import Entropy, VocabShard, token_logprobs
 
 
@@ -69,8 +69,11 @@ class CausalLM(nn.Module):
         return token_logprobs(hidden, layout.targets, head, self.vocab, temperature=temperature, entropy=entropy)
 
     def layers(self) -> list[nn.Module]:
-        """Return the decoder layers: the modules of the classes that the model's `_no_split_modules` names, else the
-        longest list of modules. Raises ValueError when there is none."""
+        """Return the decoder layers. Raises ValueError when there are none.
+
+        They are the modules of the classes that the model's `_no_split_modules` names, else the longest list of
+        modules.
+        """
         names = self.model._no_split_modules or ()
         found = [child for child in self.model.modules() if type(child).__name__ in names]
         lists = [child for child in self.model.modules() if isinstance(child, nn.ModuleList)]

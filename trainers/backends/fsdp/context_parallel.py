@@ -21,9 +21,9 @@ from ....actors.protocols import ROLLOUT_SCHEMA, MicroBatch
 from ....actors.train.topology import Place, Topology
 from ....codecs.batch import Batch, Jagged
 from ....codecs.tokens.packed_rows import slice_batch
-from ..context_attention import AttentionPlan, attend_by_plan
-from ..packed_rows import pack_rows
-from ..row_layout import RowLayout, lay_out
+from ..rows.context_attention import AttentionPlan, attend_by_plan
+from ..rows.packed_rows import pack_rows
+from ..rows.row_layout import RowLayout, lay_out
 from .causal_lm import CausalLM
 from .row_checks import TOLERANCE, on_any_rank, token_counts
 from .sharding import give_back
@@ -69,8 +69,10 @@ def split_rows(
 
 
 def require_splittable(model: Any, cp: int) -> None:
-    """Raise ValueError, naming `trainer.cp`, if a HF model's layers look across tokens by other means than an attention
-    function that can be replaced."""
+    """Raise ValueError, naming `trainer.cp`, if a model looks across tokens by other means than replaceable attention.
+
+    model: a HF model. Its attention can be replaced if the model uses the functions that transformers registers.
+    """
     config = model.config.get_text_config()
     kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
     why = ""

@@ -1,4 +1,8 @@
-"""Connects the routers of a HF mixture-of-experts model to replay and to the balance of experts, by hooks."""
+"""Connects the routers of a HF mixture-of-experts model to replay and to the balance of experts.
+
+For replay a router's own code runs with another result of its `topk`, so that the gates of the given experts are
+computed as the model computes them, whatever its formula.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from ....actors.engines.hf.model import ROUTER_SUFFIXES
 from ....codecs.tokens.routes import RouteSpec
 from ..config import BackendConfig
 from ..expert_balance import ExpertBalance, ScoreKind
+from ..layers import uncompiled
 from ..router_replay import RouterReplay
 
 ROUTERS: dict[str, ScoreKind] = {
@@ -23,10 +30,9 @@ ROUTERS: dict[str, ScoreKind] = {
     "Glm4MoeTopkRouter": "sigmoid",
     "Dots1TopkRouter": "sigmoid",
 }
-"""Classes of routers that can be replayed and balanced (transformers 5.23): name -> how they score experts. Each
-returns its logits, the gates of the k chosen experts and their ids. Routers of the kind `softmax` choose the experts
-with the largest probabilities. Those of the kind `sigmoid` add a bias to the scores before they choose, and multiply
-the gates by a constant. All divide the gates of a token by their sum if their `norm_topk_prob` is true."""
+"""Classes of routers that can be balanced (transformers 5.23): name -> how they score experts. Each returns its logits,
+the gates of the k chosen experts and their ids. Routers of the kind `softmax` choose the experts with the largest
+probabilities. Those of the kind `sigmoid` add a bias to the scores before they choose."""
 BIAS = "e_score_correction_bias"
 """Name of the buffer of routers that holds the biases of experts."""
 
@@ -34,18 +40,20 @@ Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Tuple that a router returns for T tokens: logits `[T, E]`, gates `[T, k]` and expert ids, int64 `[T, k]`."""
 
 
-def find_routers(model: Any, layers: Iterable[int], why: str) -> list[tuple[str, Any]]:
+def find_routers(model: Any, layers: Iterable[int], why: str, kinds: Iterable[str] = ROUTERS) -> list[tuple[str, Any]]:
     """Return the names and modules of the routers of a HF model, one for each of the decoder layers `layers`.
 
-    why: the configuration key that needs them, with its value, for the error. Raises ValueError when the model's
-    routers are of another class, or when their number is not that of the layers with experts.
+    why: the configuration key that needs them, with its value, for the error. kinds: ends of the names of their
+    classes. Raises ValueError when the model's routers are of another class, or when their number is not that of the
+    layers with experts.
     """
-    routers = [(name, module) for name, module in model.named_modules() if type(module).__name__ in ROUTERS]
+    ends = tuple(kinds)
+    routers = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith(ends)]
     known, layers = [name for name, _ in routers], list(layers)
     if len(known) != len(layers) or any(f".{layer}." not in name for name, layer in zip(known, layers, strict=True)):
         raise ValueError(
             f"{why} for {type(model).__name__}, because the backend fsdp knows the routers of {len(known)} of its "
-            f"{len(layers)} layers with experts ({', '.join(ROUTERS)})"
+            f"{len(layers)} layers with experts ({', '.join(ends)})"
         )
     return routers
 
@@ -53,12 +61,12 @@ def find_routers(model: Any, layers: Iterable[int], why: str) -> list[tuple[str,
 def replay_routers(model: Any, replay: RouterReplay) -> None:
     """Make the routers of a HF model use the routes of `replay`, for as long as the model lives.
 
-    The hooks that it registers do nothing while no route is installed. Routes must stay installed until the end of the
-    backward pass, which may compute layers again. Raises what `find_routers` raises.
+    Routers are as they were while no route is installed. Routes must stay installed until the end of the backward pass,
+    which may compute layers again. Raises what `find_routers` raises.
     """
-    routers = find_routers(model, replay.spec.layers, "router_replay.enabled: got true, expected false")
-    for index, (name, router) in enumerate(routers):
-        router.register_forward_hook(partial(_use_routes, replay, index))
+    why = "router_replay.enabled: got true, expected false"
+    for index, (name, router) in enumerate(find_routers(model, replay.spec.layers, why, ROUTER_SUFFIXES)):
+        router.forward = uncompiled(partial(_routed, router.forward, replay, index))
         experts = model.get_submodule(f"{name.rpartition('.')[0]}.experts")
         experts.register_forward_pre_hook(partial(_verify, replay, index))
 
@@ -89,24 +97,41 @@ def router_biases(model: Any) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] == BIAS}
 
 
-def _use_routes(replay: RouterReplay, layer: int, router: Any, _: tuple[Any, ...], output: Output) -> Output:
-    """Return what the router would have returned if it had chosen the experts of the routes."""
-    logits, gates, own = output
-    index = replay.choose(layer, own)
-    if index is own:
-        return output
-    return logits, _gates(router, logits, index).to(gates.dtype), index
+def _routed(forward: Any, replay: RouterReplay, layer: int, *inputs: Any, **arguments: Any) -> Any:
+    """Run a router's own code, which chooses the experts of the routes.
+
+    Raises RuntimeError if the code does not choose by one call of `topk`, because it would then use its own experts.
+    """
+    if not replay.running:
+        return forward(*inputs, **arguments)
+    with _Choice(replay, layer) as choice:
+        output = forward(*inputs, **arguments)
+    if choice.calls != 1:
+        raise RuntimeError(
+            f"router of layer {replay.spec.layers[layer]}: chose its experts by {choice.calls} calls of `topk`, "
+            "expected one"
+        )
+    return output
 
 
-def _gates(router: Any, logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the gates of the experts `index` (int64 `[T, k]`), as the router computes the gates of its own choice."""
-    if ROUTERS[type(router).__name__] == "softmax":
-        chosen = torch.softmax(logits, -1, dtype=torch.float).gather(1, index)
-        return chosen / chosen.sum(-1, keepdim=True) if router.norm_topk_prob else chosen
-    chosen = logits.sigmoid().gather(1, index)
-    if router.norm_topk_prob:
-        chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
-    return chosen * router.routed_scaling_factor
+class _Choice(TorchFunctionMode):
+    """Replaces the experts that a router chooses with `topk`, the one call whose result is `[T, k]` of E scores."""
+
+    def __init__(self, replay: RouterReplay, layer: int) -> None:
+        super().__init__()
+        self._replay, self._layer = replay, layer
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk):
+            return result
+        scores, spec = args[0], self._replay.spec
+        if scores.ndim != 2 or (scores.shape[1], result.indices.shape[1]) != (spec.num_experts, spec.top_k):
+            return result
+        self.calls += 1
+        index = self._replay.choose(self._layer, result.indices)
+        return result if index is result.indices else torch.return_types.topk((scores.gather(1, index), index))
 
 
 def _verify(replay: RouterReplay, layer: int, _: nn.Module, args: tuple[Any, ...]) -> None:

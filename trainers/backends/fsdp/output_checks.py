@@ -48,8 +48,10 @@ def _selects(model: Any) -> bool:
 
 @torch.no_grad()
 def _logits_are_those_of_the_head(model: Any) -> bool:
-    """Run the model's own forward with made-up hidden states and a small made-up output layer, so the model itself may
-    be on the meta device."""
+    """Run the model's own forward with made-up hidden states and a small made-up output layer.
+
+    The model itself may therefore be on the meta device.
+    """
     size = model.config.get_text_config().hidden_size
     tried = copy.copy(model)  # The copy shares the modules; some of them are then replaced in the copy only.
     tried._modules = dict(model._modules)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ....actors.protocols import ROLLOUT_SCHEMA
 from ....codecs.batch import Batch, Jagged
-from ..row_layout import lay_out
+from ..rows.row_layout import lay_out
 from .causal_lm import CausalLM
 from .sharding import give_back
 

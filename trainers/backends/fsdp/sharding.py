@@ -40,8 +40,8 @@ def build_mesh(topology: Topology, device: torch.device) -> DeviceMesh | None:
 
 
 def context_group(topology: Topology, device: torch.device) -> dist.ProcessGroup | None:
-    """Return the group of this rank's context-parallel ranks, which have parts of the same rows; None without context
-    parallelism. Collective."""
+    """Return the group of the context-parallel ranks, which have parts of the same rows; None if there is only one.
+    Collective."""
     if topology.cp == 1:
         return None
     sizes = (topology.dp, topology.cp, topology.tp)

@@ -82,8 +82,11 @@ def _pattern(name: str) -> str:
 
 
 def _shares_input(block: nn.Module, name: str, plan: dict[str, str]) -> bool:
-    """Return whether all parts of a block with weights are split by columns or rows and nothing else: then its columns
-    all read the block's own input, whose gradient needs one all-reduce instead of one for each of them."""
+    """Return whether all parts of a block with weights are split by columns or rows and nothing else.
+
+    Its columns then all read the block's own input, whose gradient needs one all-reduce instead of one for each of
+    them.
+    """
     weighty = [part for part, child in block.named_children() if next(child.parameters(), None) is not None]
     styles = {plan.get(_pattern(f"{name}.{part}")) for part in weighty}
     return {"colwise", "rowwise"} <= styles <= _IN_BLOCKS
@@ -257,8 +260,10 @@ def _gather(group: dist.ProcessGroup, part: torch.Tensor) -> Any:
 
 
 def _share_rotary(group: dist.ProcessGroup, width: int, out: torch.Tensor) -> torch.Tensor:
-    """Share the last `width` numbers of the keys of latent attention (DeepSeek-V2, arXiv:2405.04434), which all heads
-    use directly. The others go through a projection that is split and shares its own input."""
+    """Share the last `width` numbers of the keys of latent attention, which all heads use directly.
+
+    The others go through a projection that is split and shares its own input (DeepSeek-V2, arXiv:2405.04434).
+    """
     rotary: Any = _Share.apply(out[..., -width:], group)
     return torch.cat([out[..., :-width], rotary], dim=-1)
 

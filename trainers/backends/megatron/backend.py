@@ -19,9 +19,9 @@ from ..hf_model import HfSource
 from ..layers import compile_layers, recompute_layers, uncompiled
 from ..model_backend import ModelBackend
 from ..model_split import resolved_packing
-from ..packed_rows import PackedRows, pack_rows, sum_rows, whole_counts
 from ..router_replay import route_spec
-from ..row_layout import exactly
+from ..rows.packed_rows import PackedRows, pack_rows, sum_rows, whole_counts
+from ..rows.row_layout import exactly
 from ..throughput import flop_model
 from ..weight_stream import OwnPiece
 from .architecture import check_fits

@@ -11,7 +11,7 @@ from ....codecs.integers import ceil_div
 from ....codecs.tokens.routes import is_expert_layer
 from ..config import BackendConfig
 from ..hf_model import HfSource
-from ..packed_rows import PackedRows
+from ..rows.packed_rows import PackedRows
 from ..vocab.logprobs import Entropy, VocabShard, token_logprobs
 from .architecture import rotary_frequencies, transformer_config
 from .library import (

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ..context_attention import AttentionPlan, attend_by_plan
+from ..rows.context_attention import AttentionPlan, attend_by_plan
 from .library import RowParallelLinear
 
 

@@ -31,7 +31,7 @@ from headrace.tests.trainers.backends.backend_ranks import (
 from headrace.trainers.backends.config import BackendConfig, TrainerConfig
 from headrace.trainers.backends.factory import build_backend
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
-from headrace.trainers.backends.row_layout import lay_out
+from headrace.trainers.backends.rows.row_layout import lay_out
 from headrace.trainers.backends.train_step import TrainStep
 from headrace.trainers.backends.vocab import logprobs as vocab_logprobs
 from headrace.trainers.losses.config import LossConfig

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, GemmaConfig
+from transformers import AutoConfig, GPT2Config
 
 from headrace.actors.protocols import MicroBatch
 from headrace.tests.trainers.backends.backend_ranks import (
@@ -262,5 +262,5 @@ def test_what_cannot_be_split_is_told(folder: Path) -> None:
     config.num_experts, config.vocab_size = 8, 5
     with pytest.raises(ValueError, match="trainer.tp: got 4, expected fewer ranks, .* of the model's vocab_size = 5"):
         check_split(TrainerConfig(tp=4), config)
-    with pytest.raises(ValueError, match="trainer.tp: got 2, expected 1 for a model of type 'gemma', because only mod"):
-        check_split(TrainerConfig(tp=2), GemmaConfig())
+    with pytest.raises(ValueError, match="trainer.tp: got 2, expected 1 for a model of type 'gpt2', because transform"):
+        check_split(TrainerConfig(tp=2), GPT2Config())

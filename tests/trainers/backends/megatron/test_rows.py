@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from headrace.actors.train.topology import Place, Topology
 from headrace.tests.trainers.backends.backend_ranks import Row, micro_batch, random_rows
 from headrace.tests.trainers.backends.mesh_ranks import sent
-from headrace.trainers.backends.context_attention import attend, plan_attention
 from headrace.trainers.backends.megatron.modules import PackedAttention
-from headrace.trainers.backends.packed_rows import PackedRows, pack_rows
+from headrace.trainers.backends.rows.context_attention import attend, plan_attention
+from headrace.trainers.backends.rows.packed_rows import PackedRows, pack_rows
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ...codecs.integers import exclusive_cumsum
-from .layers import attend_rows, uncompiled
+from ....codecs.integers import exclusive_cumsum
+from ..layers import attend_rows, uncompiled
 from .row_layout import to_device
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...actors.protocols import MicroBatch
-from ...actors.train.topology import Place, Topology
-from ...codecs.integers import exclusive_cumsum, round_up
-from ...codecs.tokens.packed_rows import chunks
+from ....actors.protocols import MicroBatch
+from ....actors.train.topology import Place, Topology
+from ....codecs.integers import exclusive_cumsum, round_up
+from ....codecs.tokens.packed_rows import chunks
 from .context_attention import AttentionPlan, plan_attention, runs
 from .row_layout import to_device
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...actors.columns import ColumnConfig
-from ...actors.protocols import MicroBatch
-from ...codecs.batch import Batch
-from ...codecs.integers import exclusive_cumsum
-from ..losses.terms import LossInputs
-from .config import BackendConfig
+from ....actors.columns import ColumnConfig
+from ....actors.protocols import MicroBatch
+from ....codecs.batch import Batch
+from ....codecs.integers import exclusive_cumsum
+from ...losses.terms import LossInputs
+from ..config import BackendConfig
 
 
 def exactly(micros: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:

@@ -1,0 +1,1 @@
+"""Rows as models compute them: padded, packed, or split over context-parallel ranks."""
