@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..layers import uncompiled
 from .causal_lm import CausalLM
 from .tensor_parallel import ExpertsPart, local_part, share_out, split
 
@@ -65,6 +66,7 @@ def holds_experts(param: torch.Tensor) -> bool:
     return isinstance(param, DTensor) and "ep" in (param.device_mesh.mesh_dim_names or ())
 
 
+@uncompiled  # The numbers of tokens that are exchanged differ in each pass.
 def _forward(
     experts: nn.Module,
     group: dist.ProcessGroup,
