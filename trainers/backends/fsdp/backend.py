@@ -206,6 +206,10 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
             from .causal_lm import use_varlen_attention  # The kernels need a GPU and half precision.
 
             use_varlen_attention(model)
+        if self._half and self._device.type == "cuda":
+            from .grouped_experts import use_grouped_experts
+
+            use_grouped_experts(model)
         if self._device.type == "cpu" and not self._config.trainer.compile:
             use_closed_form_norms(model)
         if not trained:

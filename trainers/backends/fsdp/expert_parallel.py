@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..layers import uncompiled
 from .causal_lm import CausalLM
+from .grouped_experts import permute
 from .tensor_parallel import ExpertsPart, local_part, share_out, split
 
 
@@ -96,22 +98,22 @@ def _dispatch(
     count = len(next(iter(weights_of.values())))
     chosen, top_k = index.flatten(), index.shape[1]
     order = chosen.argsort(stable=True)
+    inverse = order.argsort()
     sent = torch.bincount(chosen, minlength=count * group.size()).view(group.size(), count)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     to_send, to_receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-    tokens: Any = _Exchange.apply(hidden[order // top_k], to_receive, to_send, group)
+    got, sizes = sum(to_receive), (to_receive, to_send)
+    tokens: Any = _Exchange.apply(permute(hidden, order, inverse, top_k), *sizes, group)
+    shares: Any = _Exchange.apply(weights.flatten()[order, None], *sizes, group)
     expert = torch.arange(count, device=index.device).repeat(group.size())
-    expert = expert.repeat_interleave(received.flatten(), output_size=sum(to_receive))
-    # One more token of zeros ensures that each rank has gradients of all its experts, which others may wait for.
-    tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
-    expert = torch.cat([expert, expert.new_zeros(1)])
+    expert = expert.repeat_interleave(received.flatten(), output_size=got)[:, None]
+    if not got:  # With a token of zeros this rank has gradients of its experts, too, for which other ranks may wait.
+        tokens, shares, expert = (F.pad(part, (0, 0, 0, 1)) for part in (tokens, shares, expert))
     forward: Any = type(experts).forward
-    part = ExpertsPart(experts, num_experts=count, **weights_of)
-    out = forward(part, tokens, expert[:, None], tokens.new_ones(len(tokens), 1))[:-1]
-    back: Any = _Exchange.apply(out, to_send, to_receive, group)
-    unsorted = torch.empty_like(back).index_copy(0, order, back).view(len(hidden), top_k, -1)
-    return (unsorted * weights[..., None]).sum(1).to(hidden.dtype)
+    out = forward(ExpertsPart(experts, num_experts=count, **weights_of), tokens, expert, shares)
+    back: Any = _Exchange.apply(out[:got], *reversed(sizes), group)
+    return permute(back, inverse, order).view(len(hidden), top_k, -1).sum(1).to(hidden.dtype)
 
 
 class _Exchange(torch.autograd.Function):
