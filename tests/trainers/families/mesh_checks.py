@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -36,17 +37,21 @@ from headrace.tests.trainers.families.checks import (
 )
 from headrace.tests.trainers.families.plain import relative_error, rows_of
 from headrace.tests.trainers.families.tiny_models import WITH_EXPERTS, save_family
+from headrace.tests.trainers.families.vllm_check import SERVED, run_vllm_check
 from headrace.trainers.backends.config import BackendConfig
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 
 MESHES: dict[str, dict[str, int]] = {"tp2": {"tp": 2}, "ep2": {"dp": 2, "ep": 2}, "cp2": {"cp": 2}}
 """Meshes of two ranks: name of the check -> sizes that are not 1."""
+_SERVING = threading.Lock()
+"""Only one engine of vLLM runs at a time, because it takes 2 GB and all cores."""
 LIMIT_S = 120
 """Longest time of a process, in seconds. Most need a fiftieth of it."""
 
 
-def run_family(name: str, folder: Path) -> dict[str, Any]:
-    """Write the model `name` to `folder`, run all checks of it, and return its record (see `record_of`)."""
+def run_family(name: str, folder: Path, *, serve: bool = False) -> dict[str, Any]:
+    """Write the model `name` to `folder`, run all checks of it, and return its record (see `record_of`). serve: also
+    serve it with vLLM, if it is one of `SERVED`."""
     begun = time.monotonic()
     [made] = in_processes(_save_and_check, 1, folder / "one", str(folder / "model"), name)
     found: dict[str, Outcome] = made if isinstance(made, dict) else {"padded": made}
@@ -59,6 +64,9 @@ def run_family(name: str, folder: Path) -> dict[str, Any]:
         packing = "packed" if mesh == "cp2" and found["packed"].holds else "none"
         ranks = in_processes(_on_a_mesh, 2, folder / mesh, str(folder / "model"), name, mesh, packing)
         found[mesh] = max(ranks, key=lambda one: (not one.holds, one.figure))
+    if serve and name in SERVED:
+        with _SERVING:
+            [found["vllm"]] = in_processes(_serve, 1, folder / "vllm", str(folder / "served"), name)
     return record_of(found, time.monotonic() - begun)
 
 
@@ -76,7 +84,7 @@ def in_processes(scenario: Callable[..., Any], num: int, folder: Path, *argument
         if Failed.__name__ in last:
             return [Outcome(**json.loads(last.partition(": ")[2]))]
         slow = "SIGALRM" in last
-        return [Outcome("crashed", why=f"a process took longer than {LIMIT_S} seconds" if slow else last)]
+        return [Outcome("crashed", why="the check took too long" if slow else last)]
 
 
 def record_of(found: dict[str, Outcome], seconds: float) -> dict[str, Any]:
@@ -89,7 +97,7 @@ def record_of(found: dict[str, Outcome], seconds: float) -> dict[str, Any]:
         "trains": holds("padded", "gradient", "step", "export", "resume"),
         **{mesh: holds(mesh) for mesh in MESHES},
         "packed": holds("packed", "packed gradient"),
-        "engine": holds("engine"),
+        "engine": holds("engine", *(["vllm"] if "vllm" in found else [])),
         "replay": holds("replay"),
         "why": why(found),
         "seconds": round(seconds, 1),
@@ -111,6 +119,11 @@ def _save_and_check(rank: int, world: int, folder: str, name: str) -> dict[str, 
     quiet()
     save_family(folder, name)
     return run_checks(folder, name)
+
+
+def _serve(rank: int, world: int, folder: str, name: str) -> Outcome:
+    signal.alarm(2 * LIMIT_S)  # vLLM takes long to start.
+    return run_vllm_check(folder, name)
 
 
 def _on_a_mesh(rank: int, world: int, folder: str, name: str, mesh: str, packing: str) -> Outcome:
@@ -144,10 +157,11 @@ def mesh_errors(rank: int, config: BackendConfig, name: str) -> float | Outcome:
         if rank == topology.writer(place.dp):
             error = float((torch.cat(found) - torch.cat([columns[id(row)] for row in own])).abs().max())
         gradient = gradients_of_step(trainer, micros)
-    split = [path for path, shape in used.items() if shape != expected["gradient"][path].shape]
+    whole: dict[str, torch.Tensor] = expected["gradient"]
+    split = [path for path, shape in used.items() if path in whole and shape != whole[path].shape]
     if topology.tp > 1 and not split or topology.ep > 1 and not any(".experts." in path for path in split):
         raise Wrong("each rank computes with all weights")
-    if rank == 0 and (off := relative_error(gradient, expected["gradient"])) > MESH_GRADIENT:
+    if rank == 0 and (off := relative_error(gradient, whole)) > MESH_GRADIENT:
         return Outcome("wrong", max(error, off), f"gradient {off:.0e}, above {MESH_GRADIENT:.0e}")
     return error
 

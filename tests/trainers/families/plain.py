@@ -43,22 +43,31 @@ def trained(logprobs: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 class PlainModel:
     """The model of a HF folder, in one dtype."""
 
-    def __init__(self, folder: str, dtype: torch.dtype = torch.float32) -> None:
-        """Load the model with the plainest code that transformers has for it."""
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-        )
-        self.model = model.eval()
+    def __init__(self, folder: str, dtype: torch.dtype = torch.float32, attention: str | None = "eager") -> None:
+        """Load the model with the plainest code that transformers has for it. attention: its attention; None for the
+        one that transformers chooses."""
+        options = {"dtype": dtype, "attn_implementation": attention, "experts_implementation": "eager"}
+        self.model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
-    def logprobs(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Return the log-probs of all tokens of `rows`, float `[T]`; those of first tokens are 0."""
+    def logprobs(self, rows: Sequence[Row], *, cached: bool = False) -> torch.Tensor:
+        """Return the log-probs of all tokens of `rows`, float `[T]`; those of first tokens are 0. cached: compute one
+        token after the other, with a cache."""
         found = []
         for row in rows:
             ids = torch.from_numpy(row.ids).long()
-            logits = self.model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            logits = (self._decoded(ids) if cached else self.model(input_ids=ids[None], use_cache=False).logits[0])[:-1]
             picked = torch.log_softmax(logits.to(self.model.dtype), -1).gather(-1, ids[1:, None])[:, 0]
             found.append(torch.cat([picked.new_zeros(1), picked]))
         return torch.cat(found)
+
+    def _decoded(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits of one row, `[L, V]`, decoded one token after the other."""
+        cache, logits = None, []
+        for token in ids:
+            output = self.model(input_ids=token[None, None], past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            logits.append(output.logits[0, 0])
+        return torch.stack(logits)
 
     def gradients(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """Return the gradient of REINFORCE's loss: minus the mean of log-prob times advantage over the trained tokens.

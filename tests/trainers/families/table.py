@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def run_families(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def _run(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return mesh_checks.run_family(name, Path(folder))
+        return mesh_checks.run_family(name, Path(folder), serve=find_spec("vllm") is not None)
 
 
 # ---------------------------------------------------------------- the page
@@ -96,6 +97,8 @@ def cells(name: str, record: Mapping[str, Any]) -> list[str]:
     """Return the cells of one record."""
     checks: Mapping[str, Any] = record["checks"]
     values = [cell(checks.get(check)) if _applies(check, name) else "" for check in COLUMNS]
+    if "vllm" in checks:
+        values[COLUMNS.index("engine")] += f", vLLM {cell(checks['vllm'])}"
     # A line of the table, and signs that Markdown would read.
     why = "".join(f"\\{sign}" if sign in "|*_<`" else sign for sign in record["why"])
     return [name, "yes" if record["trains"] else "**no**", *values, why]

@@ -133,10 +133,11 @@ KEPT = ("A_log", "dt_bias", ".D")
 """Ends of the names of the weights that keep the values of transformers: rates of state-space layers."""
 
 
-def save_family(folder: Path | str, name: str) -> str:
-    """Write the random model `name` as a HF folder. Its weights are large, so that log-probs spread by about 1 nat."""
+def save_family(folder: Path | str, name: str, **changes: Any) -> str:
+    """Write the random model `name` as a HF folder. Its weights are large, so that log-probs spread by about 1 nat.
+    changes: other keys of its config."""
     torch.manual_seed(11)
-    keys = {**FAMILIES, **VARIANTS}[name]
+    keys = {**FAMILIES, **VARIANTS}[name] | changes
     if "text_config" in keys:
         keys = {**keys, "text_config": {**SIZES, **keys["text_config"]}}
     else:
