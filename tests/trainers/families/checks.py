@@ -304,7 +304,7 @@ def engine_of(case: OneRank, **options: Any) -> Iterator[tuple[HfEngine, Callabl
 async def samples_of(engine: Generator, longest: int) -> Samples:
     """Sample four answers to each of three prompts of different lengths, which are decoded in one batch.
 
-    longest: number of tokens that no row exceeds.
+    longest: number of tokens that no row exceeds. Raises `Wrong` if the log-probs spread too little for a comparison.
     """
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, VOCAB, length) for length in (2, longest // 4, longest // 2)]
@@ -316,7 +316,10 @@ async def samples_of(engine: Generator, longest: int) -> Samples:
         for one in answers
     ]
     rows, answers = [row for row, _ in found], [one for _, one in found]
-    return rows, torch.from_numpy(np.concatenate([one.logprobs for one in answers])), [one.routes for one in answers]
+    logprobs = torch.from_numpy(np.concatenate([one.logprobs for one in answers]))
+    if not (spread := float(logprobs.std())) > LEAST_SPREAD:
+        raise Wrong(f"the sampled log-probs spread by {spread:.2f}, expected more than {LEAST_SPREAD}")
+    return rows, logprobs, [one.routes for one in answers]
 
 
 def built(build: Callable[[], FsdpBackend]) -> FsdpBackend | Outcome:

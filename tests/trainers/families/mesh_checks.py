@@ -106,12 +106,14 @@ def record_of(found: dict[str, Outcome], seconds: float) -> dict[str, Any]:
 
 
 def why(found: dict[str, Outcome]) -> str:
-    """Return the reasons of all checks that do not hold, each reason once, with the names of its checks."""
+    """Return the reasons of all checks that do not hold, each reason once, with the names of its checks. A reason for
+    which there is no trainer at all stands for all checks of the trainer."""
     checks: dict[str, list[str]] = {}
     for check, one in found.items():
         if not one.holds:
             checks.setdefault(f"{one.state}: {one.why}", []).append(check)
-    return "; ".join(f"{', '.join(names)} {reason}" for reason, names in checks.items())
+    texts = ("training" if {"padded", "step"} <= {*names} else ", ".join(names) for names in checks.values())
+    return "; ".join(f"{text} {reason}" for text, reason in zip(texts, checks, strict=True))
 
 
 def _save_and_check(rank: int, world: int, folder: str, name: str) -> dict[str, Outcome]:

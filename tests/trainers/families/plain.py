@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ class PlainModel:
     def __init__(self, folder: str, dtype: torch.dtype = torch.float32, attention: str | None = "eager") -> None:
         """Load the model with the plainest code that transformers has for it. attention: its attention; None for the
         one that transformers chooses."""
-        options = {"dtype": dtype, "attn_implementation": attention, "experts_implementation": "eager"}
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "experts_implementation": "eager"}
         self.model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
     def logprobs(self, rows: Sequence[Row], *, cached: bool = False) -> torch.Tensor:

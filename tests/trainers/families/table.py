@@ -12,8 +12,8 @@ import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,13 +21,12 @@ from typing import Any
 
 from headrace.tests.trainers.families import mesh_checks
 from headrace.tests.trainers.families.tiny_models import FAMILIES, VARIANTS, WITH_EXPERTS
+from headrace.tests.trainers.families.vllm_check import SERVED
 
 ROOT = Path(__file__).parent.parent.parent.parent
 RECORDS = ROOT / "build" / "families.json"
 PAGE = ROOT / "docs" / "reference" / "models.md"
 BEGIN, END = "<!-- table: made by make families -->\n", "<!-- end of the table -->\n"
-AT_ONCE = 2
-"""Number of families that run at the same time."""
 COLUMNS = ("padded", "packed", "gradient", "tp2", "ep2", "cp2", "engine", "replay")
 """Checks that have a column of their own, in the order of the table."""
 HEAD = ("family", "trains", "padded", "packed", "gradient", "tp 2", "ep 2", "cp 2", "engine", "replay", "why not")
@@ -52,15 +51,20 @@ def main(names: Sequence[str]) -> int:
 
 
 def run_families(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Run all checks of some families, AT_ONCE at a time, and print a line for each; returns their records."""
+    """Run all checks of some families, two at a time, and print a line for each; returns their records. As long as one
+    lane waits for vLLM, the other one runs the families that are not served with it."""
     multiprocessing.set_forkserver_preload([mesh_checks.__name__])
     found: dict[str, dict[str, Any]] = {}
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        running = {pool.submit(_run, name): name for name in names}
-        for done in as_completed(running):
-            name, record = running[done], done.result()
-            found[name] = record
+    served, others = iter([name for name in names if name in SERVED]), iter([one for one in names if one not in SERVED])
+
+    def lane(*sources: Iterator[str]) -> None:
+        while name := next((one for source in sources for one in source), None):
+            found[name] = record = _run(name)
             print(f"{name} ({record['seconds']:.0f} s): {record['why'] or 'all checks hold'}", flush=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(lane, served, others), pool.submit(lane, others, served)]:
+            done.result()
     return found
 
 

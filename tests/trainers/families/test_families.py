@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING
 
-from headrace.tests.trainers.families import table
+from headrace.tests.trainers.families import checks, table
 from headrace.tests.trainers.families.checks import Outcome, outcome_of
 from headrace.tests.trainers.families.mesh_checks import record_of, run_family
-from headrace.tests.trainers.families.tiny_models import FAMILIES, LENGTHS, VARIANTS, WITH_EXPERTS
+from headrace.tests.trainers.families.tiny_models import FAMILIES, LENGTHS, VARIANTS, WITH_EXPERTS, save_family
 
 ONE_RANK = ("trains", "engine")
 
@@ -25,6 +26,21 @@ def test_a_family(tmp_path: Path, name: str, features: tuple[str, ...]) -> None:
     record = run_family(name, tmp_path)
     assert all(record[feature] for feature in (*ONE_RANK, *features)), record["why"]
     assert all(record["checks"][check]["state"] != "wrong" for check in ("padded", "packed", "tp2"))
+
+
+@pytest.mark.long
+def test_a_wrong_weight_shows(tmp_path: Path) -> None:
+    checks.quiet()
+    case = checks.OneRank(save_family(tmp_path, "llama"), "llama")
+    trainer = case.build()
+    error, gradient = checks.check_logprobs(trainer, case), checks.check_gradient(trainer, case)
+    assert isinstance(error, float) and 0 < error <= checks.LOGPROBS, "the figures are not those of a comparison"
+    assert isinstance(gradient, float) and 0 < gradient <= checks.GRADIENT
+    with torch.no_grad():
+        trainer._policy.model.model.norm.weight[0] += 1e-2
+    for check in (checks.check_logprobs, checks.check_gradient):
+        found = outcome_of(lambda check=check: check(trainer, case), 0.0)
+        assert found.state == "wrong" and found.figure is not None and found.figure > 1e-4, found
 
 
 def test_the_list_has_sixty_families_of_transformers() -> None:
@@ -63,6 +79,8 @@ def test_the_table_says_what_was_found() -> None:
     assert mixtral[1:8] == ["yes", "2e-06", "2e-06", "2e-06*", "**1e-02**", "**crashed**", "not run"]
     assert variant[:3] == ["llama llama3", "**no**", "**1e+00**"]
     assert records["mixtral"]["why"] == "tp2 wrong: 1e-02, above 1e-05; ep2 crashed: KeyError: 'x'"
+    absent = record_of(dict.fromkeys(("padded", "step", "tp2"), Outcome("refused", why="No.")), 1.0)
+    assert absent["why"] == "training refused: No." and not absent["trains"]
     assert {name: records["llama"][name] for name in ("trains", "tp2", "ep2", "cp2", "packed", "engine")} == {
         "trains": True, "tp2": True, "ep2": False, "cp2": False, "packed": True, "engine": True,
     }  # fmt: skip

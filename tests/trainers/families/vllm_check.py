@@ -6,7 +6,7 @@ import asyncio
 
 from headrace.tests.actors.engines.vllm.builder import build
 from headrace.tests.trainers.backends.backend_ranks import logprobs_of, micro_batch
-from headrace.tests.trainers.families.checks import Outcome, outcome_of, quiet, samples_of, settings, step
+from headrace.tests.trainers.families.checks import LOGPROBS, Outcome, outcome_of, quiet, samples_of, settings, step
 from headrace.tests.trainers.families.plain import rows_of, trained
 from headrace.tests.trainers.families.tiny_models import CONTEXT, save_family
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
@@ -15,8 +15,6 @@ SERVED = frozenset("llama mistral qwen2 qwen3 qwen3_moe gemma3_text phi3 mixtral
 """Families whose models are served with vLLM, too."""
 SIZES = {"hidden_size": 128, "head_dim": 32}
 """Sizes for which vLLM has attention kernels on a CPU."""
-LOGPROBS = 3e-3
-"""Largest error of a log-prob. vLLM's kernels for CPUs round more than those of torch."""
 
 
 def run_vllm_check(folder: str, name: str) -> Outcome:
