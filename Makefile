@@ -3,6 +3,7 @@
 # make check      style, types, import contracts, docs, and the short tests that start no process: under 2 minutes, no vLLM, no Megatron
 # make test       every behaviour once, on real processes, stores and engines: 15 minutes (ARGS="tests/codecs" for one folder)
 # make test-all   also the tests marked `slow`, trackers, reasoning-gym, Megatron's other release, the newest Transformers
+# make families   checks tiny models of 60 families and writes their table, docs/reference/models.md (FAMILIES="llama qwen3" for two)
 # make drills     kills, soaks and long random runs, for hours; `make drill-ten_minutes` runs those with that in their name
 # make drill-chaos  two minutes of random faults in real runs; ARGS=--minutes=30 for longer
 # make list-slow  prints what only `make test-all` tests
@@ -16,6 +17,7 @@
 PYTHON ?=
 CONFIG ?= examples/quickstart.yaml
 ARGS ?=
+FAMILIES ?=
 BIN := .venv/bin
 # Without the versions that were run, torch would come in its newest release, with gigabytes of CUDA.
 SET := constraints/cpu.txt
@@ -29,7 +31,7 @@ QUICK := not processes and not long and not slow and not drill and not gpu and n
 # Compiled files are kept: without them each of the many processes that tests start compiles the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train pool check check-tests test test-all test-other drills drill-chaos list-slow lint docs docs-sources vllm clean
+.PHONY: help train pool check check-tests test test-all test-other families drills drill-chaos list-slow lint docs docs-sources vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -51,13 +53,16 @@ check-tests: .venv/dev.stamp
 test: .venv/test.stamp .venv/vllm.stamp
 	$(PYTEST) -n 2 --durations=25 $(ARGS)
 
-test-all: .venv/test.stamp .venv/vllm.stamp .venv/agents.stamp .venv/verifiers.stamp .venv/trackers.stamp test-other
+test-all: .venv/test.stamp .venv/vllm.stamp .venv/agents.stamp .venv/verifiers.stamp .venv/trackers.stamp test-other families
 	HEADRACE_VERIFIERS_PYTHON=$(CURDIR)/.venv/verifiers/bin/python $(PYTEST) -n 2 -m "not drill and not gpu" --durations=25 $(ARGS)
 
 # The other release of megatron-core, which needs another Python, and the newest Transformers of our range.
 test-other: .venv/other.stamp .venv/newest.stamp
 	[ ! -x .venv/other/bin/python ] || .venv/other/bin/python -m pytest -n 2 -m "megatron and not drill and not gpu" tests/trainers
 	PYTHONPATH=.venv/newest $(PYTEST) -n 2 -m "not slow and not drill and not gpu and not vllm" $(NEWEST_TESTS)
+
+families: .venv/test.stamp .venv/vllm.stamp
+	$(BIN)/python -m headrace.tests.trainers.families.table $(FAMILIES)
 
 drills: .venv/test.stamp .venv/vllm.stamp
 	$(PYTEST) -m drill $(ARGS)
