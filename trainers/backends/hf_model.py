@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
@@ -104,7 +106,35 @@ def _config_dtype(config: Any) -> torch.dtype | None:
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Name of a float format in safetensors files -> dtype."""
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Matrices of one expert of which a stacked tensor of experts consists."""
 _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+
+
+def _renamed(kind: str, stored: Iterable[str]) -> dict[str, str]:
+    """Return the names that files give to tensors of a model of type `kind`, for names that transformers changes.
+
+    stored: all names in the files. Experts that are stored one by one under other names, as in Mixtral, get the names
+    of Qwen's, which `HfSource` knows: name -> stored name.
+    """
+    mapping = get_checkpoint_conversion_mapping(kind) or []
+    parts: dict[str, str] = {}
+    for one in mapping:
+        if isinstance(one, WeightConverter) and all("experts.*." in pattern for pattern in one.source_patterns):
+            kinds = _PARTS.get(one.target_patterns[0].rpartition("experts.")[2], ())
+            parts |= dict(zip(one.source_patterns, kinds, strict=False))
+    if not parts:
+        return {}
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    found: dict[str, str] = {}
+    for name in stored:
+        own = rename_source_key(name, renamings, [])[0]
+        for pattern, part in parts.items():
+            before, _, after = pattern.partition("*")
+            own = re.sub(rf"{re.escape(before)}(\d+){re.escape(after)}$", rf"{before}\1.{part}.weight", own)
+        if own != name:
+            found[own] = name
+    return found
 
 
 class HfSource:
@@ -121,6 +151,9 @@ class HfSource:
         try:
             self.config: Any = AutoConfig.from_pretrained(model)
             self._files = self._locate()
+            self._stored = _renamed(self.config.model_type, self._files)
+            """Name in the files of each tensor that has another one there."""
+            self._files |= {name: self._files[stored] for name, stored in self._stored.items()}
         except OSError as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ValueError(
@@ -143,7 +176,7 @@ class HfSource:
         if name not in self._files:
             return None
         with self._opened(name) as file:
-            return _DTYPES.get(file.get_slice(name).get_dtype())
+            return _DTYPES.get(file.get_slice(self._stored.get(name, name)).get_dtype())
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -207,8 +240,7 @@ class HfSource:
         """Return the names under which the folder stores the parts of one expert of a stacked tensor. `match` is the
         match of `_EXPERTS` with the name of the stacked tensor; `expert` is the number of the expert."""
         prefix, kind = match.groups()
-        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-        return [f"{prefix}.{expert}.{part}.weight" for part in parts]
+        return [f"{prefix}.{expert}.{part}.weight" for part in _PARTS[kind]]
 
     def empty_model(self, dtype: torch.dtype | None = None) -> Any:
         """Return the HF model on the meta device, without values of weights and buffers, with dropout off.
@@ -223,12 +255,13 @@ class HfSource:
         return model.eval()
 
     def _read(self, name: str, ranges: tuple[slice, ...] = ()) -> torch.Tensor:
+        stored = self._stored.get(name, name)
         with self._opened(name) as file:
-            return file.get_slice(name)[ranges] if ranges else file.get_tensor(name)
+            return file.get_slice(stored)[ranges] if ranges else file.get_tensor(stored)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         with self._opened(name) as file:
-            return tuple(file.get_slice(name).get_shape())
+            return tuple(file.get_slice(self._stored.get(name, name)).get_shape())
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[Any]:

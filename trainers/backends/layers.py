@@ -41,15 +41,18 @@ def attend_rows(
     key_ends: torch.Tensor,
     longest: tuple[int, int],
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Compute causal attention within rows, in bfloat16 or float16. Returns `[Q, heads, D]`.
 
     `q` is `[Q, heads, D]`, `k` and `v` are `[K, kv_heads, D]`, row by row. The queries of a row belong to the last
     tokens of the row. `query_ends` and `key_ends` (int32 `[rows + 1]`) are 0, then the end of each row; `longest` has
-    the largest number of queries and of keys of a row. A long row that is alone is computed by cuDNN where the GPU has
+    the largest number of queries and of keys of a row. With `window` a query sees only that many keys, the last of them
+    its own. A long row that is alone is computed by cuDNN where the GPU has
     its kernel.
     """
-    if len(query_ends) == 2 and len(q) == len(k) >= LONG_ROW and q.shape[-1] <= _WIDEST_HEAD and _is_hopper():
+    alone = len(query_ends) == 2 and len(q) == len(k) >= LONG_ROW
+    if alone and window is None and q.shape[-1] <= _WIDEST_HEAD and _is_hopper():
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
             query, key, value = (part.transpose(0, 1)[None] for part in (q, k, v))
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
@@ -57,7 +60,8 @@ def attend_rows(
     options: dict[str, Any] = {"enable_gqa": True} if _SHARED_HEADS else {}
     if not _SHARED_HEADS:
         k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
-    out = varlen_attn(q, k, v, query_ends, key_ends, *longest, scale=scale, window_size=(-1, 0), **options)
+    seen = (-1 if window is None else window - 1, 0)
+    out = varlen_attn(q, k, v, query_ends, key_ends, *longest, scale=scale, window_size=seen, **options)
     assert isinstance(out, torch.Tensor)
     return out
 

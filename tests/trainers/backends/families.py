@@ -71,11 +71,11 @@ SCALED: dict[str, dict[str, Any]] = {
 """The same for families with scaled positions: name of the family and of the scaling -> keys."""
 
 
-def save_family(folder: Path, name: str, *, std: float | None = 0.2, **keys: Any) -> str:
+def save_family(folder: Path, name: str, *, std: float | None = 0.2, vectors: bool = False, **keys: Any) -> str:
     """Write a random model as a HF folder.
 
     std: standard deviation of the matrices, large enough that log-probs spread by about 1 nat; None for the weights
-    that transformers initialises.
+    that transformers initialises. vectors: true to spread norms, and biases, those of experts too.
     """
     torch.manual_seed(11)
     keys = {**SIZES, **{**FAMILIES, **SCALED}[name], **keys}
@@ -85,5 +85,9 @@ def save_family(folder: Path, name: str, *, std: float | None = 0.2, **keys: Any
         for path, param in model.named_parameters():
             if std is not None and param.ndim >= 2 and "conv" not in path and not path.endswith("A_log"):
                 param.normal_(std=std)
+        every = (*model.named_parameters(), *model.named_buffers()) if vectors else ()
+        for path, value in every:
+            if value.ndim == 1 and path.endswith(("norm.weight", "bias")):
+                value.add_(torch.randn_like(value), alpha=0.2)
     model.save_pretrained(folder)
     return str(folder)

@@ -43,9 +43,11 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.utils import is_layer_window_attention
     from megatron.core.utils import get_model_config, get_model_type
 
 # Without TransformerEngine, megatron-core 0.16 never sets this name, and every router's forward raises NameError, also
@@ -64,6 +66,8 @@ __all__ = [
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
     "GPTModel",
+    "MLASelfAttention",
+    "MLATransformerConfig",
     "MoELayer",
     "OptimizerConfig",
     "P2PCommunicator",
@@ -76,12 +80,14 @@ __all__ = [
     "finalize_model_grads",
     "forward_step",
     "layer_mlp",
+    "shared_mlp",
     "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_model_config",
     "get_tensor_shapes",
+    "is_layer_window_attention",
     "moe_utils",
     "parallel_state",
     "tensor_parallel_random",
@@ -104,3 +110,9 @@ def layer_mlp(spec: Any) -> Any:
     mlp = spec.submodules.mlp
     # megatron-core 0.19 has a partial here.
     return mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]
+
+
+def shared_mlp(spec: Any) -> Any:
+    """Return the submodules of the shared experts of a layer with experts, which may be replaced."""
+    shared = layer_mlp(spec).shared_experts
+    return shared.submodules if isinstance(shared, ModuleSpec) else shared.keywords["submodules"]

@@ -26,7 +26,7 @@ from torch import nn
 from ....codecs.integers import exclusive_cumsum
 from ..layers import attend_rows, uncompiled
 from ..row_layout import to_device
-from .library import RowParallelLinear
+from .library import MLASelfAttention, RowParallelLinear, is_layer_window_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,15 @@ class AttentionPlan:
 
     reaches: tuple[Reach, ...]
     """Inputs of the calls of the attention kernel. Together they contain every query once."""
+    angles: torch.Tensor | None = None
+    """Rotary angles of this rank's tokens, float32 `[S, 1, rotary width]`, for attention in a latent space."""
+    concentration: float = 1.0
+    """Factor of the cosines and sines of `angles`."""
     qkv_format: str = "rows"
     """Name of the layout of queries and keys, which Megatron reads. It must not be `thd`, because Megatron would then
     apply rotary embeddings row by row itself."""
+    local_cp_size: None = None
+    """Number of context-parallel ranks of the microbatch if it varies, which Megatron reads. Here it does not."""
 
 
 def plan_attention(padded: np.ndarray, cp: int, rank: int, device: torch.device) -> AttentionPlan:
@@ -110,13 +116,20 @@ def runs(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 class PackedAttention(nn.Module):
-    """Computes scaled dot-product attention within packed rows, as the `core_attention` of a Megatron layer."""
+    """Computes scaled dot-product attention within packed rows, as the `core_attention` of a Megatron layer.
 
-    def __init__(self, config: Any, *, pg_collection: Any, softmax_scale: float | None = None, **_: Any) -> None:
+    The layer may have a window (`window_size` of Megatron's config), and values may be narrower than keys.
+    """
+
+    def __init__(
+        self, config: Any, layer_number: int, *, pg_collection: Any, softmax_scale: float | None = None, **_: Any
+    ) -> None:
         super().__init__()
         self._group: dist.ProcessGroup = pg_collection.cp
         self._cp = self._group.size()
         self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        near = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self._window: int | None = config.window_size[0] + 1 if near else None
 
     def forward(
         self,
@@ -128,11 +141,14 @@ class PackedAttention(nn.Module):
         packed_seq_params: AttentionPlan,
         **_: Any,
     ) -> torch.Tensor:
-        """Compute causal attention within rows. Returns `[S, 1, heads * D]`.
+        """Compute causal attention within rows. Returns `[S, 1, heads * V]`.
 
-        `query` is `[S, 1, heads, D]`, `key` and `value` are `[S, 1, kv_heads, D]`; each has the S tokens of this rank.
+        `query` is `[S, 1, heads, D]`, `key` `[S, 1, kv_heads, D]` and `value` `[S, 1, kv_heads, V]`, or all three lack
+        the dimension of size 1; each has the S tokens of this rank. V is at most D.
         """
-        q, k, v = query[:, 0], key[:, 0], value[:, 0]
+        q, k, v = (part[:, 0] if part.ndim == 4 else part for part in (query, key, value))
+        width = v.shape[-1]
+        v = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v  # The kernels need one width.
         if self._cp > 1:
             k, v = _gathered(k, v, self._group)
         out: torch.Tensor | None = None
@@ -143,46 +159,53 @@ class PackedAttention(nn.Module):
                 v if reach.keys is None else v[reach.keys],
                 reach,
                 self._scale,
+                self._window,
             )
             if reach.queries is None:
                 out = part
             else:
                 out = (torch.zeros_like(q) if out is None else out).index_copy(0, reach.queries, part)
         assert out is not None
-        return out.flatten(1)[:, None]
+        return out[..., :width].flatten(1)[:, None]
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scale: float) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scale: float, window: int | None = None
+) -> torch.Tensor:
     """Compute the attention of all spans of `reach`. Returns `[Q, heads, D]`.
 
-    `q` is `[Q, heads, D]`, `k` and `v` are `[K, kv_heads, D]`, all span by span. On GPUs in half precision one
-    variable-length flash kernel computes all spans, which compiled layers contain. Otherwise SDPA is used.
+    `q` is `[Q, heads, D]`, `k` and `v` are `[K, kv_heads, D]`, all span by span. With `window` a query sees only that
+    many keys, the last of them its own. On GPUs in half precision one variable-length flash kernel computes all spans,
+    which compiled layers contain. Otherwise SDPA is used.
     """
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-        return attend_rows(q, k, v, reach.query_ends, reach.key_ends, reach.longest, scale)
-    return _attend_by_span(q, k, v, reach, scale)
+        return attend_rows(q, k, v, reach.query_ends, reach.key_ends, reach.longest, scale, window)
+    return _attend_by_span(q, k, v, reach, scale, window)
 
 
 @uncompiled  # Span sizes differ, and torch would compile the method again for each of them.
-def _attend_by_span(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scale: float) -> torch.Tensor:
+def _attend_by_span(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scale: float, window: int | None
+) -> torch.Tensor:
     """Compute what `attend` does with one call of SDPA if all spans have the same size, else with one for each span."""
+    options: Any = {"scale": scale, "window": window}
     if len(set(reach.query_sizes)) == 1 and len(set(reach.key_sizes)) == 1:
-        return _spans(*(part.unflatten(0, (len(reach.query_sizes), -1)) for part in (q, k, v)), scale=scale).flatten(
-            0, 1
-        )
+        return _spans(*(part.unflatten(0, (len(reach.query_sizes), -1)) for part in (q, k, v)), **options).flatten(0, 1)
     parts = zip(q.split(reach.query_sizes), k.split(reach.key_sizes), v.split(reach.key_sizes), strict=True)
-    return torch.cat([_spans(q_[None], k_[None], v_[None], scale=scale)[0] for q_, k_, v_ in parts])
+    return torch.cat([_spans(q_[None], k_[None], v_[None], **options)[0] for q_, k_, v_ in parts])
 
 
-def _spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
+def _spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
     """Compute causal attention within n spans of one size; the queries are the last Q of the K tokens of their span.
 
     `q` is `[n, Q, heads, D]`, `k` and `v` are `[n, K, kv_heads, D]`. Returns `[n, Q, heads, D]`.
     """
     more = k.shape[1] - q.shape[1]
     mask = None
-    if more:  # SDPA's own causal mask is aligned at the upper left.
+    windowed = window is not None and window < k.shape[1]
+    if more or windowed:  # SDPA's own causal mask is aligned at the upper left.
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(more)
+        mask = mask.triu(more - window + 1) if windowed else mask
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
@@ -275,3 +298,51 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # Megatron sums the gradients of parameters with this mark over the tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+_LATENT_EPS = 1e-6
+"""Summand of the norms in the latent space, for which transformers does not use the model's `rms_norm_eps`."""
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's attention with keys and values in a latent space (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Rotary angles are those of the packed rows. Every rank has the projections down to the latent space whole, as with
+    TransformerEngine. Megatron's other layers split them, and then the part of a rotary key that all heads share gets
+    its gradient from the heads of one rank only.
+    """
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self.rotary_pos_emb = GivenAngles()
+        self.linear_kv_down_proj = WholeLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        self.kv_layernorm = RMSNorm(config, config.kv_lora_rank, _LATENT_EPS)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
+            self.q_layernorm = RMSNorm(config, config.q_lora_rank, _LATENT_EPS)
+
+
+class GivenAngles(nn.Module):
+    """Takes the rotary angles of attention in a latent space from the plan of the microbatch's attention."""
+
+    def get_rotary_seq_len(self, *args: Any) -> AttentionPlan:
+        """Return the plan, the last of the arguments, in place of a length. Megatron passes it on to `forward`."""
+        return args[-1]
+
+    def forward(self, plan: AttentionPlan, **_: Any) -> tuple[torch.Tensor, float]:
+        """Return the plan's angles and the factor of their cosines and sines."""
+        assert plan.angles is not None, "the model sets the angles"
+        return plan.angles, plan.concentration
+
+
+class WholeLinear(nn.Linear):
+    """Linear layer without bias that every tensor-parallel rank has whole, with Megatron's result of two values."""
+
+    def __init__(self, config: Any, width: int) -> None:
+        super().__init__(config.hidden_size, width, bias=False, dtype=config.params_dtype)
+        # Megatron sums the gradients of parameters with this mark over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the projection of `hidden`, `[..., hidden]`, and no bias."""
+        return super().forward(hidden), None
