@@ -117,7 +117,7 @@ def _divisions(trainer: TrainerConfig, model: Any) -> Iterator[tuple[str, int, s
         return
     yield "pp", trainer.pp, "num_hidden_layers"
     if has_experts(model):
-        for name in ("num_experts", "n_routed_experts", "num_local_experts"):
+        for name in ("num_experts", "n_routed_experts"):
             yield "ep", trainer.ep, name
         yield "tp", expert_tensor_size(trainer.topology), "moe_intermediate_size"
         yield "tp", trainer.tp, "shared_expert_intermediate_size"

@@ -91,3 +91,30 @@ def save_family(folder: Path, name: str, *, std: float | None = 0.2, vectors: bo
                 value.add_(torch.randn_like(value), alpha=0.2)
     model.save_pretrained(folder)
     return str(folder)
+
+
+LATENT_YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 4, "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}  # fmt: skip
+GROUPED: dict[str, Any] = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+MEGATRON: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 3}),
+    "mistral": ("mistral", {"tie_word_embeddings": True}),
+    "mixtral": ("mixtral", {"sliding_window": 4}),
+    "shared": ("qwen2_moe", {"mlp_only_layers": [0]}),
+    "glm": ("glm4_moe", {}),
+    "glm_normed": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.4}),
+    "latent": (
+        "deepseek_v3",
+        {"rope_parameters": LATENT_YARN, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
+    ),
+    "latent_plain": ("deepseek_v3", {"q_lora_rank": None, "rms_norm_eps": 1e-4, "routed_scaling_factor": 1.7}),
+}
+"""Models of the families that the megatron backend trains: name of a model -> its family, and keys beside FAMILIES."""
+
+
+def save_megatron(folder: Path) -> str:
+    """Write the model of MEGATRON with the folder's name, with norms and biases that differ."""
+    family, keys = MEGATRON[folder.name]
+    return save_family(folder, family, std=0.15, vectors=True, **{"tie_word_embeddings": False, **keys})

@@ -40,6 +40,7 @@ with warnings.catch_warnings():
         gather_from_sequence_parallel_region,
     )
     from megatron.core.tensor_parallel import random as tensor_parallel_random
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router import TopKRouter
@@ -55,6 +56,11 @@ with warnings.catch_warnings():
 # 0.16 is no longer supported.
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
+
+# Without TransformerEngine, megatron-core 0.16 takes a stand-in for it, and attention in a latent space cannot be built
+# (multi_latent_attention.py, MultiLatentAttention). These lines can be deleted with those above.
+if not isinstance(multi_latent_attention.TELinear, type):
+    multi_latent_attention.HAVE_TE = False
 
 _STEP_TAKES_MODEL_TYPE = "model_type" in inspect.signature(schedules.backward_step).parameters
 """True if the schedules' backward step takes the model's type, as in megatron-core 0.16."""

@@ -54,7 +54,7 @@ class PolicyModel(GPTModel):
             share_embeddings_and_output_weights=model.tie_word_embeddings,
             position_embedding_type="none",  # `forward` passes the rotary angles to the decoder.
         )
-        # Only `trainer.moe.bias_update_rate` moves the biases of experts. Megatron would count tokens and move them, too.
+        # Megatron would count tokens and move the biases of experts, which only `trainer.moe.bias_update_rate` does.
         settings.moe_router_enable_expert_bias = False
         for router in self.routers:
             router.enable_expert_bias = False
