@@ -88,7 +88,7 @@ def test_host_memory_is_that_of_a_rank_s_own_pieces() -> None:
         (
             {"model_type": "gpt_oss"},
             {"backend": "megatron"},
-            "expected 'fsdp' for a model of type 'gpt_oss', because the",
+            "expected 'fsdp' for a model of type 'gpt_oss', because",
         ),
         ({"num_local_experts": 3}, {"tp": 2}, "trainer.tp: got 2, expected a divisor of the model's num_experts = 3"),
     ],
