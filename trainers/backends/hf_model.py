@@ -242,14 +242,15 @@ class HfSource:
         prefix, kind = match.groups()
         return [f"{prefix}.{expert}.{part}.weight" for part in _PARTS[kind]]
 
-    def empty_model(self, dtype: torch.dtype | None = None) -> Any:
+    def empty_model(self, dtype: torch.dtype | None = None, attention: str = "sdpa") -> Any:
         """Return the HF model on the meta device, without values of weights and buffers, with dropout off.
 
-        dtype: dtype of the weights; None for the dtype in the model's config.
+        dtype: dtype of the weights; None for the dtype in the model's config. attention: implementation of attention,
+        which matters only if the model computes.
         """
         with torch.device("meta"):
             options = {} if dtype is None else {"dtype": dtype}
-            model = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa", **options)
+            model = AutoModelForCausalLM.from_config(self.config, attn_implementation=attention, **options)
         with contextlib.suppress(OSError):  # A model without a generation config uses its model config.
             model.generation_config = GenerationConfig.from_pretrained(self._model)
         return model.eval()

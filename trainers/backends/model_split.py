@@ -9,7 +9,7 @@ from ...actors.train.microbatch_plan import Packing
 from ...actors.train.topology import Topology
 from ...codecs.integers import ceil_div
 from .config import TrainerConfig
-from .megatron.families import FAMILIES, why_not
+from .megatron.families import FAMILIES
 
 MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
 """Values of `model_type` in a config.json whose models the backend `fsdp` can split over tensor-parallel ranks."""
@@ -55,7 +55,8 @@ def check_split(trainer: TrainerConfig, model: Any) -> None:
     kind = getattr(model, "model_type", None)
     if trainer.backend == "megatron" and kind not in (None, *FAMILIES):
         raise ValueError(
-            f"trainer.backend: got 'megatron', expected 'fsdp' for a model of type {kind!r}, {why_not(kind)}"
+            f"trainer.backend: got 'megatron', expected 'fsdp' for a model of type {kind!r}, because megatron trains "
+            f"only models of the types {', '.join(FAMILIES)}"
         )
     if trainer.backend == "fsdp" and trainer.tp > 1 and kind not in (None, *MODEL_TYPES):
         raise ValueError(
@@ -137,6 +138,11 @@ def _check_experts(trainer: TrainerConfig, model: Any) -> None:
         raise ValueError(f"trainer.ep: got {trainer.ep}, expected 1 for a model without experts")
     kind = getattr(model, "model_type", None)
     latent = kind is not None and FAMILIES[kind].latent
+    if kind is not None and FAMILIES[kind].whole_experts and expert_tensor_size(trainer.topology) > 1:
+        raise ValueError(
+            f"trainer.ep: got 1, expected 2 or more for a model of type {kind!r} with trainer.tp > 1, because its "
+            "experts cannot be split"
+        )
     if trainer.tp > 1 and not trainer.sequence_parallel and (has_experts(model) or latent):
         what = "experts" if has_experts(model) else "attention in a latent space"
         raise ValueError(

@@ -78,7 +78,7 @@ def save_family(folder: Path, name: str, *, std: float | None = 0.2, vectors: bo
     that transformers initialises. vectors: true to spread norms, and biases, those of experts too.
     """
     torch.manual_seed(11)
-    keys = {**SIZES, **{**FAMILIES, **SCALED}[name], **keys}
+    keys = {**SIZES, **{**FAMILIES, **SCALED}.get(name, {}), **keys}
     config = AutoConfig.for_model(name.split()[0], **{key: value for key, value in keys.items() if value is not ...})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def save_family(folder: Path, name: str, *, std: float | None = 0.2, vectors: bo
                 param.normal_(std=std)
         every = (*model.named_parameters(), *model.named_buffers()) if vectors else ()
         for path, value in every:
-            if value.ndim == 1 and path.endswith(("norm.weight", "bias")):
+            if value.ndim == 1 and path.endswith(("norm.weight", "bias", "sinks")):
                 value.add_(torch.randn_like(value), alpha=0.2)
     model.save_pretrained(folder)
     return str(folder)
@@ -108,6 +108,16 @@ MEGATRON: dict[str, tuple[str, dict[str, Any]]] = {
     "latent": (
         "deepseek_v3",
         {"rope_parameters": LATENT_YARN, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
+    ),
+    "sinks": (
+        "gpt_oss",
+        {
+            **LOCAL,
+            "num_hidden_layers": 4,
+            "sliding_window": 3,
+            "swiglu_limit": 0.4,
+            "rope_parameters": {**LATENT_YARN, "mscale": None},
+        },
     ),
     "latent_plain": ("deepseek_v3", {"q_lora_rank": None, "rms_norm_eps": 1e-4, "routed_scaling_factor": 1.7}),
 }

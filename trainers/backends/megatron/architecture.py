@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ....codecs.tokens.routes import is_expert_layer, num_experts
 from ..config import BackendConfig
 from ..model_split import check_split, expert_tensor_size, mesh_problems
-from .families import FAMILIES, settings_of, why_not
+from .families import FAMILIES, settings_of
 from .library import MLATransformerConfig, TransformerConfig
 
 
@@ -34,7 +34,7 @@ def _check_model(config: BackendConfig, model: Any) -> None:
     if model.model_type not in FAMILIES:
         raise ValueError(
             f"model.path: got {config.model!r} of type {model.model_type!r}, expected one of {', '.join(FAMILIES)} "
-            f"with trainer.backend = 'megatron', {why_not(model.model_type)}"
+            "with trainer.backend = 'megatron'"
         )
     act = () if model.hidden_act == "silu" else (("hidden_act", model.hidden_act, "silu"),)
     for key, got, wanted in (*act, *FAMILIES[model.model_type].unfit(model)):
@@ -77,7 +77,7 @@ def transformer_config(config: BackendConfig, model: Any) -> TransformerConfig:
         recompute = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": count}
     family, windows = FAMILIES[model.model_type], layer_windows(model)
     kind = MLATransformerConfig if family.latent else TransformerConfig
-    return kind(
+    built = kind(
         num_layers=model.num_hidden_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.intermediate_size,
@@ -90,7 +90,6 @@ def transformer_config(config: BackendConfig, model: Any) -> TransformerConfig:
         window_attn_skip_freq=[int(near) for near in windows],
         gated_linear_unit=True,
         activation_func=F.silu,
-        add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bf16=half,
@@ -114,9 +113,16 @@ def transformer_config(config: BackendConfig, model: Any) -> TransformerConfig:
         apply_rope_fusion=False,
         moe_token_dispatcher_type="alltoall",
         **recompute,
-        **settings_of(family.settings, model),
+        **{"add_bias_linear": False, **settings_of(family.settings, model)},
         **_experts(model),
     )
+    rope = model.rope_parameters
+    if rope["rope_type"] == "yarn" and not family.latent:
+        # Megatron multiplies cosines and sines by a factor that it computes from these attributes.
+        names = {"rotary_scaling_factor": "factor", "mscale": "mscale", "mscale_all_dim": "mscale_all_dim"}
+        for name, key in names.items():
+            setattr(built, f"yarn_{name}", rope.get(key) or None)
+    return built
 
 
 def _experts(model: Any) -> dict[str, Any]:

@@ -200,7 +200,7 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         self._parts.state.restore(state)
 
     def _hf_model(self) -> Any:
-        return self._source.empty_model()
+        return self._source.empty_model(attention="eager")
 
     def _moving(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         clear_scratch()

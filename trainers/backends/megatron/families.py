@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal
 
-Split = Literal["whole", "vocabulary", "columns", "rows", "heads", "gated", "expert_gated", "expert_columns"]
+Split = Literal["whole", "vocabulary", "columns", "rows", "heads", "gated", "experts", "expert_gated", "expert_columns"]
 """The ways in which a parameter is split over tensor-parallel ranks.
 
 whole            not split (norms, routers, and projections down to a latent space)
 vocabulary       by tokens, padded with zeros to equal parts
 columns          along dimension 1 of the matrix
-rows             along dimension 0 of the matrix
+rows             along dimension 0
 heads            query, key and value matrices or biases in one parameter, by groups of heads that share a key
 gated            gate and up matrices in one parameter, along dimension 0 of each
+experts          stacked experts, divided over the expert-parallel ranks, with each expert whole
 expert_gated     `gated` for stacked experts: the experts are divided over the expert-parallel ranks, and the matrices
                  of each expert are split over the expert-tensor-parallel ranks
 expert_columns   `columns` for stacked experts, over the same ranks as `expert_gated`
@@ -54,7 +55,9 @@ class Family:
     """Keys of the HF config whose other values Megatron's layers do not express: key -> value."""
     latent: bool = False
     """True for attention with keys and values in a latent space (MLA)."""
-    ropes: tuple[str, ...] = ("default", "linear", "llama3")
+    whole_experts: bool = False
+    """True for experts that cannot be split over tensor-parallel ranks. These ranks must share the experts out."""
+    ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     """Values of `rope_type` that are computed as transformers computes them."""
 
     def unfit(self, model: Any) -> Iterator[tuple[str, Any, str]]:
@@ -62,9 +65,14 @@ class Family:
         for key, wanted in self.only.items():
             if getattr(model, key, wanted) != wanted:
                 yield key, getattr(model, key), str(wanted)
-        if model.rope_parameters["rope_type"] not in self.ropes:
+        rope = model.rope_parameters
+        if rope["rope_type"] not in self.ropes:
             *first, last = map(repr, self.ropes)
-            yield "rope_type", model.rope_parameters["rope_type"], f"{', '.join(first)} or {last}"
+            yield "rope_type", rope["rope_type"], f"{', '.join(first)} or {last}"
+        if rope.get("attention_factor") is not None:
+            yield "attention_factor", rope["attention_factor"], "none, so that it follows from the other keys"
+        if getattr(model, "quantization_config", None) is not None:
+            yield "quantization_config", model.quantization_config, "weights that are not quantized"
         top_k = getattr(model, "num_experts_per_tok", None)
         if not self.experts or top_k is None:
             return
@@ -129,6 +137,18 @@ _GATED_SHARED = (
     Row("mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",), "whole"),
 )
 _BIAS = (Row("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",), "whole"),)
+_SINKS = (
+    Row("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",), "whole"),
+    Row("self_attention.core_attention.softmax_offset", ("self_attn.sinks",), "rows"),
+)
+_BIASED_EXPERTS = (
+    Row("mlp.router.weight", ("mlp.router.weight",), "whole"),
+    Row("mlp.router.bias", ("mlp.router.bias",), "whole"),
+    Row("mlp.experts.weight1", ("mlp.experts.gate_up_proj",), "experts"),
+    Row("mlp.experts.bias1", ("mlp.experts.gate_up_proj_bias",), "experts"),
+    Row("mlp.experts.weight2", ("mlp.experts.down_proj",), "experts"),
+    Row("mlp.experts.bias2", ("mlp.experts.down_proj_bias",), "experts"),
+)
 _DENSE = (*_NORMS, *_ATTENTION, *_MLP)
 _PLAIN = {"attention_bias": False, "mlp_bias": False}
 
@@ -206,17 +226,17 @@ FAMILIES: dict[str, Family] = {
         latent=True,
         ropes=("default", "yarn"),
     ),
+    "gpt_oss": Family(
+        (*_NORMS, *_ATTENTION, *_QKV_BIAS, *_SINKS, *_BIASED_EXPERTS),
+        {"add_bias_linear": True, "softmax_type": "learnable"},
+        {
+            "moe_router_pre_softmax": False,
+            "moe_ffn_hidden_size": attrgetter("intermediate_size"),
+            "activation_func_clamp_value": attrgetter("swiglu_limit"),
+            "glu_linear_offset": 1.0,
+        },
+        {"attention_bias": True, "swiglu_alpha": 1.702},
+        whole_experts=True,
+    ),
 }
 """The families that Megatron can train: `model_type` -> family."""
-
-INEXPRESSIBLE = {
-    "gpt_oss": "the attention kernels of this backend have no learned sinks, and its experts have neither biases nor a "
-    "clamped activation",
-}
-"""Families that were looked at and cannot be trained: `model_type` -> reason."""
-
-
-def why_not(kind: str) -> str:
-    """Return why Megatron cannot train models of type `kind`, which is not in FAMILIES, as the end of a sentence."""
-    reason = INEXPRESSIBLE.get(kind)
-    return f"because {reason}" if reason else f"because megatron trains only models of the types {', '.join(FAMILIES)}"

@@ -25,7 +25,7 @@ from .library import (
     shared_mlp,
 )
 from .mesh import Mesh
-from .modules import GroupedExperts, LatentAttention, PackedAttention, RMSNorm, RowLinear
+from .modules import BiasedExperts, GroupedExperts, LatentAttention, PackedAttention, RMSNorm, RowLinear
 from .rows import PackedRows
 from .weights import cut, entries_of, expert_range
 
@@ -158,7 +158,7 @@ def _layers(settings: TransformerConfig, model: Any, first: int, stages: int) ->
         inner: Any = spec.submodules
         inner.input_layernorm = inner.pre_mlp_layernorm = RMSNorm
         if experts:
-            layer_mlp(spec).experts = GroupedExperts
+            layer_mlp(spec).experts = BiasedExperts if settings.add_bias_linear else GroupedExperts
             shared_mlp(spec).linear_fc2 = RowLinear
         else:
             layer_mlp(spec).linear_fc2 = RowLinear

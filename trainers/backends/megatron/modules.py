@@ -14,7 +14,7 @@ another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -118,7 +118,8 @@ def runs(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 class PackedAttention(nn.Module):
     """Computes scaled dot-product attention within packed rows, as the `core_attention` of a Megatron layer.
 
-    The layer may have a window (`window_size` of Megatron's config), and values may be narrower than keys.
+    The layer may have a window (`window_size` of Megatron's config) and learned sinks (`softmax_type`), and values may
+    be narrower than keys.
     """
 
     def __init__(
@@ -130,6 +131,11 @@ class PackedAttention(nn.Module):
         self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         near = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self._window: int | None = config.window_size[0] + 1 if near else None
+        self.softmax_offset: nn.Parameter | None = None
+        """Logit of each head's sink, `[heads]`, which takes part of the attention but has no value; None without."""
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -153,14 +159,16 @@ class PackedAttention(nn.Module):
             k, v = _gathered(k, v, self._group)
         out: torch.Tensor | None = None
         for reach in packed_seq_params.reaches:
-            part = attend(
+            parts = (
                 q if reach.queries is None else q[reach.queries],
                 k if reach.keys is None else k[reach.keys],
                 v if reach.keys is None else v[reach.keys],
-                reach,
-                self._scale,
-                self._window,
             )
+            if self.softmax_offset is None:
+                part = attend(*parts, reach, self._scale, self._window)
+            else:
+                parts, reach_ = with_sinks(*parts, reach, self.softmax_offset / self._scale)
+                part = attend(*parts, reach_, self._scale, self._window, sinks=True)[..., : q.shape[-1]]
             if reach.queries is None:
                 out = part
             else:
@@ -169,33 +177,70 @@ class PackedAttention(nn.Module):
         return out[..., :width].flatten(1)[:, None]
 
 
+@uncompiled  # Numbers of rows differ, and torch would compile the function again for each of them.
+def with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, sinks: torch.Tensor
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Reach]:
+    """Return queries, keys, values and the reach with a sink as the first key of each span.
+
+    q, k, v: as in `attend`. sinks: logit of each head's sink divided by the scale of the attention, `[heads]`. Each
+    head gets 8 more columns. In the first of them queries have their head's logit and sinks a 1. Values of sinks are 0.
+    """
+    tokens, width = torch.arange(len(k), device=k.device), k.shape[-1]
+    spans = torch.arange(len(reach.key_ends), device=k.device, dtype=reach.key_ends.dtype)
+    ends = reach.key_ends + spans
+    place = tokens + torch.searchsorted(reach.key_ends, tokens.to(ends.dtype), right=True)
+    blank = k.new_zeros(len(k) + len(spans) - 1, k.shape[1], width + 8)
+    marked = blank.clone()
+    marked[ends[:-1].long(), :, width] = 1
+    logits = F.pad(sinks.to(q.dtype)[:, None], (0, 7)).expand(len(q), -1, -1)
+    wide = (
+        torch.cat([q, logits], -1),
+        marked.index_copy(0, place, F.pad(k, (0, 8))),
+        blank.index_copy(0, place, F.pad(v, (0, 8))),
+    )
+    sizes = tuple(size + 1 for size in reach.key_sizes)
+    longest = (reach.longest[0], reach.longest[1] + 1)
+    return wide, replace(reach, key_sizes=sizes, key_ends=ends, longest=longest)
+
+
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scale: float, window: int | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    reach: Reach,
+    scale: float,
+    window: int | None = None,
+    *,
+    sinks: bool = False,
 ) -> torch.Tensor:
     """Compute the attention of all spans of `reach`. Returns `[Q, heads, D]`.
 
     `q` is `[Q, heads, D]`, `k` and `v` are `[K, kv_heads, D]`, all span by span. With `window` a query sees only that
-    many keys, the last of them its own. On GPUs in half precision one variable-length flash kernel computes all spans,
-    which compiled layers contain. Otherwise SDPA is used.
+    many keys, the last of them its own. sinks: true if the first key of each span is a sink, which windows do not hide.
+    On GPUs in half precision one variable-length flash kernel computes all spans, which compiled layers contain.
+    Otherwise, and for windows with sinks, SDPA is used.
     """
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and not (sinks and window):
         return attend_rows(q, k, v, reach.query_ends, reach.key_ends, reach.longest, scale, window)
-    return _attend_by_span(q, k, v, reach, scale, window)
+    return _attend_by_span(q, k, v, reach, scale, window, sinks)
 
 
 @uncompiled  # Span sizes differ, and torch would compile the method again for each of them.
 def _attend_by_span(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scale: float, window: int | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scale: float, window: int | None, sinks: bool
 ) -> torch.Tensor:
     """Compute what `attend` does with one call of SDPA if all spans have the same size, else with one for each span."""
-    options: Any = {"scale": scale, "window": window}
+    options: Any = {"scale": scale, "window": window, "sinks": sinks}
     if len(set(reach.query_sizes)) == 1 and len(set(reach.key_sizes)) == 1:
         return _spans(*(part.unflatten(0, (len(reach.query_sizes), -1)) for part in (q, k, v)), **options).flatten(0, 1)
     parts = zip(q.split(reach.query_sizes), k.split(reach.key_sizes), v.split(reach.key_sizes), strict=True)
     return torch.cat([_spans(q_[None], k_[None], v_[None], **options)[0] for q_, k_, v_ in parts])
 
 
-def _spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
+def _spans(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None, sinks: bool
+) -> torch.Tensor:
     """Compute causal attention within n spans of one size; the queries are the last Q of the K tokens of their span.
 
     `q` is `[n, Q, heads, D]`, `k` and `v` are `[n, K, kv_heads, D]`. Returns `[n, Q, heads, D]`.
@@ -206,6 +251,7 @@ def _spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, w
     if more or windowed:  # SDPA's own causal mask is aligned at the upper left.
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(more)
         mask = mask.triu(more - window + 1) if windowed else mask
+        mask[:, 0] |= sinks
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
@@ -263,6 +309,41 @@ class GroupedExperts(nn.Module):
         gate, up = grouped_linear(hidden, self.weight1, tokens_per_expert).chunk(2, -1)
         inner = (F.silu(gate) * up * weights[:, None]).to(hidden.dtype)
         return grouped_linear(inner, self.weight2, tokens_per_expert), None
+
+
+class BiasedExperts(nn.Module):
+    """The experts of one rank with biases and the clamped activation of gpt-oss (arXiv:2508.10925, section 2.2).
+
+    Weights are as in HF: transposed, with gate and up columns in turn.
+    """
+
+    def __init__(self, num_local_experts: int, config: Any, *, pg_collection: Any, **_: Any) -> None:
+        super().__init__()
+        assert pg_collection.expt_tp.size() == 1, "check_split refuses experts that are split"
+        width, hidden = config.moe_ffn_hidden_size, config.hidden_size
+        self._limit: float = config.activation_func_clamp_value
+        self._offset: float = config.glu_linear_offset
+
+        def parameter(*shape: int) -> nn.Parameter:
+            made = nn.Parameter(torch.empty(num_local_experts, *shape, dtype=config.params_dtype))
+            # Megatron sums the gradients of parameters without this mark over the expert-data-parallel ranks.
+            made.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+            return made
+
+        self.weight1, self.bias1 = parameter(hidden, 2 * width), parameter(2 * width)
+        self.weight2, self.bias2 = parameter(width, hidden), parameter(hidden)
+
+    def forward(
+        self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Return each token's output of its expert, `[T, hidden]`, times its weight, as `GroupedExperts` does."""
+        experts = torch.arange(len(self.bias1), device=hidden.device)
+        owner = experts.repeat_interleave(tokens_per_expert.to(hidden.device), output_size=len(hidden))
+        both = grouped_linear(hidden, self.weight1.transpose(1, 2), tokens_per_expert) + self.bias1[owner]
+        gate, up = both[:, ::2].clamp(max=self._limit), both[:, 1::2].clamp(-self._limit, self._limit)
+        inner = (up + self._offset) * gate * torch.sigmoid(1.702 * gate)
+        out = grouped_linear(inner, self.weight2.transpose(1, 2), tokens_per_expert) + self.bias2[owner]
+        return (out * weights[:, None]).to(hidden.dtype), None
 
 
 def grouped_linear(rows: torch.Tensor, weights: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ def spread_weights(source: HfSource, topology: Topology, dtype: torch.dtype) -> 
     config = source.config
     etp = expert_tensor_size(topology)
     found = []
-    model = source.empty_model()
+    model = source.empty_model(attention="eager")
     state = model.state_dict(keep_vars=True)
     dtypes = {name: dtype for name, _ in model.named_parameters()}
     dtypes |= {name: torch.float32 for name, _ in model.named_buffers() if name in state}

@@ -135,7 +135,7 @@ def _own(row: torch.Tensor, cp: int, rank: int) -> torch.Tensor:
 @pytest.mark.parametrize("width", [8, 5])
 def test_a_layer_gets_its_own_shape_back(layer: int, window: int | None, width: int) -> None:
     """The second layer has a window. Narrow values give the first columns of wide ones."""
-    config = SimpleNamespace(kv_channels=8, window_size=(2, 0), window_attn_skip_freq=[0, 1])
+    config = SimpleNamespace(kv_channels=8, window_size=(2, 0), window_attn_skip_freq=[0, 1], softmax_type="vanilla")
     module = PackedAttention(config, layer, pg_collection=SimpleNamespace(cp=OneRank()))
     rows = [torch.randn(5, 3, 4, 8), torch.randn(3, 3, 4, 8)]
     flat = torch.cat(rows)
