@@ -49,9 +49,11 @@ def head_width(model: Any) -> int:
 
 
 def rotary(model: Any) -> tuple[torch.Tensor, float]:
-    """Return what HF computes of a model's rotary positions: the frequencies in radians per position, float32
-    `[rotary width / 2]`, and the factor of cosines and sines. A rotary width below the head's leaves the rest as it
-    is."""
+    """Return the frequencies of a model's rotary positions, and the factor of cosines and sines, as HF computes them.
+
+    Frequencies are in radians per position, float32 `[rotary width / 2]`. If the rotary width is below that of a head,
+    the rest of the head has no positions.
+    """
     settings = model.rope_parameters
     if settings["rope_type"] != "default":
         return ROPE_INIT_FUNCTIONS[settings["rope_type"]](model, device=torch.device("cpu"))

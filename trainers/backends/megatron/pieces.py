@@ -29,9 +29,9 @@ from .weights import EMBEDDING, HEAD, Entry, boxes, entries_of, hf_layer, split_
 
 
 def spread_weights(source: HfSource, topology: Topology, dtype: torch.dtype) -> list[SpreadWeight]:
-    """List the HF model's parameters in the model's own order, then the biases of its experts, each with the ranks that
-    provide its pieces. The list is the same on all ranks.
+    """List the HF model's parameters in the model's own order, then the biases of its experts.
 
+    Each comes with the ranks that provide its pieces. The list is the same on all ranks.
     Tied weights are listed once. `dtype` is the dtype in which parameters are streamed; biases of experts are float32.
     When several ranks hold the same piece, the one with data- and context-parallel index 0 provides it.
     """

@@ -32,7 +32,14 @@ from headrace.tests.trainers.backends.experts.routed_rows import (
     with_own_logprobs,
 )
 from headrace.tests.trainers.backends.families import FAMILIES, LATENT_YARN, LLAMA3, MEGATRON, SIZES, save_megatron
-from headrace.tests.trainers.backends.mesh_ranks import Case, assert_as_reference, cases, run_cases, run_reference
+from headrace.tests.trainers.backends.mesh_ranks import (
+    Case,
+    assert_as_reference,
+    cases,
+    resumed,
+    run_cases,
+    run_reference,
+)
 
 pytestmark = pytest.mark.megatron
 
@@ -116,6 +123,27 @@ def test_each_mesh_does_as_one_model(tmp_path: Path) -> None:
         save_megatron(tmp_path / name)
     for case, ranks in outcomes(tmp_path):
         assert_as_reference(case, ranks, run_reference(str(tmp_path / case.model)), spread=True)
+
+
+RESUMED = cases("megatron", latent="tp2 ep2 sp, pp2, dp2 ep2", sinks="tp2 ep2 sp, pp2")
+SAVED_BY = {model: (f"megatron {model} tp2 ep2 sp",) for model in ("latent", "sinks")}
+
+
+def resume(rank: int, world: int, folder: str) -> dict[str, dict[str, Any]]:
+    """Return the third step of each mesh from the checkpoint of one mesh, and of that mesh itself."""
+    return resumed(rank, folder, RESUMED, SAVED_BY)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(900)
+def test_a_checkpoint_goes_on_on_any_mesh(tmp_path: Path) -> None:
+    for model in SAVED_BY:
+        save_megatron(tmp_path / model)
+    for rank in run_on_ranks(resume, 2, tmp_path / "run", str(tmp_path)):
+        for case in RESUMED:
+            found = rank[SAVED_BY[case.model][0]]
+            assert found[case.name] == pytest.approx(found["third"], rel=1e-4, abs=1e-6), case.name
 
 
 def outcomes(folder: Path) -> Iterator[tuple[Case, list[dict[str, Any]]]]:
