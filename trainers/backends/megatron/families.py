@@ -47,11 +47,11 @@ class Family:
 
     rows: tuple[Row, ...]
     """Rows of all kinds of decoder layers of the family. A model may lack some, such as biases."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Settings of every model of the family: field of Megatron's config -> value or function."""
-    experts: Mapping[str, Any] = field(default_factory=dict)
+    experts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further settings of models that have experts."""
-    only: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Keys of the HF config whose other values Megatron's layers do not express: key -> value."""
     latent: bool = False
     """True for attention with keys and values in a latent space (MLA)."""
@@ -72,7 +72,7 @@ class Family:
         if rope.get("attention_factor") is not None:
             yield "attention_factor", rope["attention_factor"], "none, so that it follows from the other keys"
         if getattr(model, "quantization_config", None) is not None:
-            yield "quantization_config", model.quantization_config, "weights that are not quantized"
+            yield "quantization_config", "a value", "weights that are not quantized"
         top_k = getattr(model, "num_experts_per_tok", None)
         if not self.experts or top_k is None:
             return

@@ -247,10 +247,10 @@ def _spans(
     """
     more = k.shape[1] - q.shape[1]
     mask = None
-    windowed = window is not None and window < k.shape[1]
-    if more or windowed:  # SDPA's own causal mask is aligned at the upper left.
+    near = window if window is not None and window < k.shape[1] else None
+    if more or near is not None:  # SDPA's own causal mask is aligned at the upper left.
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(more)
-        mask = mask.triu(more - window + 1) if windowed else mask
+        mask = mask if near is None else mask.triu(more - near + 1)
         mask[:, 0] |= sinks
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     return F.scaled_dot_product_attention(

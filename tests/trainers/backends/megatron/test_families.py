@@ -146,6 +146,26 @@ def test_a_checkpoint_goes_on_on_any_mesh(tmp_path: Path) -> None:
             assert found[case.name] == pytest.approx(found["third"], rel=1e-4, abs=1e-6), case.name
 
 
+MOE: dict[str, Any] = {"moe": {"bias_update_rate": 0.05, "aux_loss_coef": 0.3}}
+BALANCED = cases("megatron", MOE, latent="tp2 ep2 sp recompute, pp2, cp2, dp2 ep2")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_each_mesh_moves_the_biases_of_experts_alike(tmp_path: Path) -> None:
+    save_megatron(tmp_path / "latent")
+    expected = run_cases(0, 1, [Case("megatron latent", MOE)], str(tmp_path))["megatron latent"]
+    ranks = run_on_ranks(run_cases, 2, tmp_path / "run", BALANCED, str(tmp_path))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    moved = (expected["weights"][name] - expected["weights before"][name]).abs()
+    assert moved.min() > 0.04, "three steps of 0.05, up or down"
+    for case in BALANCED:
+        found = ranks[0][case.name]
+        torch.testing.assert_close(found["weights"][name], expected["weights"][name], rtol=0, atol=1e-6)
+        for got, wanted in zip(found["steps"], expected["steps"], strict=True):
+            assert got == pytest.approx(wanted, rel=1e-4, abs=1e-6), case.name
+
+
 def outcomes(folder: Path) -> Iterator[tuple[Case, list[dict[str, Any]]]]:
     """Run all meshes in one start of two processes, and yield each case with what its ranks return."""
     ranks = run_on_ranks(run_cases, 2, folder / "run", MESHES, str(folder))
