@@ -9,7 +9,7 @@ from ...actors.train.microbatch_plan import Packing
 from ...actors.train.topology import Topology
 from ...codecs.integers import ceil_div
 from .config import TrainerConfig
-from .megatron.families import FAMILIES
+from .families.megatron import FAMILIES
 
 MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
 """Values of `model_type` in a config.json whose models the backend `fsdp` can split over tensor-parallel ranks."""

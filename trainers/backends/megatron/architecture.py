@@ -10,8 +10,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ....codecs.tokens.routes import is_expert_layer, num_experts
 from ..config import BackendConfig
+from ..families.megatron import FAMILIES, settings_of
 from ..model_split import check_split, expert_tensor_size, mesh_problems
-from .families import FAMILIES, settings_of
 from .library import MLATransformerConfig, TransformerConfig
 
 

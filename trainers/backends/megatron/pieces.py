@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ....actors.train.topology import Place, Topology
 from ..checkpoint_files import STEPS
+from ..families.megatron import Split
 from ..hf_model import HfSource
 from ..model_split import expert_tensor_size
 from ..weight_stream import Cut, Piece, SpreadWeight
-from .families import Split
 from .library import ChainedOptimizer, DistributedOptimizer
 from .mesh import Mesh
 from .model import PolicyModel

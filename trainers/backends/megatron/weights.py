@@ -15,7 +15,7 @@ import torch
 
 from ....codecs.integers import ceil_div
 from ....codecs.tokens.routes import num_experts
-from .families import FAMILIES, Split
+from ..families.megatron import FAMILIES, Split
 
 
 @dataclass(frozen=True, slots=True)
