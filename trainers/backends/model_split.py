@@ -9,9 +9,10 @@ from ...actors.train.microbatch_plan import Packing
 from ...actors.train.topology import Topology
 from ...codecs.integers import ceil_div
 from .config import TrainerConfig
+from .families.megatron import FAMILIES
 
-MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
-"""Values of `model_type` in a config.json of the models that the backend `megatron` trains."""
+PACKED_TYPES = ("qwen3", "qwen3_moe", "llama")
+"""Values of `model_type` of the models that `fsdp` trains packed by default on GPUs."""
 
 BIASED_TYPES = ("deepseek_v3", "glm4_moe", "dots1")
 """Values of `model_type` whose routers have a bias for each expert that `trainer.moe.bias_update_rate` can move."""
@@ -52,10 +53,10 @@ def check_split(trainer: TrainerConfig, model: Any) -> None:
     if trainer.backend == "scripted":  # The scripted backend has no model.
         return
     kind = getattr(model, "model_type", None)
-    if trainer.backend == "megatron" and kind not in (None, *MODEL_TYPES):
+    if trainer.backend == "megatron" and kind not in (None, *FAMILIES):
         raise ValueError(
             f"trainer.backend: got 'megatron', expected 'fsdp' for a model of type {kind!r}, because megatron trains "
-            f"only models of the types {', '.join(MODEL_TYPES)}"
+            f"only models of the types {', '.join(FAMILIES)}"
         )
     if trainer.backend == "fsdp" and trainer.tp > 1 and kind is not None and not _declares_tp_plan(kind):
         raise ValueError(
@@ -126,22 +127,36 @@ def _divisions(trainer: TrainerConfig, model: Any) -> Iterator[tuple[str, int, s
         return
     yield "pp", trainer.pp, "num_hidden_layers"
     if has_experts(model):
-        yield "ep", trainer.ep, "num_experts"
+        for name in ("num_experts", "n_routed_experts"):
+            yield "ep", trainer.ep, name
         yield "tp", expert_tensor_size(trainer.topology), "moe_intermediate_size"
+        yield "tp", trainer.tp, "shared_expert_intermediate_size"
+        if getattr(model, "n_shared_experts", None):
+            yield "tp", trainer.tp, "moe_intermediate_size"
 
 
 def _check_experts(trainer: TrainerConfig, model: Any) -> None:
     """Raise ValueError when the mesh of `trainer` does not suit a model with experts, or a model without them.
 
-    `ep` > 1 needs a model with experts. With megatron, a model with experts needs `sequence_parallel` when `tp` > 1.
+    `ep` > 1 needs a model with experts. With megatron, a model with experts or with attention in a latent space needs
+    `sequence_parallel` when `tp` > 1.
     """
     known = getattr(model, "num_hidden_layers", None) is not None
     if trainer.ep > 1 and known and not has_experts(model):
         raise ValueError(f"trainer.ep: got {trainer.ep}, expected 1 for a model without experts")
-    megatron = trainer.backend == "megatron"
-    if megatron and trainer.tp > 1 and not trainer.sequence_parallel and has_experts(model):
+    if trainer.backend != "megatron":
+        return
+    kind = getattr(model, "model_type", None)
+    latent = kind is not None and FAMILIES[kind].latent
+    if kind is not None and FAMILIES[kind].whole_experts and expert_tensor_size(trainer.topology) > 1:
         raise ValueError(
-            "trainer.sequence_parallel: got false, expected true for a model with experts and trainer.tp > 1"
+            f"trainer.ep: got 1, expected 2 or more for a model of type {kind!r} with trainer.tp > 1, because its "
+            "experts cannot be split"
+        )
+    if trainer.tp > 1 and not trainer.sequence_parallel and (has_experts(model) or latent):
+        what = "experts" if has_experts(model) else "attention in a latent space"
+        raise ValueError(
+            f"trainer.sequence_parallel: got false, expected true for a model with {what} and trainer.tp > 1"
         )
 
 
@@ -152,7 +167,10 @@ def resolved_packing(trainer: TrainerConfig, model: Any, *, gpu: bool) -> Packin
         return trainer.packing
     if trainer.cp > 1:
         return "packed"
-    known = getattr(model, "model_type", None) in MODEL_TYPES and not getattr(model, "use_sliding_window", False)
+    kind = getattr(model, "model_type", None)
+    known = kind in PACKED_TYPES
+    if trainer.backend == "megatron":
+        known = kind in FAMILIES
     return "packed" if gpu and trainer.mixed_precision and known and trainer.backend != "scripted" else "none"
 
 

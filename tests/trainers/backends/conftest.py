@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headrace.tests.trainers.backends.backend_ranks import save_tiny_llama, save_tiny_model, save_tiny_moe
+from headrace.tests.trainers.backends.families import save_megatron
 from headrace.tests.trainers.backends.mesh_ranks import save_plain_llama
 
 
@@ -21,6 +22,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny_moe(folder / "moe")
     save_tiny_llama(folder / "biased")
     save_plain_llama(folder / "llama")
+    for name in ("shared", "latent"):
+        save_megatron(folder / name)
     return folder
 
 

@@ -71,19 +71,60 @@ SCALED: dict[str, dict[str, Any]] = {
 """The same for families with scaled positions: name of the family and of the scaling -> keys."""
 
 
-def save_family(folder: Path, name: str, *, std: float | None = 0.2, **keys: Any) -> str:
+def save_family(folder: Path, name: str, *, std: float | None = 0.2, vectors: bool = False, **keys: Any) -> str:
     """Write a random model as a HF folder.
 
     std: standard deviation of the matrices, large enough that log-probs spread by about 1 nat; None for the weights
-    that transformers initialises.
+    that transformers initialises. vectors: true to spread norms, and biases, those of experts too.
     """
     torch.manual_seed(11)
-    keys = {**SIZES, **{**FAMILIES, **SCALED}[name], **keys}
+    keys = {**SIZES, **{**FAMILIES, **SCALED}.get(name, {}), **keys}
     config = AutoConfig.for_model(name.split()[0], **{key: value for key, value in keys.items() if value is not ...})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for path, param in model.named_parameters():
             if std is not None and param.ndim >= 2 and "conv" not in path and not path.endswith("A_log"):
                 param.normal_(std=std)
+        every = (*model.named_parameters(), *model.named_buffers()) if vectors else ()
+        for path, value in every:
+            if value.ndim == 1 and path.endswith(("norm.weight", "bias", "sinks")):
+                value.add_(torch.randn_like(value), alpha=0.2)
     model.save_pretrained(folder)
     return str(folder)
+
+
+LATENT_YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 4, "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}  # fmt: skip
+GROUPED: dict[str, Any] = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+MEGATRON: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 3}),
+    "mistral": ("mistral", {"tie_word_embeddings": True}),
+    "mixtral": ("mixtral", {"sliding_window": 4}),
+    "shared": ("qwen2_moe", {"mlp_only_layers": [0]}),
+    "glm": ("glm4_moe", {}),
+    "glm_normed": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.4}),
+    "latent": (
+        "deepseek_v3",
+        {"rope_parameters": LATENT_YARN, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
+    ),
+    "sinks": (
+        "gpt_oss",
+        {
+            **LOCAL,
+            "num_hidden_layers": 4,
+            "sliding_window": 3,
+            "swiglu_limit": 0.4,
+            "rope_parameters": {**LATENT_YARN, "mscale": None},
+        },
+    ),
+    "latent_plain": ("deepseek_v3", {"q_lora_rank": None, "rms_norm_eps": 1e-4, "routed_scaling_factor": 1.7}),
+}
+"""Models of the families that the megatron backend trains: name of a model -> its family, and keys beside FAMILIES."""
+
+
+def save_megatron(folder: Path) -> str:
+    """Write the model of MEGATRON with the folder's name, with norms and biases that differ."""
+    family, keys = MEGATRON[folder.name]
+    return save_family(folder, family, std=0.15, vectors=True, **{"tie_word_embeddings": False, **keys})

@@ -227,18 +227,26 @@ def run_reference(folder: str) -> dict[str, Any]:
             return torch.cat([trainer.row_logprobs(row) * torch.from_numpy(row.mask) for row in rows])
 
     def weights() -> dict[str, torch.Tensor]:
-        return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+        kept = trainer.model.state_dict()
+        biases = ((name, value) for name, value in trainer.model.named_buffers() if name in kept)
+        every = (*trainer.model.named_parameters(), *biases)
+        return {name: value.detach().clone() for name, value in every}
 
     result: dict[str, Any] = {"weights before": weights(), "logprobs before": of_rows()}
     result["steps"] = [trainer.step(random_rows(step, NUM_ROWS)) for step in range(STEPS)]
     return {**result, "logprobs": of_rows(), "weights": weights()}
 
 
-def assert_as_reference(case: Case, ranks: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """Compare `ranks`, the results of `run_case` on each rank, with those computed by hand."""
+def assert_as_reference(
+    case: Case, ranks: Sequence[dict[str, Any]], expected: dict[str, Any], *, spread: bool = False
+) -> None:
+    """Compare `ranks`, the results of `run_case` on each rank, with those computed by hand.
+
+    spread: true for a model whose log-probs differ by nats, in whose later steps the rounding of the first one shows.
+    """
     for rank in ranks:
         figures = [(step["train/loss"], step["train/grad_norm"]) for step in rank["steps"]]
-        assert np.array(figures) == pytest.approx(np.array(expected["steps"]), rel=1e-5, abs=1e-7)
+        assert np.array(figures) == pytest.approx(np.array(expected["steps"]), rel=1e-4 if spread else 1e-5, abs=1e-7)
         assert rank["steps"] == ranks[0]["steps"]
         for step, metrics in enumerate(rank["steps"]):
             wanted = recomputed_mismatch(random_rows(step, NUM_ROWS))
@@ -250,10 +258,11 @@ def assert_as_reference(case: Case, ranks: Sequence[dict[str, Any]], expected: d
             continue
         for name in ("logprobs before", "reference", "logprobs"):
             wanted = "logprobs before" if name == "reference" else name
-            torch.testing.assert_close(torch.cat(rank[name]), expected[wanted], rtol=0, atol=1e-5)
+            atol = 1e-4 if spread and name == "logprobs" else 1e-5
+            torch.testing.assert_close(torch.cat(rank[name]), expected[wanted], rtol=0, atol=atol)
     for name, tensor in expected["weights before"].items():
         assert torch.equal(ranks[0]["weights before"][name], tensor), name
-        atol = 2e-6 if case.backend == "fsdp" else 1e-5
+        atol = 2e-6 if case.backend == "fsdp" else 4e-5 if spread else 1e-5
         torch.testing.assert_close(ranks[0]["weights"][name], expected["weights"][name], rtol=0, atol=atol)
     assert list(ranks[0]["weights"]) == list(expected["weights"])
     assert not any(rank["weights"] for rank in ranks[1:])

@@ -118,6 +118,7 @@ QWEN: dict[str, Any] = {"model_type": "qwen3", "use_sliding_window": False}
         ({}, QWEN, True, "none"),
         (HALF, {**QWEN, "use_sliding_window": True}, True, "none"),
         (HALF, {"model_type": "gpt2"}, True, "none"),
+        ({**HALF, "backend": "megatron"}, {"model_type": "mixtral"}, True, "packed"),
         (HALF, {}, True, "none"),
         ({"backend": "megatron", "cp": 2}, QWEN, False, "packed"),
         ({**HALF, "packing": "dynamic"}, QWEN, True, "dynamic"),

@@ -84,7 +84,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
             self._policy,
             self._device,
             self._precision(self._policy),
-            packed=self._packed,
+            packed=self._packed and self._cp is None,  # Split rows have attention of their own.
             half=self._half,
             longest=min(config.context or 0, config.trainer.tokens_per_microbatch),
             budget=config.trainer.tokens_per_microbatch,

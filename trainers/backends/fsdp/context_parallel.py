@@ -80,8 +80,8 @@ def require_splittable(model: Any, cp: int) -> None:
         why = f"its layers look across tokens by {', '.join(sorted(kinds)) or 'convolutions'}"
     elif not model._supports_attention_backend:
         why = "its attention function cannot be replaced"
-    elif model.config._attn_implementation != "sdpa":
-        why = "its attention has a soft cap or sinks, which the kernels do not have"
+    elif getattr(config, "attn_logit_softcapping", None):
+        why = "its attention has a soft cap, which the kernels do not have"
     if why:
         raise ValueError(f"trainer.cp: got {cp}, expected 1 for {type(model).__name__}, because {why}")
 
@@ -103,14 +103,15 @@ def _attend(
     plan: AttentionPlan,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within the rows of `plan`. `query` is `[1, heads, S, D]`, `key` and `value` are
-    `[1, kv_heads, S, D]`. Returns `[1, S, heads, D]`."""
+    `[1, kv_heads, S, D]`; s_aux: logits of the heads' sinks, `[heads]`. Returns `[1, S, heads, D]`."""
     assert attention_mask is None, "HF makes a mask only for attention functions that have a mask function"
     q, k, v = (part[0].transpose(0, 1).to(value.dtype) for part in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend_by_plan(q, k, v, plan, group, scale, sliding_window)[None], None
+    return attend_by_plan(q, k, v, plan, group, scale, window=sliding_window, sinks=s_aux)[None], None
 
 
 @torch.no_grad()
@@ -136,7 +137,7 @@ def check_context(
     lengths = np.array([length, 3], np.int64)
     ids = torch.arange(int(lengths.sum()), dtype=torch.int32) * 7 % config.vocab_size
     batch = Batch(ROLLOUT_SCHEMA.subset(("input_ids",)), 2, {"input_ids": Jagged(ids, lengths)})
-    layout = lay_out(batch, device, packed=True)
+    layout = lay_out(batch, device)
     with precision:
         values, _ = module(layout, 1.0)
         give_back(module)

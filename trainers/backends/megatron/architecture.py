@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ....codecs.tokens.routes import is_expert_layer
+from ....codecs.tokens.routes import is_expert_layer, num_experts
 from ..config import BackendConfig
-from ..model_split import MODEL_TYPES, check_split, expert_tensor_size, mesh_problems
-from .library import TransformerConfig
+from ..families.megatron import FAMILIES, settings_of
+from ..model_split import check_split, expert_tensor_size, mesh_problems
+from .library import MLATransformerConfig, TransformerConfig
 
 
 def check_fits(config: BackendConfig, model: Any) -> None:
@@ -28,25 +29,16 @@ def _check_model(config: BackendConfig, model: Any) -> None:
         raise ValueError("trainer.offload: got True, expected False with trainer.backend = 'megatron'")
     if config.trainer.head == "full":
         raise ValueError("trainer.head: got 'full', expected 'auto' or 'selected' with trainer.backend = 'megatron'")
-    if model.model_type not in MODEL_TYPES:
+    if model.model_type not in FAMILIES:
         raise ValueError(
-            f"model.path: got {config.model!r} of type {model.model_type!r}, expected one of "
-            f"{', '.join(MODEL_TYPES)} with trainer.backend = 'megatron'"
+            f"model.path: got {config.model!r} of type {model.model_type!r}, expected one of {', '.join(FAMILIES)} "
+            "with trainer.backend = 'megatron'"
         )
-    for name, wanted in (
-        ("hidden_act", "silu"),
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("use_sliding_window", False),
-    ):
-        if getattr(model, name, wanted) != wanted:
-            raise ValueError(
-                f"model.path: got {config.model!r} with {name} = {getattr(model, name)}, expected {wanted} with "
-                "trainer.backend = 'megatron'"
-            )
-    if getattr(model, "num_experts_per_tok", 2) == 1 and model.norm_topk_prob:
-        raise ValueError(f"model.path: got {config.model!r} with one expert per token, expected two or more")
-    rotary_frequencies(model)
+    act = () if model.hidden_act == "silu" else (("hidden_act", model.hidden_act, "silu"),)
+    for key, got, wanted in (*act, *FAMILIES[model.model_type].unfit(model)):
+        raise ValueError(
+            f"model.path: got {config.model!r} with {key} = {got}, expected {wanted} with trainer.backend = 'megatron'"
+        )
 
 
 def head_width(model: Any) -> int:
@@ -54,24 +46,23 @@ def head_width(model: Any) -> int:
     return getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
 
 
-def rotary_frequencies(model: Any) -> torch.Tensor:
-    """Return the rotary frequencies in radians per position, float32 `[head_width / 2]`, as HF computes them.
+def rotary(model: Any) -> tuple[torch.Tensor, float]:
+    """Return the frequencies of a model's rotary positions, and the factor of cosines and sines, as HF computes them.
 
-    Raises ValueError when the `rope_type` is not `default`, `linear` or `llama3`.
+    Frequencies are in radians per position, float32 `[rotary width / 2]`. If the rotary width is below that of a head,
+    the rest of the head has no positions.
     """
     settings = model.rope_parameters
-    kind = settings["rope_type"]
-    if kind == "default":
-        width = head_width(model)
-        return 1.0 / settings["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
-    if kind not in ("linear", "llama3"):
-        raise ValueError(
-            f"model.path: got rope_type {kind!r}, expected 'default', 'linear' or 'llama3' with "
-            "trainer.backend = 'megatron'"
-        )
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](model, device=torch.device("cpu"))
-    assert scale == 1.0, (kind, scale)
-    return frequencies
+    if settings["rope_type"] != "default":
+        return ROPE_INIT_FUNCTIONS[settings["rope_type"]](model, device=torch.device("cpu"))
+    width = int(head_width(model) * settings.get("partial_rotary_factor", 1.0))
+    return 1.0 / settings["rope_theta"] ** (torch.arange(0, width, 2).float() / width), 1.0
+
+
+def layer_windows(model: Any) -> list[bool]:
+    """Return for each decoder layer whether its attention sees only the last `sliding_window` tokens."""
+    kinds = getattr(model, "layer_types", None) or ["sliding_attention"] * model.num_hidden_layers
+    return [bool(getattr(model, "sliding_window", None)) and kind == "sliding_attention" for kind in kinds]
 
 
 def transformer_config(config: BackendConfig, model: Any) -> TransformerConfig:
@@ -84,7 +75,9 @@ def transformer_config(config: BackendConfig, model: Any) -> TransformerConfig:
     if config.trainer.recompute == "full":
         count = config.trainer.recompute_layers or model.num_hidden_layers
         recompute = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": count}
-    return TransformerConfig(
+    family, windows = FAMILIES[model.model_type], layer_windows(model)
+    kind = MLATransformerConfig if family.latent else TransformerConfig
+    built = kind(
         num_layers=model.num_hidden_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.intermediate_size,
@@ -93,10 +86,10 @@ def transformer_config(config: BackendConfig, model: Any) -> TransformerConfig:
         kv_channels=head_width(model),
         normalization="RMSNorm",
         layernorm_epsilon=model.rms_norm_eps,
-        qk_layernorm=model.model_type != "llama",
+        window_size=(model.sliding_window - 1, 0) if any(windows) else None,
+        window_attn_skip_freq=[int(near) for near in windows],
         gated_linear_unit=True,
         activation_func=F.silu,
-        add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bf16=half,
@@ -120,8 +113,16 @@ def transformer_config(config: BackendConfig, model: Any) -> TransformerConfig:
         apply_rope_fusion=False,
         moe_token_dispatcher_type="alltoall",
         **recompute,
+        **{"add_bias_linear": False, **settings_of(family.settings, model)},
         **_experts(model),
     )
+    rope = model.rope_parameters
+    if rope["rope_type"] == "yarn" and not family.latent:
+        # Megatron multiplies cosines and sines by a factor that it computes from these attributes.
+        names = {"rotary_scaling_factor": "factor", "mscale": "mscale", "mscale_all_dim": "mscale_all_dim"}
+        for name, key in names.items():
+            setattr(built, f"yarn_{name}", rope.get(key) or None)
+    return built
 
 
 def _experts(model: Any) -> dict[str, Any]:
@@ -129,12 +130,11 @@ def _experts(model: Any) -> dict[str, Any]:
     if not any(layers):
         return {}
     return {
-        "num_moe_experts": model.num_experts,
+        "num_moe_experts": num_experts(model),
         "moe_layer_freq": 1 if all(layers) else layers,
         "moe_router_topk": model.num_experts_per_tok,
-        "moe_router_pre_softmax": not model.norm_topk_prob,
-        "moe_ffn_hidden_size": model.moe_intermediate_size,
         "moe_router_load_balancing_type": "none",  # Megatron must not add a balancing loss.
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
+        **settings_of(FAMILIES[model.model_type].experts, model),
     }

@@ -103,16 +103,16 @@ def apply(optimizer: ChainedOptimizer, weight_decay: float, factor: float, rate:
 
 
 def reference_copy(model: PolicyModel) -> list[torch.Tensor]:
-    """Return copies of the current parameters in host memory, in the order of `model.parameters()`."""
-    return [param.detach().to("cpu", copy=True) for param in model.parameters()]
+    """Return copies of the current weights in host memory, in the order of `model.weights()`."""
+    return [value.detach().to("cpu", copy=True) for value in model.weights().values()]
 
 
 class Swapped:
-    """Context in which the parameters of a model are replaced by other values. On exit the original values are restored
+    """Context in which the weights of a model are replaced by other values. On exit the original values are restored
     exactly."""
 
     def __init__(self, model: PolicyModel, values: list[torch.Tensor]) -> None:
-        self._params, self._values = list(model.parameters()), values
+        self._params, self._values = list(model.weights().values()), values
 
     @torch.no_grad()
     def __enter__(self) -> None:

@@ -40,12 +40,15 @@ with warnings.catch_warnings():
         gather_from_sequence_parallel_region,
     )
     from megatron.core.tensor_parallel import random as tensor_parallel_random
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.utils import is_layer_window_attention
     from megatron.core.utils import get_model_config, get_model_type
 
 # Without TransformerEngine, megatron-core 0.16 never sets this name, and every router's forward raises NameError, also
@@ -53,6 +56,11 @@ with warnings.catch_warnings():
 # 0.16 is no longer supported.
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
+
+# Without TransformerEngine, megatron-core 0.16 takes a stand-in for it, and attention in a latent space cannot be built
+# (multi_latent_attention.py, MultiLatentAttention). These lines can be deleted with those above.
+if not isinstance(multi_latent_attention.TELinear, type):
+    multi_latent_attention.HAVE_TE = False
 
 _STEP_TAKES_MODEL_TYPE = "model_type" in inspect.signature(schedules.backward_step).parameters
 """True if the schedules' backward step takes the model's type, as in megatron-core 0.16."""
@@ -64,6 +72,8 @@ __all__ = [
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
     "GPTModel",
+    "MLASelfAttention",
+    "MLATransformerConfig",
     "MoELayer",
     "OptimizerConfig",
     "P2PCommunicator",
@@ -76,12 +86,14 @@ __all__ = [
     "finalize_model_grads",
     "forward_step",
     "layer_mlp",
+    "shared_mlp",
     "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_model_config",
     "get_tensor_shapes",
+    "is_layer_window_attention",
     "moe_utils",
     "parallel_state",
     "tensor_parallel_random",
@@ -104,3 +116,9 @@ def layer_mlp(spec: Any) -> Any:
     mlp = spec.submodules.mlp
     # megatron-core 0.19 has a partial here.
     return mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]
+
+
+def shared_mlp(spec: Any) -> Any:
+    """Return the submodules of the shared experts of a layer with experts, which may be replaced."""
+    shared = layer_mlp(spec).shared_experts
+    return shared.submodules if isinstance(shared, ModuleSpec) else shared.keywords["submodules"]

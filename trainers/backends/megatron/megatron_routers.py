@@ -59,7 +59,7 @@ class PipelineReplay(RouterReplay):
         Raises ValueError when this release of megatron-core cannot replay the choices of a router, or when the model's
         settings choose experts in a way that replay does not reach.
         """
-        routers = [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+        routers = model.routers
         stage = stage_layers(topology, mesh.place, spec)
         assert len(routers) == len(stage), (len(routers), stage)
         super().__init__(config, spec, stage, device)
@@ -178,7 +178,7 @@ class PipelineBalance(ExpertBalance):
 
         spec: shape of the routes of the whole model. With router replay, the replayed choice is balanced.
         """
-        routers = [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+        routers = model.routers
         stage = stage_layers(config.topology, mesh.place, spec)
         assert len(routers) == len(stage), (len(routers), stage)
         super().__init__(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ....codecs.integers import ceil_div
-from ....codecs.tokens.routes import is_expert_layer
+from ....codecs.tokens.routes import is_expert_layer, num_experts
 from ..config import BackendConfig
 from ..hf_model import HfSource
 from ..rows.packed_rows import PackedRows
 from ..vocab.logprobs import Entropy, VocabShard, token_logprobs
-from .architecture import rotary_frequencies, transformer_config
+from .architecture import rotary, transformer_config
 from .library import (
     GPTModel,
     TransformerBlockSubmodules,
@@ -22,9 +23,10 @@ from .library import (
     gather_from_sequence_parallel_region,
     get_gpt_layer_local_spec,
     layer_mlp,
+    shared_mlp,
 )
 from .mesh import Mesh
-from .modules import GroupedExperts, PackedAttention, RMSNorm, RowLinear
+from .modules import BiasedExperts, GroupedExperts, LatentAttention, PackedAttention, RMSNorm, RowLinear
 from .weights import cut, entries_of, expert_range
 
 
@@ -52,6 +54,10 @@ class PolicyModel(GPTModel):
             share_embeddings_and_output_weights=model.tie_word_embeddings,
             position_embedding_type="none",  # `forward` passes the rotary angles to the decoder.
         )
+        # Megatron would count tokens and move the biases of experts, which only `trainer.moe.bias_update_rate` does.
+        settings.moe_router_enable_expert_bias = False
+        for router in self.routers:
+            router.enable_expert_bias = False
         start = mesh.place.tp * self._width
         self._tokens = min(self._width, model.vocab_size - start)
         self._vocab: int | VocabShard = model.vocab_size
@@ -59,7 +65,8 @@ class PolicyModel(GPTModel):
             self._vocab = VocabShard(mesh.tp, start, self._width)
         self._group = mesh.tp
         self._padding: int | None = model.pad_token_id
-        self.register_buffer("_frequencies", rotary_frequencies(model), persistent=False)
+        frequencies, self._concentration = rotary(model)
+        self.register_buffer("_frequencies", frequencies, persistent=False)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # only our own steps call it
         self, rows: PackedRows, temperature: float, entropy: Entropy
@@ -70,12 +77,14 @@ class PolicyModel(GPTModel):
         rank's part of the tokens.
         """
         hidden = self._embed(rows.input_ids) if self.pre_process else None
-        angles = torch.outer(rows.positions.float(), self._frequencies)
+        half = torch.outer(rows.positions.float(), self._frequencies)
+        angles, plan = torch.cat([half, half], -1)[:, None], rows.attention
+        latent = self.config.multi_latent_attention
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None],
-            packed_seq_params=rows.attention,
+            rotary_pos_emb=None if latent else angles[:, None],
+            packed_seq_params=replace(plan, angles=angles, concentration=self._concentration) if latent else plan,
         )
         if not self.post_process:
             return hidden
@@ -97,6 +106,16 @@ class PolicyModel(GPTModel):
         states, layer = hidden[:, 0][rows.source], weight if isinstance(self._vocab, int) else head
         return token_logprobs(states, rows.targets, layer, self._vocab, temperature=temperature, entropy=entropy)
 
+    @property
+    def routers(self) -> list[Any]:
+        """Routers of the stage's layers with experts, in order."""
+        return [layer.mlp.router for layer in self.decoder.layers if hasattr(layer.mlp, "router")]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return all tensors that a HF folder contains, by name: parameters, then the biases of experts."""
+        biases = {name: value for name, value in self.named_buffers() if name.endswith(".expert_bias")}
+        return {**dict(self.named_parameters()), **biases}
+
     def _embed(self, ids: torch.Tensor | None) -> torch.Tensor:
         """Return the embeddings of the tokens. As in HF's embedding, no gradient reaches the vector of the padding
         token."""
@@ -113,9 +132,9 @@ class PolicyModel(GPTModel):
 def build_model(config: BackendConfig, source: HfSource, mesh: Mesh, device: torch.device) -> PolicyModel:
     """Build this rank's pipeline stage on `device`, and fill it with the rank's part of the weights from `source`."""
     model = PolicyModel(config, source.config, mesh)
-    params = dict(model.named_parameters())
+    params = model.weights()
     with torch.no_grad(), source.reading():
-        for entry in entries_of(list(params), model.first_layer, tied=source.config.tie_word_embeddings):
+        for entry in entries_of(list(params), model.first_layer, source.config):
             span = expert_range(source.config, mesh.part) if entry.is_expert else (None, None)
             tensors = [source.tensor(name, *span) for name in entry.hf_names]
             param, value = params[entry.name], cut(entry, tensors, source.config, mesh.part)
@@ -129,20 +148,25 @@ def build_model(config: BackendConfig, source: HfSource, mesh: Mesh, device: tor
 
 def _layers(settings: TransformerConfig, model: Any, first: int, stages: int) -> TransformerBlockSubmodules:
     specs = []
+    latent = settings.multi_latent_attention
     for layer in range(first, first + model.num_hidden_layers // stages):
-        experts = model.num_experts if is_expert_layer(model, layer) else None
+        experts = num_experts(model) if is_expert_layer(model, layer) else None
         spec = get_gpt_layer_local_spec(
-            num_experts=experts, moe_grouped_gemm=False, qk_layernorm=settings.qk_layernorm, normalization="RMSNorm"
-        )
+            num_experts=experts, moe_grouped_gemm=False, qk_layernorm=settings.qk_layernorm, normalization="RMSNorm",
+            multi_latent_attention=latent,
+        )  # fmt: skip
         inner: Any = spec.submodules
         inner.input_layernorm = inner.pre_mlp_layernorm = RMSNorm
         if experts:
-            layer_mlp(spec).experts = GroupedExperts
+            layer_mlp(spec).experts = BiasedExperts if settings.add_bias_linear else GroupedExperts
+            shared_mlp(spec).linear_fc2 = RowLinear
         else:
             layer_mlp(spec).linear_fc2 = RowLinear
         attention = inner.self_attention.submodules
         attention.core_attention, attention.linear_proj = PackedAttention, RowLinear
-        if settings.qk_layernorm:
+        if latent:
+            inner.self_attention.module = LatentAttention
+        elif settings.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         specs.append(spec)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)  # pyright: ignore[reportArgumentType]  # a class is what it builds from

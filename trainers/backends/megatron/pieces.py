@@ -18,45 +18,51 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ....actors.train.topology import Place, Topology
 from ..checkpoint_files import STEPS
+from ..families.megatron import Split
 from ..hf_model import HfSource
 from ..model_split import expert_tensor_size
 from ..weight_stream import Cut, Piece, SpreadWeight
 from .library import ChainedOptimizer, DistributedOptimizer
 from .mesh import Mesh
 from .model import PolicyModel
-from .weights import EMBEDDING, HEAD, Entry, Split, boxes, entries_of, hf_layer, split_dim, split_of, unbox
+from .weights import EMBEDDING, HEAD, Entry, boxes, entries_of, hf_layer, split_dim, split_of, unbox
 
 
 def spread_weights(source: HfSource, topology: Topology, dtype: torch.dtype) -> list[SpreadWeight]:
-    """List the HF model's weights in the model's own order, each with the ranks that provide its pieces. The list is
-    the same on all ranks.
+    """List the HF model's parameters in the model's own order, then the biases of its experts.
 
-    Tied weights are listed once. `dtype` is the dtype in which all are streamed. When several ranks hold the same
-    piece, the one with data- and context-parallel index 0 provides it.
+    Each comes with the ranks that provide its pieces. The list is the same on all ranks.
+    Tied weights are listed once. `dtype` is the dtype in which parameters are streamed; biases of experts are float32.
+    When several ranks hold the same piece, the one with data- and context-parallel index 0 provides it.
     """
     config = source.config
     etp = expert_tensor_size(topology)
     found = []
-    for name, param in source.empty_model().named_parameters():
+    model = source.empty_model()
+    state = model.state_dict(keep_vars=True)
+    dtypes = {name: dtype for name, _ in model.named_parameters()}
+    dtypes |= {name: torch.float32 for name, _ in model.named_buffers() if name in state}
+    for name, one in dtypes.items():
         layer = hf_layer(name)
         # When tied, the last stage has only a copy of the embedding.
         stage = topology.pp - 1 if name != EMBEDDING else 0
         if layer is not None:
             stage = layer // (config.num_hidden_layers // topology.pp)
         first = topology.rank(Place(0, pp=stage))
-        found.append(spread_weight(name, tuple(param.shape), dtype, first, topology.tp, etp, topology.ep))
+        split, shape = split_of(name, config.model_type), tuple(state[name].shape)
+        found.append(spread_weight(name, split, shape, one, first, topology.tp, etp, topology.ep))
     return found
 
 
 def spread_weight(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int, num_tp: int, num_etp: int, num_ep: int
-) -> SpreadWeight:
+    name: str, split: Split, shape: tuple[int, ...], dtype: torch.dtype, first: int, num_tp: int, num_etp: int,
+    num_ep: int,
+) -> SpreadWeight:  # fmt: skip
     """Describe how one weight is split over the ranks of its pipeline stage.
 
     `first` is the first rank of the stage. The pieces are on this rank and the ranks after it, in order of the
     tensor-parallel index. For experts the expert-tensor-parallel index varies fastest, then the expert-parallel index.
     """
-    split = split_of(name)
     pieces = tuple(Piece(first + index, cuts) for index, cuts in enumerate(_cuts(split, num_tp, num_etp, num_ep)))
     boxed = (shape[0], 2, shape[1] // 2, *shape[2:]) if split == "expert_gated" else ()
     return SpreadWeight(name, dtype, shape, pieces, boxed)
@@ -82,8 +88,8 @@ class OwnPieces:
     def __init__(self, model: PolicyModel, config: Any, mesh: Mesh) -> None:
         """Index the parameters of `model` by the names of their HF weights. `config` is the HF config."""
         self._config, self._part = config, mesh.part
-        self._params = {name: param.detach() for name, param in model.named_parameters()}
-        entries = entries_of(list(self._params), model.first_layer, tied=config.tie_word_embeddings)
+        self._params = {name: value.detach() for name, value in model.weights().items()}
+        entries = entries_of(list(self._params), model.first_layer, config)
         self._entries = {name: entry for entry in entries for name in entry.hf_names}
         self._rest: Iterator[tuple[str, torch.Tensor]] = iter(())
 
@@ -128,11 +134,11 @@ class TrainingState:
 
         `config` is the HF config.
         """
-        self._params = dict(model.named_parameters())
-        self._entries = entries_of(list(self._params), model.first_layer, tied=config.tie_word_embeddings)
+        self._params = model.weights()
+        self._entries = entries_of(list(self._params), model.first_layer, config)
         self._steps, self._config, self._mesh = steps, config, mesh
         self._optimizer = optimizer
-        self._shares = _shares(optimizer, list(self._params.values()))
+        self._shares = _shares(optimizer, list(model.parameters()))
         device = next(iter(self._params.values())).device
         self._meshes = {
             is_expert: DeviceMesh.from_group(group, device.type)
@@ -147,9 +153,10 @@ class TrainingState:
         state: dict[str, torch.Tensor] = {STEPS: self._steps.clone()}
         for entry in self._entries:
             whole = self._whole(self._params[entry.name])
-            for kind in ("weight", *MOMENTS):
-                state |= self._boxed(entry, whole[kind], kind)
-            state |= {f"optimizer.{name}.step": self._steps.float() for name in entry.hf_names}
+            for kind, value in whole.items():
+                state |= self._boxed(entry, value, kind)
+            if len(whole) > 1:
+                state |= {f"optimizer.{name}.step": self._steps.float() for name in entry.hf_names}
         if self._config.tie_word_embeddings:  # The state of the fsdp backend has both names.
             embedding = state.get(_key(EMBEDDING, "weight"))
             state |= {} if embedding is None else {_key(HEAD, "weight"): embedding}
@@ -161,7 +168,7 @@ class TrainingState:
         state: dict[str, torch.Tensor] = {STEPS: torch.zeros_like(self._steps)}
         for entry in self._entries:
             room = torch.zeros_like(self._params[entry.name], dtype=torch.float32)
-            for kind in ("weight", *MOMENTS):
+            for kind in _kinds(self._params[entry.name]):
                 state |= self._boxed(entry, room.clone(), kind)
         return state
 
@@ -171,7 +178,7 @@ class TrainingState:
         checkpoint."""
         self._steps.copy_(state[STEPS])
         for entry in self._entries:
-            for kind in ("weight", *MOMENTS):
+            for kind in _kinds(self._params[entry.name]):
                 found = [state[_key(name, kind)] for name in entry.hf_names]
                 local = [value.to_local() if isinstance(value, DTensor) else value for value in found]
                 self._set(self._params[entry.name], kind, unbox(entry, local, self._config, self._mesh.part))
@@ -187,12 +194,14 @@ class TrainingState:
             share.values[kind].copy_(value.flatten()[share.start : share.stop])
 
     def _whole(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the weight and the AdamW moments of a parameter. Each is whole, float32, and has the parameter's
-        shape.
+        """Return the weight and the AdamW moments of a parameter, or only the value of a buffer. Each is whole,
+        float32, and has the shape of `param`.
 
         This sums over ranks (collective) when each rank's optimizer has only a share of the parameter.
         """
-        kinds = ("weight", *MOMENTS)
+        kinds = _kinds(param)
+        if len(kinds) == 1:
+            return {"weight": param.float().clone()}
         every = torch.zeros(len(kinds), param.numel(), dtype=torch.float32, device=param.device)
         share = self._shares.get(param)
         if share is not None:
@@ -220,6 +229,11 @@ class TrainingState:
         return DTensor.from_local(
             box, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=tuple(stride)
         )
+
+
+def _kinds(tensor: torch.Tensor) -> tuple[str, ...]:
+    """Return what a checkpoint has of a parameter, or of a buffer, which no optimizer changes."""
+    return ("weight", *MOMENTS) if isinstance(tensor, torch.nn.Parameter) else ("weight",)
 
 
 def _key(name: str, kind: str) -> str:

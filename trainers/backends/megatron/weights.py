@@ -9,33 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ....codecs.integers import ceil_div
-
-Split = Literal["whole", "vocabulary", "columns", "heads", "gated", "expert_gated", "expert_columns"]
-"""The ways in which a parameter is split over tensor-parallel ranks.
-
-whole            not split (norms and routers)
-vocabulary       by tokens, padded with zeros to equal parts
-columns          along dimension 1 of the matrix
-heads            query, key and value matrices in one parameter, by groups of heads that share a key
-gated            gate and up matrices in one parameter, along dimension 0 of each
-expert_gated     `gated` for stacked experts: the experts are divided over the expert-parallel ranks, and the matrices
-                 of each expert are split over the expert-tensor-parallel ranks
-expert_columns   `columns` for stacked experts, over the same ranks as `expert_gated`
-"""
+from ....codecs.tokens.routes import num_experts
+from ..families.megatron import FAMILIES, Split
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One Megatron parameter and the HF tensors that contain its values. The parameter can hold all experts of the
-    rank."""
+    """One Megatron parameter or buffer and the HF tensors that contain its values. A parameter can hold all experts of
+    the rank."""
 
     name: str
-    """Name of the parameter in this rank's Megatron model."""
+    """Name of the parameter or buffer in this rank's Megatron model."""
     hf_names: tuple[str, ...]
     """Names of the corresponding tensors in the HF model."""
     split: Split
@@ -61,27 +50,8 @@ class Part:
 
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_IN_LAYER: dict[str, tuple[tuple[str, ...], Split]] = {
-    "input_layernorm.weight": (("input_layernorm.weight",), "whole"),
-    "pre_mlp_layernorm.weight": (("post_attention_layernorm.weight",), "whole"),
-    "self_attention.linear_qkv.weight": (
-        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-        "heads",
-    ),
-    "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), "columns"),
-    "self_attention.q_layernorm.weight": (("self_attn.q_norm.weight",), "whole"),
-    "self_attention.k_layernorm.weight": (("self_attn.k_norm.weight",), "whole"),
-    "mlp.linear_fc1.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gated"),
-    "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), "columns"),
-    "mlp.router.weight": (("mlp.gate.weight",), "whole"),
-    "mlp.experts.weight1": (("mlp.experts.gate_up_proj",), "expert_gated"),
-    "mlp.experts.weight2": (("mlp.experts.down_proj",), "expert_columns"),
-}
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-
-
-_SPLITS: dict[str, Split] = {hf: split for hf_names, split in _IN_LAYER.values() for hf in hf_names}
 _HF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 def hf_layer(hf_name: str) -> int | None:
@@ -90,46 +60,50 @@ def hf_layer(hf_name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def split_of(hf_name: str) -> Split:
-    """Return how the Megatron parameter that contains this HF tensor is split. Raises ValueError when there is none."""
+def split_of(hf_name: str, kind: str) -> Split:
+    """Return how the Megatron tensor that contains this HF tensor of a model of type `kind` is split.
+
+    Raises ValueError when there is none.
+    """
     if hf_name in (EMBEDDING, HEAD):
         return "vocabulary"
     if hf_name == NORM:
         return "whole"
     found = _HF_LAYER.fullmatch(hf_name)
-    if found is None or found[2] not in _SPLITS:
-        raise ValueError(f"megatron weights: HF tensor {hf_name!r} has no counterpart in a Megatron model")
-    return _SPLITS[found[2]]
+    if found is not None:
+        for row in FAMILIES[kind].rows:
+            if found[2] in row.hf_names:
+                return row.split
+    raise ValueError(f"megatron weights: HF tensor {hf_name!r} has no counterpart in a Megatron model of type {kind!r}")
 
 
-def entries_of(names: Sequence[str], first_layer: int, *, tied: bool) -> list[Entry]:
-    """Return an entry for each of the parameters `names` of a pipeline stage, with its HF tensors, in this order.
+def entries_of(names: Sequence[str], first_layer: int, config: Any) -> list[Entry]:
+    """Return an entry for each of the tensors `names` of a pipeline stage, with its HF tensors, in this order.
 
-    `first_layer` is the index of the stage's first layer in the whole model. `tied` is true when the output layer
-    shares the embedding's weights. Raises ValueError for a name without a HF counterpart.
+    `first_layer` is the index of the stage's first layer in the whole model. `config` is the HF config. Raises
+    ValueError for a name without a HF counterpart.
     """
-    return [Entry(name, *_counterpart(name, first_layer, tied)) for name in names]
+    return [Entry(name, *_counterpart(name, first_layer, config)) for name in names]
 
 
-def _counterpart(name: str, first_layer: int, tied: bool) -> tuple[tuple[str, ...], Split]:
+def _counterpart(name: str, first_layer: int, config: Any) -> tuple[tuple[str, ...], Split]:
     if name == "embedding.word_embeddings.weight":
         return (EMBEDDING,), "vocabulary"
-    if name == "output_layer.weight":
-        return (EMBEDDING if tied else HEAD,), "vocabulary"
+    if name == "output_layer.weight":  # A tied output layer shares the embedding's weights.
+        return (EMBEDDING if config.tie_word_embeddings else HEAD,), "vocabulary"
     if name == "decoder.final_layernorm.weight":
         return (NORM,), "whole"
     layer = _LAYER.fullmatch(name)
     if layer is not None:
-        known = _IN_LAYER.get(layer[2])
-        if known is not None:
-            hf_names, split = known
-            return tuple(f"model.layers.{int(layer[1]) + first_layer}.{hf}" for hf in hf_names), split
-    raise ValueError(f"megatron weights: parameter {name!r} has no counterpart in a HF model")
+        for row in FAMILIES[config.model_type].rows:
+            if layer[2] == row.name:
+                return tuple(f"model.layers.{int(layer[1]) + first_layer}.{hf}" for hf in row.hf_names), row.split
+    raise ValueError(f"megatron weights: {name!r} has no counterpart in a HF model of type {config.model_type!r}")
 
 
 def expert_range(config: Any, part: Part) -> tuple[int, int]:
     """Return the range of the experts that an expert-parallel rank holds, as (first, one past the last)."""
-    size = config.num_experts // part.num_ep
+    size = num_experts(config) // part.num_ep
     return part.ep * size, (part.ep + 1) * size
 
 
@@ -164,7 +138,7 @@ def boxes(entry: Entry, tensor: torch.Tensor, config: Any, part: Part) -> Iterat
         for piece in groups.split([queries * width, width, width], 1):
             yield piece.flatten(0, 1)
     else:
-        assert entry.split in ("whole", "columns"), entry
+        assert entry.split in ("whole", "columns", "rows"), entry
         yield tensor
 
 
@@ -181,7 +155,7 @@ def unbox(entry: Entry, parts: Sequence[torch.Tensor], config: Any, part: Part) 
     if entry.split == "heads":
         num = config.num_key_value_heads // part.num_tp
         return torch.cat([piece.unflatten(0, (num, -1)) for piece in parts], 1).flatten(0, 1)
-    assert entry.split in ("whole", "columns"), entry
+    assert entry.split in ("whole", "columns", "rows"), entry
     return first
 
 

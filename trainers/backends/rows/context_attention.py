@@ -8,7 +8,7 @@ causal mask aligned at the lower right covers all cases. Both backends use this 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -112,30 +112,34 @@ def attend_by_plan(
     k: torch.Tensor,
     v: torch.Tensor,
     plan: AttentionPlan,
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
     scale: float,
+    *,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention within the rows of `plan`. Returns `[S, heads, V]`. Collective over `group`.
 
     `q` is `[S, heads, D]`, `k` `[S, kv_heads, D]` and `v` `[S, kv_heads, V]`; each has the S tokens of this rank. V is
-    at most D. group: the context-parallel ranks; None for one. With `window` a query sees only that many keys, the last
-    of them its own.
+    at most D. group: the context-parallel ranks. With `window` a query sees only that many keys, the last of them its
+    own. sinks: logit of each head's sink, `[heads]`, which takes part of the attention but has no value; None without.
     """
     width = v.shape[-1]
     v = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v  # The kernels need one width.
-    if group is not None and group.size() > 1:
+    if group.size() > 1:
         k, v = _gathered(k, v, group)
     out: torch.Tensor | None = None
     for reach in plan.reaches:
-        part = attend(
+        parts = (
             q if reach.queries is None else q[reach.queries],
             k if reach.keys is None else k[reach.keys],
             v if reach.keys is None else v[reach.keys],
-            reach,
-            scale,
-            window,
         )
+        if sinks is None:
+            part = attend(*parts, reach, scale, window)
+        else:
+            parts, reach_ = with_sinks(*parts, reach, sinks / scale)
+            part = attend(*parts, reach_, scale, window, sinks=True)[..., : q.shape[-1]]
         if reach.queries is None:
             out = part
         else:
@@ -144,43 +148,81 @@ def attend_by_plan(
     return out[..., :width]
 
 
+@uncompiled  # Numbers of rows differ, and torch would compile the function again for each of them.
+def with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, sinks: torch.Tensor
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Reach]:
+    """Return queries, keys, values and the reach with a sink as the first key of each span.
+
+    q, k, v: as in `attend`. sinks: logit of each head's sink divided by the scale of the attention, `[heads]`. Each
+    head gets 8 more columns. In the first of them queries have their head's logit and sinks a 1. Values of sinks are 0.
+    """
+    tokens, width = torch.arange(len(k), device=k.device), k.shape[-1]
+    spans = torch.arange(len(reach.key_ends), device=k.device, dtype=reach.key_ends.dtype)
+    ends = reach.key_ends + spans
+    place = tokens + torch.searchsorted(reach.key_ends, tokens.to(ends.dtype), right=True)
+    blank = k.new_zeros(len(k) + len(spans) - 1, k.shape[1], width + 8)
+    marked = blank.clone()
+    marked[ends[:-1].long(), :, width] = 1
+    logits = F.pad(sinks.to(q.dtype)[:, None], (0, 7)).expand(len(q), -1, -1)
+    wide = (
+        torch.cat([q, logits], -1),
+        marked.index_copy(0, place, F.pad(k, (0, 8))),
+        blank.index_copy(0, place, F.pad(v, (0, 8))),
+    )
+    sizes = tuple(size + 1 for size in reach.key_sizes)
+    longest = (reach.longest[0], reach.longest[1] + 1)
+    return wide, replace(reach, key_sizes=sizes, key_ends=ends, longest=longest)
+
+
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scale: float, window: int | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    reach: Reach,
+    scale: float,
+    window: int | None = None,
+    *,
+    sinks: bool = False,
 ) -> torch.Tensor:
     """Compute the attention of all spans of `reach`. Returns `[Q, heads, D]`.
 
     `q` is `[Q, heads, D]`, `k` and `v` are `[K, kv_heads, D]`, all span by span. With `window` a query sees only that
-    many keys, the last of them its own. On GPUs in half precision one variable-length flash kernel computes all spans,
-    which compiled layers contain. Otherwise SDPA is used.
+    many keys, the last of them its own. sinks: true if the first key of each span is a sink, which windows do not hide.
+    On GPUs in half precision one variable-length flash kernel computes all spans, which compiled layers contain.
+    Otherwise, and for windows with sinks, SDPA is used.
     """
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and not (sinks and window):
         return attend_rows(q, k, v, reach.query_ends, reach.key_ends, reach.longest, scale, window)
-    return _attend_by_span(q, k, v, reach, scale, window)
+    return _attend_by_span(q, k, v, reach, scale, window, sinks)
 
 
 @uncompiled  # Span sizes differ, and torch would compile the method again for each of them.
 def _attend_by_span(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scale: float, window: int | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scale: float, window: int | None, sinks: bool
 ) -> torch.Tensor:
     """Compute what `attend` does with one call of SDPA if all spans have the same size, else with one for each span."""
-    options: Any = {"scale": scale, "window": window}
+    options: Any = {"scale": scale, "window": window, "sinks": sinks}
     if len(set(reach.query_sizes)) == 1 and len(set(reach.key_sizes)) == 1:
         return _spans(*(part.unflatten(0, (len(reach.query_sizes), -1)) for part in (q, k, v)), **options).flatten(0, 1)
     parts = zip(q.split(reach.query_sizes), k.split(reach.key_sizes), v.split(reach.key_sizes), strict=True)
     return torch.cat([_spans(q_[None], k_[None], v_[None], **options)[0] for q_, k_, v_ in parts])
 
 
-def _spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
+def _spans(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None, sinks: bool
+) -> torch.Tensor:
     """Compute causal attention within n spans of one size; the queries are the last Q of the K tokens of their span.
 
     `q` is `[n, Q, heads, D]`, `k` and `v` are `[n, K, kv_heads, D]`. Returns `[n, Q, heads, D]`.
     """
     more = k.shape[1] - q.shape[1]
     mask = None
-    windowed = window is not None and window < k.shape[1]
-    if more or windowed:  # SDPA's own causal mask is aligned at the upper left.
+    near = window if window is not None and window < k.shape[1] else None
+    if more or near is not None:  # SDPA's own causal mask is aligned at the upper left.
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(more)
-        mask = mask.triu(more - window + 1) if windowed else mask
+        mask = mask if near is None else mask.triu(more - near + 1)
+        mask[:, 0] |= sinks
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True

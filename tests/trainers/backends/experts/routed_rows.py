@@ -53,7 +53,7 @@ class Reference:
         self.spec = spec_of(folder)
         self._chosen: list[torch.Tensor] = []
         for name, module in self.model.named_modules():
-            if name.endswith("mlp.gate"):
+            if name.endswith(("mlp.gate", "mlp.router")):
                 module.register_forward_hook(lambda *call: self._chosen.append(call[-1][2]))
 
     def run(self, row: Row) -> tuple[np.ndarray, np.ndarray]:

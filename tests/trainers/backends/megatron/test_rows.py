@@ -83,26 +83,35 @@ def test_columns_of_another_rank_are_refused() -> None:
         pack_rows(micro_batch(random_rows(5, 4)), topology, Place(0), CPU, packed=True)
 
 
-def whole_attention(rows: list[torch.Tensor]) -> torch.Tensor:
-    """Compute the attention of each row alone, from `[L, 3, 4, 8]`. Queries have four heads, keys and values two."""
+def whole_attention(rows: list[torch.Tensor], window: int | None = None) -> torch.Tensor:
+    """Compute the attention of each row alone, from `[L, 3, 4, 8]`. Queries have four heads, keys and values two.
+
+    window: number of keys that a query sees, counted back from its own; None for all.
+    """
     out = []
     for row in rows:
+        back = torch.arange(len(row))[:, None] - torch.arange(len(row))
+        seen = (back >= 0) & (back < (window or len(row)))
         q, k, v = row[:, 0], row[:, 1, :2], row[:, 2, :2]
         q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
-        out.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+        out.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1))
     return torch.cat(out)
 
 
 @settings(max_examples=25)
-@given(st.integers(1, 3), st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any))
-def test_all_context_ranks_together_attend_as_whole_rows_do(cp: int, units: list[int]) -> None:
+@given(
+    st.integers(1, 3),
+    st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any),
+    st.none() | st.integers(1, 9),
+)
+def test_all_context_ranks_together_attend_as_whole_rows_do(cp: int, units: list[int], window: int | None) -> None:
     torch.manual_seed(0)
     step = 2 * cp if cp > 1 else 1
     padded = np.array(units) * step
     rows = [torch.randn(size, 3, 4, 8) for size in padded if size]
     order = [torch.cat([_own(row, cp, rank) for row in rows]) for rank in range(cp)]
     gathered = torch.cat(order)
-    expected = whole_attention(rows)
+    expected = whole_attention(rows, window)
     places = torch.arange(len(expected)).split([len(row) for row in rows])
     for rank in range(cp):
         q = order[rank][:, 0]
@@ -110,7 +119,7 @@ def test_all_context_ranks_together_attend_as_whole_rows_do(cp: int, units: list
         for reach in plan_attention(padded, cp, rank, CPU).reaches:
             queries = slice(None) if reach.queries is None else reach.queries
             keys = slice(None) if reach.keys is None else reach.keys
-            part = attend(q[queries], gathered[keys, 1, :2], gathered[keys, 2, :2], reach, 8**-0.5)
+            part = attend(q[queries], gathered[keys, 1, :2], gathered[keys, 2, :2], reach, 8**-0.5, window)
             got[queries] = part
         wanted = expected[torch.cat([_own(place, cp, rank) for place in places])]
         torch.testing.assert_close(got, wanted)
@@ -123,14 +132,19 @@ def _own(row: torch.Tensor, cp: int, rank: int) -> torch.Tensor:
     return torch.cat([parts[rank], parts[2 * cp - 1 - rank]])
 
 
-def test_a_layer_gets_its_own_shape_back() -> None:
-    module = PackedAttention(SimpleNamespace(kv_channels=8), pg_collection=SimpleNamespace(cp=OneRank()))
+@pytest.mark.parametrize(("layer", "window"), [(1, None), (2, 3)])
+@pytest.mark.parametrize("width", [8, 5])
+def test_a_layer_gets_its_own_shape_back(layer: int, window: int | None, width: int) -> None:
+    """The second layer has a window. Narrow values give the first columns of wide ones."""
+    config = SimpleNamespace(kv_channels=8, window_size=(2, 0), window_attn_skip_freq=[0, 1], softmax_type="vanilla")
+    module = PackedAttention(config, layer, pg_collection=SimpleNamespace(cp=OneRank()))
     rows = [torch.randn(5, 3, 4, 8), torch.randn(3, 3, 4, 8)]
     flat = torch.cat(rows)
     plan = plan_attention(np.array([5, 3]), 1, 0, CPU)
-    parts = (flat[:, None, 0], flat[:, None, 1, :2], flat[:, None, 2, :2])
-    out = module(*parts, None, packed_seq_params=plan)
-    torch.testing.assert_close(out, whole_attention(rows).flatten(1)[:, None])
+    parts = (flat[:, None, 0], flat[:, None, 1, :2], flat[:, None, 2, :2, :width])
+    wanted = whole_attention(rows, window)[..., :width].flatten(1)[:, None]
+    torch.testing.assert_close(module(*parts, None, packed_seq_params=plan), wanted)
+    torch.testing.assert_close(module(*(part[:, 0] for part in parts), None, packed_seq_params=plan), wanted)
 
 
 class OneRank:

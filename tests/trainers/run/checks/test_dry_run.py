@@ -87,6 +87,12 @@ def test_host_memory_is_that_of_a_rank_s_own_pieces() -> None:
         ({"num_local_experts": 3}, {"dp": 2, "ep": 2}, "trainer.ep: got 2, expected a divisor of the model's num_exp"),
         ({}, {"backend": "megatron", "pp": 4}, "trainer.pp: got 4, expected a divisor of the model's num_hidden_lay"),
         ({}, {"backend": "megatron", "dp": 2, "ep": 2}, "trainer.ep: got 2, expected 1 for a model without experts"),
+        ({"model_type": "gemma"}, {"backend": "megatron"}, "expected 'fsdp' for a model of type 'gemma', because"),
+        (
+            {"model_type": "gpt_oss"},
+            {"backend": "megatron", "tp": 2},
+            "trainer.ep: got 1, expected 2 or more for",
+        ),
         ({"num_local_experts": 3}, {"tp": 2}, "trainer.tp: got 2, expected a divisor of the model's num_experts = 3"),
     ],
 )
