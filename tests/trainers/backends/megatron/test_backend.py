@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "tied cp2 padded", {}, "trainer.packing: got 'none' with trainer.cp=2, expected 'packed'",
     ),
     "offload": ("tied", {"offload": True}, "trainer.offload: got True, expected False"),
-    "head": ("tied", {"head": "full"}, "trainer.head: got 'full', expected 'selected'"),
+    "head": ("tied", {"head": "full"}, "trainer.head: got 'full', expected 'auto' or 'selected'"),
     "biases": ("biased", {}, "with attention_bias = True, expected False"),
     "no such model": ("nowhere", {}, "model.path: got .*nowhere.*expected a folder"),
 }  # fmt: skip
