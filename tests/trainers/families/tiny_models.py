@@ -153,8 +153,9 @@ def save_family(folder: Path | str, name: str, **changes: Any) -> str:
             noise = torch.randn(param.shape, generator=generator)
             if param.ndim >= 2 and "conv" not in path:
                 embeds = any(word in path for word in ("embed", "wte", "word_emb"))
-                # Gemma multiplies embeddings by 8. If they were larger, every token would predict itself.
-                param.copy_(noise * (0.15 if not embeds or name.startswith("gemma") else 0.3))
+                # Gemma multiplies embeddings by a root of their size: larger ones would make tokens predict themselves.
+                own = 9.6 / config.get_text_config().hidden_size if name.startswith("gemma") else 0.3
+                param.copy_(noise * (own if embeds else 0.15))
             else:
                 param.add_(noise * 0.1)
         for path, buffer in model.named_buffers():
