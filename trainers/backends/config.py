@@ -106,9 +106,9 @@ class TrainerConfig(Section):
     packing: Literal["auto", "none", "packed", "dynamic"] = "auto"
     """Layout of the rows of a microbatch. `none` pads them to the length of the longest. `dynamic` does the same but
     puts rows of similar length into the same microbatch. `packed` puts rows one after the other without padding;
-    context parallelism needs it. `auto` means `packed` on GPUs in bfloat16 for a local folder with a model of type
-    qwen3, qwen3_moe or llama, or with the backend `megatron`, because attention kernels accept packed rows there.
-    Otherwise `auto` means `none`."""
+    context parallelism needs it. `auto` means `packed` on GPUs in bfloat16 for a local folder with a model whose
+    attention the kernel for packed rows computes, which most families of the table of models have, and with the backend
+    `megatron`. Otherwise `auto` means `none`."""
     tokens_per_microbatch: Count = 16384
     """Largest number of tokens, including padding, of one forward and backward pass on a replica. The length of a row
     is rounded up to a multiple of tp x 2 cp (of tp without context parallelism)."""

@@ -79,11 +79,19 @@ def write_folder(path: str, model: Any, weights: Mapping[str, torch.Tensor], sou
     if sizes:  # transformers writes the format in which the trainer keeps the weights.
         config = Path(draft_of(path)) / "config.json"
         content = json.loads(config.read_text(encoding="utf-8"))
-        content["dtype"] = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
+        _set_dtypes(content, str(sizes.most_common(1)[0][0]).removeprefix("torch."))
         config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if has_tokenizer(source):
         load_tokenizer(source).save_pretrained(draft_of(path))
     publish(path)
+
+
+def _set_dtypes(content: dict[str, Any], dtype: str) -> None:
+    """Set the dtype in a model's config and in its sections, such as that of the text part of a multimodal model."""
+    content["dtype"] = dtype
+    for part in content.values():
+        if isinstance(part, dict) and "dtype" in part:
+            _set_dtypes(part, dtype)
 
 
 def collect(

@@ -11,8 +11,14 @@ from ...codecs.integers import ceil_div
 from .config import TrainerConfig
 from .families.megatron import FAMILIES
 
-PACKED_TYPES = ("qwen3", "qwen3_moe", "llama")
-"""Values of `model_type` of the models that `fsdp` trains packed by default on GPUs."""
+PACKED_TYPES = (
+    "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma3_text", "glm4", "glm4_moe", "granite",
+    "hunyuan_v1_dense", "llama", "minimax_m2", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi",
+    "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
+)  # fmt: skip
+"""Values of `model_type` of the models that `fsdp` trains packed by default on GPUs. They are right packed in the table
+of models, and their attention is what the variable-length kernel computes: one width for keys and values, windows, no
+soft cap and no sinks."""
 
 BIASED_TYPES = ("deepseek_v3", "glm4_moe", "dots1")
 """Values of `model_type` whose routers have a bias for each expert that `trainer.moe.bias_update_rate` can move."""

@@ -24,8 +24,8 @@ _FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "use_cache", "logits_to_
 # The first name is used since transformers 5.24, the second one before that.
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
 ROUTER_SUFFIXES = ("TopKRouter", "TopkRouter")
-"""Suffixes of the names of transformers' router classes (5.23), such as Qwen3MoeTopKRouter. These classes return
-(logits, scores, indices)."""
+"""Suffixes of the names of transformers' router classes (5.23), such as Qwen3MoeTopKRouter. These classes return the
+ids of the chosen experts, int64 `[tokens, k]`, in a tuple with logits and gates, in an order of their own."""
 _CONVERTIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -120,7 +120,14 @@ class RouteRecorder:
             routers[0].register_forward_hook(partial(self._record, index))
 
     def _record(self, index: int, router: Any, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        self._chosen[index] = output[-1]
+        shape = (self._spec.top_k, torch.int64)
+        ids = [part for part in output if part.ndim == 2 and (part.shape[1], part.dtype) == shape]
+        if len(ids) != 1:
+            raise ValueError(
+                f"router_replay.enabled: got true, expected false, because a {type(router).__name__} returns no ids of "
+                "experts"
+            )
+        self._chosen[index] = ids[0]
 
     def take(self, rows: int) -> np.ndarray:
         """Return the routes of the last forward pass over `rows` rows of equal width, and forget them. They have the

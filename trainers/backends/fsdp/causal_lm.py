@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
@@ -75,7 +76,9 @@ class CausalLM(nn.Module):
         modules.
         """
         names = self.model._no_split_modules or ()
-        found = [child for child in self.model.modules() if type(child).__name__ in names]
+        named = [child for child in self.model.modules() if type(child).__name__ in names]
+        within = {id(part) for child in named for part in child.modules() if part is not child}
+        found = [child for child in named if id(child) not in within]  # Mamba names a layer and its mixer.
         lists = [child for child in self.model.modules() if isinstance(child, nn.ModuleList)]
         if not found and not lists:
             raise ValueError(
@@ -213,8 +216,10 @@ def attend_varlen(
     assert attention_mask is None, "HF makes a mask only for attention functions that have a mask function"
     # Some models leave normalised queries and keys in float32, but flash attention takes half precision only.
     q, k, v = (part[0].transpose(0, 1).to(value.dtype) for part in (query, key, value))
+    width = v.shape[-1]
+    v = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v  # The kernel needs one width.
     out = attend_rows(q, k, v, row_ends, row_ends, (longest_row, longest_row), scaling, sliding_window)
-    return out[None], None
+    return out[None, ..., :width], None
 
 
 def use_varlen_attention(model: Any) -> None:

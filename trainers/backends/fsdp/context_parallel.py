@@ -100,7 +100,7 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    plan: AttentionPlan,
+    plan: AttentionPlan | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
@@ -108,6 +108,11 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within the rows of `plan`. `query` is `[1, heads, S, D]`, `key` and `value` are
     `[1, kv_heads, S, D]`; s_aux: logits of the heads' sinks, `[heads]`. Returns `[1, S, heads, D]`."""
+    if plan is None:
+        raise ValueError(
+            f"trainer.cp: got {group.size()}, expected 1, because the model's layers do not pass what they get on to "
+            f"their {type(module).__name__}"
+        )
     assert attention_mask is None, "HF makes a mask only for attention functions that have a mask function"
     q, k, v = (part[0].transpose(0, 1).to(value.dtype) for part in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling

@@ -21,7 +21,7 @@ NAME = "headrace_grouped"
 
 def use_grouped_experts(model: Any) -> None:
     """Make the experts of a HF model use `compute_experts`, where they have the interface of transformers."""
-    if any(hasattr(child, "_is_expert_parallel") for child in model.modules()):
+    if any(hasattr(child, "is_transposed") and hasattr(child, "has_gate") for child in model.modules()):
         ALL_EXPERTS_FUNCTIONS.register(NAME, compute_experts)
         model.set_experts_implementation(NAME)
 
@@ -40,7 +40,8 @@ def compute_experts(
     ends = torch.searchsorted(chosen, torch.arange(1, count + 1, device=chosen.device), out_int32=True)
     x = permute(hidden_states, order, inverse, top_k)
     shares = top_k_weights.flatten()[order, None].to(x.dtype)
-    elsewhere = (chosen >= count)[:, None] if module._is_expert_parallel else None
+    apart = getattr(module, "_is_expert_parallel", False)  # transformers has this attribute since 5.19.
+    elsewhere = (chosen >= count)[:, None] if apart else None
     expert = chosen.clamp(max=count - 1)
     first = module.gate_up_proj if module.has_gate else module.up_proj
     first_bias = last_bias = None
