@@ -38,7 +38,9 @@ NAMES: dict[str, dict[str, str]] = {
         "_share_cuda_": "actors/weight_sync/transports/test_gpu.py",
     },
     "transformers": {
+        "_apply_gate": "trainers/backends/fsdp/test_experts.py",
         "_attn_implementation": "trainers/backends/fsdp/test_causal_lm.py",
+        "_is_expert_parallel": "trainers/backends/fsdp/test_experts.py",
         "_is_hf_initialized": "trainers/backends/fsdp/test_sharding.py",
         "_no_split_modules": "trainers/backends/fsdp/test_causal_lm.py",
         "_supports_attention_backend": "trainers/backends/fsdp/test_causal_lm.py",

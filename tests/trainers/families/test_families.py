@@ -19,13 +19,13 @@ ONE_RANK = ("trains", "engine")
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("name", "features"), [
-    ("gemma3_text", ("packed",)), ("qwen3_moe", ("packed", "tp2", "replay")), ("lfm2", ()),
+    ("gemma3_text", ("packed", "tp2", "cp2")), ("qwen3_moe", ("packed", "tp2", "ep2", "cp2", "replay")), ("lfm2", ()),
 ])  # fmt: skip
 def test_a_family(tmp_path: Path, name: str, features: tuple[str, ...]) -> None:
     """Windows, experts, and layers without attention, whose rows cannot be packed."""
     record = run_family(name, tmp_path)
     assert all(record[feature] for feature in (*ONE_RANK, *features)), record["why"]
-    assert all(record["checks"][check]["state"] != "wrong" for check in ("padded", "packed", "tp2"))
+    assert all(record["checks"][check]["state"] != "wrong" for check in ("padded", "packed", "tp2", "cp2"))
 
 
 @pytest.mark.long

@@ -103,16 +103,16 @@ def _dispatch(
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     to_send, to_receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-    got, sizes = sum(to_receive), (to_receive, to_send)
-    tokens: Any = _Exchange.apply(permute(hidden, order, inverse, top_k), *sizes, group)
-    shares: Any = _Exchange.apply(weights.flatten()[order, None], *sizes, group)
+    got = sum(to_receive)
+    tokens: Any = _Exchange.apply(permute(hidden, order, inverse, top_k), to_receive, to_send, group)
+    shares: Any = _Exchange.apply(weights.flatten()[order, None], to_receive, to_send, group)
     expert = torch.arange(count, device=index.device).repeat(group.size())
     expert = expert.repeat_interleave(received.flatten(), output_size=got)[:, None]
     if not got:  # With a token of zeros this rank has gradients of its experts, too, for which other ranks may wait.
         tokens, shares, expert = (F.pad(part, (0, 0, 0, 1)) for part in (tokens, shares, expert))
     forward: Any = type(experts).forward
     out = forward(ExpertsPart(experts, num_experts=count, **weights_of), tokens, expert, shares)
-    back: Any = _Exchange.apply(out[:got], *reversed(sizes), group)
+    back: Any = _Exchange.apply(out[:got], to_send, to_receive, group)
     return permute(back, inverse, order).view(len(hidden), top_k, -1).sum(1).to(hidden.dtype)
 
 

@@ -70,7 +70,8 @@ def test_what_it_cannot_do_is_told(caplog: pytest.LogCaptureFixture) -> None:
     nothing: Any = SimpleNamespace()
     q = torch.zeros(1, 2, 3, 4)
     ends = torch.tensor([0, 3], dtype=torch.int32)
-    for extra in ({"softcap": 2.0}, {"s_aux": torch.zeros(2)}):
+    extras: tuple[dict[str, Any], ...] = ({"softcap": 2.0}, {"s_aux": torch.zeros(2)})
+    for extra in extras:
         with pytest.raises(ValueError, match="packed rows need attention without soft cap and sinks"):
             attend_varlen(nothing, q, q, q, None, scaling=1.0, row_ends=ends, longest_row=3, **extra)
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16))
@@ -80,19 +81,30 @@ def test_what_it_cannot_do_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert model.config._attn_implementation == before and "keeps its own attention" in caplog.text
 
 
+def near(tokens: int, window: int | None) -> torch.Tensor:
+    """Return which of a row's tokens each of them sees, bool `[tokens, tokens]`, on the GPU."""
+    seen = torch.ones(tokens, tokens, dtype=torch.bool, device="cuda").tril()
+    return seen if window is None else seen.triu(1 - window)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 3, 64])
 @pytest.mark.parametrize("lengths", [(5, 1, 130, 64), (LONG_ROW,), (LONG_ROW, 3)], ids=["short", "long alone", "long"])
-def test_packed_rows_attend_as_if_alone(lengths: tuple[int, ...]) -> None:
+def test_packed_rows_attend_as_if_alone(lengths: tuple[int, ...], window: int | None) -> None:
     """Also the long row that is alone, which another kernel computes."""
     torch.manual_seed(0)
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     shape = (sum(lengths), 64)
     q, k, v = (torch.randn(1, h, *shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2))
-    out, _ = attend_varlen(torch.nn.Identity(), q, k, v, None, scaling=0.125, row_ends=ends, longest_row=max(lengths))
+    options: dict[str, Any] = {"scaling": 0.125, "sliding_window": window}
+    out, _ = attend_varlen(torch.nn.Identity(), q, k, v, None, row_ends=ends, longest_row=max(lengths), **options)
     weight = torch.randn_like(out)
     grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
     rows = zip(*(part.float().split(lengths, dim=2) for part in (q, k, v)), strict=True)
-    alone = [F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=0.125, enable_gqa=True) for a, b, c in rows]
+    alone = [
+        F.scaled_dot_product_attention(a, b, c, attn_mask=near(a.shape[2], window), scale=0.125, enable_gqa=True)
+        for a, b, c in rows
+    ]
     expected = torch.cat(alone, dim=2).transpose(1, 2)
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
     wanted = torch.autograd.grad((expected * weight.float()).sum(), (q, k, v))

@@ -99,7 +99,7 @@ def test_log_probs_gradients_and_exports_are_those_of_transformers(saved: Any, t
     reference.loss_sum(rows)[0].backward()
     with build(folder) as backend:
         [found] = backend.logprobs([micro_batch(rows)], 1)
-        chosen = np.concatenate([row.mask for row in rows]) > 0
+        chosen = torch.from_numpy(np.concatenate([row.mask for row in rows]) > 0)
         torch.testing.assert_close(found[chosen], wanted[chosen], rtol=0, atol=1e-5)
         got = hf_gradients(backend, [micro_batch(rows[:6]), micro_batch(rows[6:])])
         backend.export_model(str(tmp_path / "out"))
