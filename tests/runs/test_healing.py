@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -125,5 +126,8 @@ def test_a_rollout_actor_that_hangs_is_replaced(tmp_path: Path) -> None:
     steps = runs.steps_of(run_dir)
     assert [step["step"] for step in steps] == list(range(1, 301))
     assert steps[-1]["rollout/actors_replaced"] == 1 and steps[-1]["run/restarts"] == 0
-    assert "no answer within 20 s from rollout 1" in output
+    # The weight sync notices an actor without rollouts, the driver one that has some.
+    assert re.search(
+        r"no answer within 20 s from rollout 1|rollout 1 \(.*\) was stuck for 20 s without a token", output
+    )
     assert not hanging.is_running()

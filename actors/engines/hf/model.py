@@ -39,16 +39,18 @@ def cache_argument(model: type) -> str | None:
 def attention_options(attention: Attention, config: Any) -> dict[str, str]:
     """Return the arguments with which transformers builds a model with this kind of attention; {} for its own choice.
 
-    config: the model's HF config. Raises ValueError for `sdpa` with a model whose attention scores have a soft cap:
-    transformers lets it through, but torch's function leaves the cap out, which changes log-probs by nats (Gemma 2).
+    config: the model's HF config. Raises ValueError for `sdpa` with a model whose attention scores have a soft cap
+    (Gemma 2) or linear biases (Falcon with alibi): transformers lets it through, but computes something else than its
+    own eager code, which changes log-probs by nats.
     """
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    text = config.get_text_config()
+    other = next((name for name in ("attn_logit_softcapping", "alibi") if getattr(text, name, None)), None)
     if attention == "auto":
-        return {"attn_implementation": "eager"} if capped else {}
-    if capped and attention == "sdpa":
+        return {"attn_implementation": "eager"} if other else {}
+    if other and attention == "sdpa":
         raise ValueError(
-            f"model.attention: got 'sdpa', expected 'auto', 'eager' or 'flex' for a model of type "
-            f"{config.model_type!r}, because torch's function leaves out its attn_logit_softcapping = {capped:g}"
+            f"model.attention: got 'sdpa', expected 'auto' or 'eager' for a model of type {config.model_type!r} with "
+            f"{other}, which torch's function does not compute as the model's own code does"
         )
     return {"attn_implementation": {"flex": "flex_attention", "flash": "flash_attention_2"}.get(attention, attention)}
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import CohereConfig, CohereForCausalLM
+from transformers import AutoModelForCausalLM, CohereConfig, CohereForCausalLM, Gemma2Config
 
+from headrace.actors.engines.hf.model import load_model
 from headrace.actors.train.topology import Topology
 from headrace.tests.trainers.backends.backend_ranks import (
     TEMPERATURE,
@@ -263,6 +265,25 @@ def test_a_head_that_does_more_is_noticed(tmp_path: Path) -> None:
         expected = torch.cat([plain.row_logprobs(row, 1.0) * torch.from_numpy(row.mask) for row in rows])
     torch.testing.assert_close(logprobs_of(backend, micro_batch(rows)), expected, rtol=1e-5, atol=1e-5)
     assert run_step(backend, [rows])["train/skipped"] == 0
+
+
+def test_attention_is_what_the_model_supports(tmp_path: Path) -> None:
+    """Transformers offers SDPA for a soft cap, which it then leaves out; the engine chooses as the trainer does."""
+    sizes: Any = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, head_dim=8)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(Gemma2Config(**sizes, attn_logit_softcapping=2.0)).save_pretrained(tmp_path)
+    for attention in ("auto", "eager"):
+        backend = FsdpBackend(BackendConfig(str(tmp_path), attention=attention), 0, 1)
+        assert backend._hf_model().config._attn_implementation == "eager"
+    engine: Any = load_model(str(tmp_path), torch.float32)
+    assert engine.config._attn_implementation == "eager"
+    message = "model.attention: got 'sdpa', expected 'auto' or 'eager' for a model of type 'gemma2' with attn_log"
+    with pytest.raises(ValueError, match=message):
+        FsdpBackend(BackendConfig(str(tmp_path), attention="sdpa"), 0, 1)
+    with pytest.raises(ValueError, match=message):
+        load_model(str(tmp_path), torch.float32, "sdpa")
+    with pytest.raises(ValueError, match="model.attention: got 'flash', expected 'auto' or another kind for"):
+        FsdpBackend(BackendConfig(str(tmp_path), attention="flash"), 0, 1)
 
 
 def test_a_response_needs_a_prompt() -> None:
