@@ -129,7 +129,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchange(grads[0], *ctx.sizes, ctx.group), None, None, None
+        to_receive, to_send = ctx.sizes
+        return _exchange(grads[0], to_receive, to_send, ctx.group), None, None, None
 
 
 def _exchange(rows: torch.Tensor, to_receive: list[int], to_send: list[int], group: dist.ProcessGroup) -> torch.Tensor:
