@@ -7,14 +7,15 @@ router's own choices, `logprob/mismatch_*` with the engine's.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from headrace.actors.engines.config import RouterReplayConfig
 from headrace.tests.trainers.backends.backend_ranks import COLUMNS, TEMPERATURE, Row, backend_config
@@ -59,18 +60,14 @@ def fsdp(model: str, choice: Noise, values: Noise) -> Any:
     """Build an fsdp backend whose routers choose by `choice(logits)` and gate by `values(logits)`."""
     from headrace.trainers.backends.fsdp.backend import FsdpBackend
 
-    backend = FsdpBackend(config(model, "fsdp"), 0, 1)
-
     def forward(router: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = values(F.linear(hidden.reshape(-1, router.hidden_dim), router.weight))
         index = torch.topk(choice(logits), router.top_k, -1).indices
         scores = torch.softmax(logits, -1).gather(1, index)
         return logits, scores / scores.sum(-1, keepdim=True), index
 
-    for name, module in backend._policy.model.named_modules():
-        if name.endswith("mlp.gate"):
-            module.forward = functools.partial(forward, module)
-    return backend
+    with patch.object(Qwen3MoeTopKRouter, "forward", forward):
+        return FsdpBackend(config(model, "fsdp"), 0, 1)
 
 
 def megatron(model: str, choice: Noise, values: Noise) -> Any:
