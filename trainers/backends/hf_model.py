@@ -6,6 +6,7 @@ Each rank reads only the weights of its part of the model.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import os
@@ -245,7 +246,8 @@ class HfSource:
         options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
         options |= attention_options(self._attention, self.config)
         with torch.device("meta"), _refusing(self._attention, self._model):
-            model = AutoModelForCausalLM.from_config(self.config, **options)
+            # Each model has a config of its own, in which its kind of attention stands.
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config), **options)
         with contextlib.suppress(OSError):  # A model without a generation config uses its model config.
             model.generation_config = GenerationConfig.from_pretrained(self._model)
         return model.eval()

@@ -129,7 +129,8 @@ def _divisions(trainer: TrainerConfig, model: Any) -> Iterator[tuple[str, int, s
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         yield "tp", trainer.tp, name
     if trainer.backend == "fsdp":
-        yield "ep" if trainer.ep > 1 else "tp", max(trainer.ep, trainer.tp if trainer.ep == 1 else 1), "num_experts"
+        key = "ep" if trainer.ep > 1 else "tp"
+        yield key, getattr(trainer, key), "num_experts"
         return
     yield "pp", trainer.pp, "num_hidden_layers"
     if has_experts(model):

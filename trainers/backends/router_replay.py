@@ -193,7 +193,7 @@ class RouterReplay:
 
     @property
     def running(self) -> bool:
-        """Whether the current pass has routes."""
+        """True if the current pass has routes."""
         return self._routes is not None
 
     @contextmanager

@@ -27,7 +27,7 @@ from headrace.tests.trainers.backends.offload_ranks import (
 
 ALONE = (*cases("fsdp", tied=""), *cases("megatron", tied=""))
 TWO = (*cases("fsdp", tied="tp2"), *cases("megatron", tied="dp2"))
-MORE_OF_TWO = (*cases("fsdp", tied="dp2"), *cases("megatron", tied="tp2, pp2"))
+MORE_OF_TWO = (*cases("fsdp", tied="dp2, cp2", moe="dp2 ep2"), *cases("megatron", tied="tp2, pp2"))
 FOUR = (
     *cases("fsdp", tied="dp2 tp2, dp4 half"),
     *cases("megatron", tied="dp2 tp2 half, dp2 pp2 whole", moe="dp2 tp2 ep2 sp"),

@@ -61,7 +61,7 @@ class Outcome:
 
     @property
     def holds(self) -> bool:
-        """Whether the family does what the check asks for."""
+        """True if the family does what the check asks for."""
         return self.state in ("passed", "rounding")
 
 

@@ -110,7 +110,6 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
     def _split_rows(self, group: dist.ProcessGroup) -> None:
         """Split rows over the context-parallel ranks `group` from now on. Collective."""
         for module in filter(None, (self._policy, self._reference)):
-            require_splittable(module.model, group.size())
             check_context(
                 module,
                 self._topology,
@@ -199,6 +198,8 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         precision the weights of a model that is not trained are in bfloat16."""
         model = source.empty_model(torch.float32)
         check_split(self._config.trainer, model.config)
+        if self._topology.cp > 1:
+            require_splittable(model, self._topology.cp)
         packing = resolved_packing(self._config.trainer, model.config, gpu=self._device.type == "cuda")
         self._packed = packing == "packed"
         self._reach = fix_rotary_length(model, self._config.context)

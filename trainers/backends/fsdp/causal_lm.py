@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
@@ -47,6 +48,8 @@ class CausalLM(nn.Module):
         self.vocab: int | VocabShard = model.config.get_text_config().vocab_size
         """Size of the vocabulary of the output layer, or this rank's part of it under tensor parallelism."""
         self._selected = head == "selected"
+        self.context: dist.ProcessGroup | None = None
+        """Group of the ranks over which rows are split by tokens; None for whole rows."""
 
     def forward(
         self, layout: RowLayout, temperature: float, entropy: Entropy = "off"
@@ -56,8 +59,10 @@ class CausalLM(nn.Module):
         places: dict[str, Any] = {}
         if layout.position_ids is not None:
             places = {"position_ids": layout.position_ids}
-            split = layout.plan is not None
-            places |= {"plan": layout.plan} if split else {"row_ends": layout.ends, "longest_row": layout.longest}
+            if layout.plan is None:
+                places |= {"row_ends": layout.ends, "longest_row": layout.longest}
+            else:
+                places |= {"plan": layout.plan, "group": self.context}
         if self._selected:
             hidden = self.model.base_model(input_ids=layout.input_ids, use_cache=False, **places).last_hidden_state
             layer = self.model.get_output_embeddings()

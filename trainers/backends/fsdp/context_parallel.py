@@ -7,7 +7,6 @@ layers that look across tokens in another way, such as convolutions and state-sp
 
 from __future__ import annotations
 
-import functools
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -86,14 +85,17 @@ def require_splittable(model: Any, cp: int) -> None:
         raise ValueError(f"trainer.cp: got {cp}, expected 1 for {type(model).__name__}, because {why}")
 
 
-def use_context_attention(model: Any, group: dist.ProcessGroup) -> None:
-    """Make a HF model attend to the tokens of all ranks of `group`, by the plan that its forward gets as `plan`."""
-    AttentionInterface.register(NAME, functools.partial(_attend, group))
-    model.set_attn_implementation(NAME)
+def use_context_attention(module: CausalLM, group: dist.ProcessGroup) -> None:
+    """Make `module` attend to the tokens of all ranks of `group`, by the plans of its layouts.
+
+    Attention gets the group as an argument, because the group is replaced when groups are formed again.
+    """
+    AttentionInterface.register(NAME, _attend)
+    module.model.set_attn_implementation(NAME)
+    module.context = group
 
 
 def _attend(
-    group: dist.ProcessGroup,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -101,6 +103,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     *,
     plan: AttentionPlan | None = None,
+    group: dist.ProcessGroup | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
@@ -108,9 +111,9 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within the rows of `plan`. `query` is `[1, heads, S, D]`, `key` and `value` are
     `[1, kv_heads, S, D]`; s_aux: logits of the heads' sinks, `[heads]`. Returns `[1, S, heads, D]`."""
-    if plan is None:
+    if plan is None or group is None:
         raise ValueError(
-            f"trainer.cp: got {group.size()}, expected 1, because the model's layers do not pass what they get on to "
+            "trainer.cp: got a number above 1, expected 1, because the model's layers do not pass what they get on to "
             f"their {type(module).__name__}"
         )
     assert attention_mask is None, "HF makes a mask only for attention functions that have a mask function"
@@ -146,7 +149,7 @@ def check_context(
     with precision:
         values, _ = module(layout, 1.0)
         give_back(module)
-        use_context_attention(module.model, group)
+        use_context_attention(module, group)
         part = slice_batch(batch, lengths, topology.pad_multiple, topology.cp, place.cp)
         zeros = np.zeros(2, np.int64)
         micro = MicroBatch(part, lengths, zeros.astype(np.float32), zeros, zeros, zeros)

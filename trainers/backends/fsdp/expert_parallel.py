@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from ..layers import uncompiled
 from .causal_lm import CausalLM
 from .grouped_experts import permute
-from .tensor_parallel import ExpertsPart, local_part, share_out, split
+from .tensor_parallel import gather, own_experts, share_out, split
 
 
 def find_experts(model: nn.Module) -> list[nn.Module]:
@@ -84,7 +84,7 @@ def _forward(
     tokens = len(hidden_states)
     parts: Any = [share_out(part, same_tokens) for part in (hidden_states, top_k_index, top_k_weights)]
     out = _dispatch(experts, group, *parts)
-    return _Join.apply(out, same_tokens)[:tokens].clone()  # FSDP warns of views.
+    return gather(out, same_tokens, 0)[:tokens].clone()  # FSDP warns of views.
 
 
 def _dispatch(
@@ -94,8 +94,8 @@ def _dispatch(
     index: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    weights_of = {name: local_part(param) for name, param in experts.named_parameters(recurse=False)}
-    count = len(next(iter(weights_of.values())))
+    part = own_experts(experts)
+    count = part.num_experts
     chosen, top_k = index.flatten(), index.shape[1]
     order = chosen.argsort(stable=True)
     inverse = order.argsort()
@@ -109,9 +109,9 @@ def _dispatch(
     expert = torch.arange(count, device=index.device).repeat(group.size())
     expert = expert.repeat_interleave(received.flatten(), output_size=got)[:, None]
     if not got:  # With a token of zeros this rank has gradients of its experts, too, for which other ranks may wait.
-        tokens, shares, expert = (F.pad(part, (0, 0, 0, 1)) for part in (tokens, shares, expert))
+        tokens, shares, expert = (F.pad(one, (0, 0, 0, 1)) for one in (tokens, shares, expert))
     forward: Any = type(experts).forward
-    out = forward(ExpertsPart(experts, num_experts=count, **weights_of), tokens, expert, shares)
+    out = forward(part, tokens, expert, shares)
     back: Any = _Exchange.apply(out[:got], to_send, to_receive, group)
     return permute(back, inverse, order).view(len(hidden), top_k, -1).sum(1).to(hidden.dtype)
 
@@ -137,18 +137,3 @@ def _exchange(rows: torch.Tensor, to_receive: list[int], to_send: list[int], gro
     got = rows.new_empty(sum(to_receive), *rows.shape[1:])
     dist.all_to_all_single(got, rows.contiguous(), to_receive, to_send, group=group)
     return got
-
-
-class _Join(torch.autograd.Function):
-    """Joins the ranks' rows. All ranks then compute the same, so backward keeps a rank's own rows of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group, ctx.count = group, len(rows)
-        parts = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, rows.contiguous(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0].narrow(0, ctx.group.rank() * ctx.count, ctx.count), None

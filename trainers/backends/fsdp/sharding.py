@@ -6,6 +6,7 @@ rank needs host memory for its shard and the largest piece of a weight, however 
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -193,7 +194,7 @@ class WholeModel:
 
     def empty_model(self, dtype: torch.dtype | None = None) -> Any:
         with torch.device("meta"):
-            empty = type(self._model)(self._model.config)
+            empty = type(self._model)(copy.deepcopy(self._model.config))
         empty.generation_config = self._model.generation_config
         return empty.eval()
 

@@ -103,7 +103,7 @@ def _apply(style: str, name: str, child: Any, mesh: DeviceMesh, model: Any, *, a
             child.forward = functools.partial(_block, child.forward, group)
         if style != "colwise":
             _require_even(name, child.weight, 0, mesh)
-            child.forward = functools.partial(_then, child.forward, functools.partial(_gather, group))
+            child.forward = functools.partial(_then, child.forward, functools.partial(gather, group=group))
     elif style in ("rowwise", "rowwise_split_input", "rowwise_rep"):
         _require_even(name, child.weight, 1, mesh)
         split(child, mesh, 1)
@@ -190,20 +190,30 @@ class _Sum(torch.autograd.Function):
         return grads[0], None
 
 
+def _joined(part: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, dim=dim)
+
+
 class _Gather(torch.autograd.Function):
-    """Joins the ranks' parts of the last dimension. All ranks then compute the same, so backward keeps a rank's own
-    part of the gradient."""
+    """Joins the ranks' parts of a dimension. All ranks then compute the same, so backward keeps a rank's own part of
+    the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group, ctx.width = group, tensor.shape[-1]
-        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, tensor.contiguous(), group=group)
-        return torch.cat(parts, dim=-1)
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.width = group, dim, tensor.shape[dim]
+        return _joined(tensor, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0].narrow(-1, ctx.group.rank() * ctx.width, ctx.width), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0].narrow(ctx.dim, ctx.group.rank() * ctx.width, ctx.width), None, None
+
+
+def gather(part: torch.Tensor, group: dist.ProcessGroup, dim: int = -1) -> torch.Tensor:
+    """Return the ranks' parts of dimension `dim`, joined in rank order."""
+    whole: Any = _Gather.apply(part, group, dim)
+    return whole
 
 
 class _Part(torch.autograd.Function):
@@ -217,9 +227,7 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        parts = [torch.empty_like(grads[0], memory_format=torch.contiguous_format) for _ in range(ctx.group.size())]
-        dist.all_gather(parts, grads[0].contiguous(), group=ctx.group)
-        return torch.cat(parts, dim=ctx.dim), None, None
+        return _joined(grads[0], ctx.group, ctx.dim), None, None
 
 
 def share_out(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -253,10 +261,6 @@ def _then(forward: Any, change: Callable[[torch.Tensor], Any], *inputs: Any, **a
 
 def _of_part(forward: Any, group: dist.ProcessGroup, hidden: torch.Tensor) -> Any:
     return forward(_Part.apply(hidden, group, -1))
-
-
-def _gather(group: dist.ProcessGroup, part: torch.Tensor) -> Any:
-    return _Gather.apply(part, group)
 
 
 def _share_rotary(group: dist.ProcessGroup, width: int, out: torch.Tensor) -> torch.Tensor:
@@ -319,6 +323,12 @@ class ExpertsPart:
         return getattr(self._module, name)
 
 
+def own_experts(experts: nn.Module, **more: Any) -> ExpertsPart:
+    """Return a stand-in for `experts` that has only those of this rank. more: other attributes of the stand-in."""
+    weights = {name: local_part(param) for name, param in experts.named_parameters(recurse=False)}
+    return ExpertsPart(experts, num_experts=len(next(iter(weights.values()))), **weights, **more)
+
+
 def _experts(
     experts: nn.Module,
     group: dist.ProcessGroup,
@@ -327,10 +337,9 @@ def _experts(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    weights = {name: local_part(param) for name, param in experts.named_parameters(recurse=False)}
-    count = len(next(iter(weights.values())))
     # HF marks experts on other ranks by an index one past the last and by `_is_expert_parallel`.
-    part = ExpertsPart(experts, num_experts=count, _is_expert_parallel=True, **weights)
+    part = own_experts(experts, _is_expert_parallel=True)
+    count = part.num_experts
     local = top_k_index - start
     elsewhere = (local < 0) | (local >= count)
     shares: Any = _Share.apply(top_k_weights, group)
@@ -344,12 +353,12 @@ def _experts(
 
 def _sorted_experts(experts: nn.Module, group: dist.ProcessGroup, start: int, hidden: torch.Tensor) -> torch.Tensor:
     """Run experts of which each gets all tokens, `[E * T, H]`, weighted before (Llama 4)."""
-    weights = {name: local_part(param) for name, param in experts.named_parameters(recurse=False)}
-    count = len(next(iter(weights.values())))
+    part = own_experts(experts)
+    count = part.num_experts
     tokens = len(hidden) // (count * group.size())
     own: Any = _Share.apply(hidden, group)
     forward: Any = type(experts).forward
-    out = forward(ExpertsPart(experts, num_experts=count, **weights), own[start * tokens : (start + count) * tokens])
+    out = forward(part, own[start * tokens : (start + count) * tokens])
     rest = len(hidden) - (start + count) * tokens
     total: Any = _Sum.apply(F.pad(out, (0, 0, start * tokens, rest)), group)
     return total
