@@ -29,7 +29,14 @@ def add_run_commands(commands: Any) -> None:
         "--model",
         type=os.path.expanduser,
         metavar="PATH",
-        help="compare an engine with a train backend on 64 tokens of this folder or hub id",
+        help="say which meshes, engines and machines fit the model of this folder or hub id; with weights, compare "
+        "an engine with a train backend on 64 tokens",
+    )
+    doctor.add_argument(
+        "--machine",
+        type=_machine,
+        metavar="HOSTSxGPUSxGIB",
+        help="with --model: plan its memory for this machine, such as 1x8x80, and load no weights",
     )
     doctor.add_argument(
         "overrides", metavar="key.sub=value", nargs="*", default=[], help="with --model: such as rollout.engine=vllm"
@@ -313,20 +320,49 @@ def _recipe(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.model is None:
-        if arguments.overrides:
-            raise UserError(f"{arguments.overrides[0]}: got a key without --model, expected both")
+        if arguments.overrides or arguments.machine:
+            got = "--machine: got a machine" if arguments.machine else f"{arguments.overrides[0]}: got a key"
+            raise UserError(f"{got} without --model, expected both")
         from ..trainers.run.checks.doctor import run_doctor
 
         return run_doctor(Console())
     from ..trainers.config.load import load_config
-    from ..trainers.run.checks.trust_probe import probe_trust, show_trust
 
     # Without a file, all keys except these have their defaults.
     config = load_config(os.devnull, [f"model.path={arguments.model}", *arguments.overrides])
+    fit = _show_fit(config, arguments.machine)
+    if arguments.machine is not None or not _has_weights(arguments.model):
+        why = "--machine plans for another machine" if arguments.machine else f"{arguments.model} has no weights"
+        print(f"engine and trainer were not compared, because {why}")
+        return DONE if fit.fits else FAILED
+    from ..trainers.run.checks.trust_probe import longest_row, probe_trust, show_trust
+
     with status_line("loading the model") as (console, tell):
-        report = probe_trust(config.model, config.rollout, config.trainer, config.run.seed, tell)
+        asked = (config.model, config.rollout, config.trainer, config.run.seed, tell)
+        report = probe_trust(*asked, longest=longest_row(fit.parameters), replay=fit.replay)
     show_trust(console, arguments.model, report)
     return DONE if report.sound else FAILED
+
+
+def _show_fit(config: Any, machine: Any) -> Any:
+    """Print what a model can be used with, and return it as a `ModelFit`."""
+    from ..actors.process.memory import assume_machine
+    from ..trainers.run.checks.doctor import table
+    from ..trainers.run.checks.model_fit import examine_model
+
+    with status_line("building the model without weights") as (console, _), assume_machine(machine):
+        try:
+            fit = examine_model(config)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    print_table(console, table(fit.findings, f"headrace doctor --model {config.model.path}"))
+    return fit
+
+
+def _has_weights(model: str) -> bool:
+    """Return whether a folder has weight files; true for a hub id, whose weights can be downloaded."""
+    folder = Path(model)
+    return not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
 
 
 def _machine(text: str) -> Any:

@@ -192,7 +192,8 @@ class Model:
     def __init__(self, plane: DataPlane, kind: str, folder: Path, seed: int) -> None:
         self._plane, self._kind, self._folder, self._seed = plane, kind, folder, seed
         self._random = random.Random(seed)
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__])  # A worker that was killed is replaced in no time.
         self._workers: list[Any] = []
         self._started = 0
         self._stopped: dict[int, float] = {}
@@ -207,7 +208,7 @@ class Model:
             self._workers = [one for one in self._workers if one.is_alive()]
             while len(self._workers) < WORKERS:
                 self._spawn()
-            time.sleep(self._random.uniform(0.1, 0.8))
+            time.sleep(self._random.uniform(0.1, 1.5))
             for pid in [pid for pid, until in self._stopped.items() if time.monotonic() > until]:
                 self._go_on(pid)
             self._harm()
@@ -217,6 +218,14 @@ class Model:
         for one in self._workers:
             one.join(60)
             assert one.exitcode == 0, f"a worker ended with {one.exitcode}"
+
+    def end(self) -> None:
+        """End what the model started, whatever became of it."""
+        for pid in list(self._stopped):
+            self._go_on(pid)
+        for one in self._workers:
+            one.kill()
+            one.join()
         for unit in self._units:
             unit.close()
 
@@ -242,6 +251,8 @@ class Model:
         elif chance < 0.8 and units:
             self._stop(self._random.choice(units), 2.0)
         elif chance < 0.82 and self._kind == "tcp" and not self._units:
+            if (directory := self._plane.processes()["directory"]) in self._stopped:
+                self._go_on(directory)  # This process would wait for it below, and so could not let it go on.
             psutil.Process(self._random.choice(units)).kill()
             self._units.append(open_storage_unit(self._plane.handle, listen="127.0.0.1"))
             self.faults["unit killed"] += 1
@@ -306,7 +317,10 @@ def run_model(kind: str, operations: int, seed: int, folder: Path) -> str:
         directory = psutil.Process(plane.processes()["directory"])
         base = directory.memory_info().rss
         model = Model(plane, kind, folder, seed)
-        model.run(operations)
+        try:
+            model.run(operations)
+        finally:
+            model.end()
         wait_until(lambda: client.status().leases == 0, "an orphan lease", 2 * LEASE_S + RESERVE_S)
         rows = client.rows("p")
         wrong = model.judge(set(rows.keys.tolist()))

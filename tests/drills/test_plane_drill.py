@@ -31,6 +31,7 @@ def test_a_thousand_signals_leave_nothing(kind: str, error: type[BaseException])
                 assert interrupter.leftovers() == {}, operation
 
 
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("kind", "operations"), [("shm", 20_000), ("tcp", 20_000)])
 def test_random_operations_of_processes_that_are_killed_and_stopped(kind: str, operations: int, tmp_path: Path) -> None:
     print(run_model(kind, operations, 1, tmp_path))

@@ -50,6 +50,22 @@ def load_causal_lm(model: str, attention: Attention = "auto") -> Any:
         ) from error
 
 
+def build_empty(model: str, config: Any, attention: Attention, dtype: torch.dtype | None = None) -> Any:
+    """Return a causal LM on the meta device, without values of weights and buffers, with dropout off.
+
+    model: its folder or hub id. config: its HF config. attention: as in `ModelConfig`. dtype: dtype of the weights;
+    None for the dtype in the config. Raises ValueError when the model does not support the kind of attention.
+    """
+    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    options |= attention_options(attention, config)
+    with torch.device("meta"), _refusing(attention, model):
+        # Each model has a config of its own, in which its kind of attention stands.
+        built = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+    with contextlib.suppress(OSError):  # A model without a generation config uses its model config.
+        built.generation_config = GenerationConfig.from_pretrained(model)
+    return built.eval()
+
+
 @contextlib.contextmanager
 def _refusing(attention: Attention, model: str) -> Iterator[None]:
     """Context manager that names the key where transformers refuses a kind of attention that the user has chosen."""
@@ -243,14 +259,7 @@ class HfSource:
         dtype: dtype of the weights; None for the dtype in the model's config. Raises ValueError when the model does not
         support the kind of attention.
         """
-        options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-        options |= attention_options(self._attention, self.config)
-        with torch.device("meta"), _refusing(self._attention, self._model):
-            # Each model has a config of its own, in which its kind of attention stands.
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config), **options)
-        with contextlib.suppress(OSError):  # A model without a generation config uses its model config.
-            model.generation_config = GenerationConfig.from_pretrained(self._model)
-        return model.eval()
+        return build_empty(self._model, self.config, self._attention, dtype)
 
     def _read(self, name: str, ranges: tuple[slice, ...] = ()) -> torch.Tensor:
         with self._opened(name) as file:

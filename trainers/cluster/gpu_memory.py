@@ -29,10 +29,27 @@ CONTEXT_BYTES = 1 << 30
 """Bytes of GPU memory that a process needs for its CUDA context, libraries and fragmentation."""
 ENGINE_WORKSPACE_BYTES = 3 << 30
 """Bytes of GPU memory that a vLLM process needs for activations and CUDA graphs."""
+_OF_OTHER_KINDS = {
+    "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "kv_lora_rank", "layers_block_type",
+    "linear_num_value_heads", "mamba_d_state", "mamba_num_heads", "conv_L_cache",
+}  # fmt: skip
+"""Keys of a config.json that models have whose layers are not those of Llama."""
 USABLE = 0.95
 """Share of a GPU's memory that the estimates may fill."""
 CACHED_VERSIONS = 2
 """Number of versions of the weights that `sync.cache` keeps in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What the estimates know of a model."""
+
+    parameters: int
+    """Number of parameters, with all experts."""
+    shape: Mapping[str, Any]
+    """Sizes by their names in a config.json: `hidden_size`, `num_hidden_layers`, `num_attention_heads`,
+    `num_key_value_heads`, `head_dim`, `vocab_size`, and `intermediate_size`, the width of all MLPs and experts that
+    compute one token in a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,21 +138,23 @@ def decide_roles(config: Config, placement: Placement, gpu_bytes: int | None) ->
     )
 
 
-def estimate(config: Config, gpu_bytes: int | None = None) -> GpuMemory | None:
+def estimate(config: Config, gpu_bytes: int | None = None, size: ModelSize | None = None) -> GpuMemory | None:
     """Return the estimated GPU memory of a run with one engine process and one train worker on a GPU. The GPU has
-    `gpu_bytes` bytes (None: not known). Returns None if the model's size is not known, because its config.json is not
-    on this machine or the model is not a dense Llama-like model."""
+    `gpu_bytes` bytes (None: not known). size: size of the model; None to compute it from the model's config. Returns
+    None if it is not known, because the config.json is not on this machine or the model is not a dense Llama-like
+    model."""
     trainer, sync, pooled = config.trainer, config.sync, config.pool.address is not None
-    model, params = model_config(config.model), parameters(config.model)
-    if params is None:
+    size = size or model_size(config.model)
+    if size is None:
         return None
+    params = size.parameters
     held = dict[str, int]()
     if trainer.backend != "scripted":
         held = trained_parts(trainer, params, with_reference=config.with_reference)
     kept_free = neighbour_bytes(config.pool, config.rollout, sync, config.resources.residual_mib)
     versions = CACHED_VERSIONS * params * (2 if trainer.mixed_precision else 4) if sync.cache else 0
     return GpuMemory(
-        trainer={**held, **_pass_parts(trainer, model, params)} if held else {},
+        trainer={**held, **_pass_parts(trainer, size.shape, params)} if held else {},
         engine=engine_parts(config.rollout, config.model, params, gpu_bytes, kept_free=kept_free if pooled else None),
         buckets=send_buffer_bytes(sync, resolve_kind(sync.transport, one_host=True, shared_gpus=True), pooled=pooled),
         contexts=2 * CONTEXT_BYTES,
@@ -251,21 +270,25 @@ def host_bytes(trainer: TrainerConfig, params: int, *, with_reference: bool, gpu
 
 
 def parameters(model: ModelConfig) -> int | None:
-    """Return the number of parameters of a dense Llama-like model, computed from the model's config. Returns None if
-    that config is not on this machine or the model is of another kind."""
-    return _dense_parameters(model_config(model))
+    """Return the number of parameters of a dense Llama-like model; None where `model_size` returns None."""
+    size = model_size(model)
+    return None if size is None else size.parameters
 
 
-def _dense_parameters(model: Mapping[str, Any]) -> int | None:
-    if "num_experts" in model or not {"hidden_size", "num_hidden_layers", "intermediate_size"} <= set(model):
+def model_size(model: ModelConfig) -> ModelSize | None:
+    """Return the size of a dense Llama-like model, computed from the model's config. Returns None if that config is not
+    on this machine or the model is of another kind."""
+    config = model_config(model)
+    if _OF_OTHER_KINDS & set(config) or not {"hidden_size", "num_hidden_layers", "intermediate_size"} <= set(config):
         return None
-    hidden, heads = model["hidden_size"], model["num_attention_heads"]
-    head_dim = model.get("head_dim") or hidden // heads
-    kv_heads = model.get("num_key_value_heads") or heads
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    layer = attention + 3 * hidden * model["intermediate_size"] + 2 * hidden
-    tables = 1 if model.get("tie_word_embeddings") else 2
-    return model["num_hidden_layers"] * layer + tables * model["vocab_size"] * hidden + hidden
+    layer = attention + 3 * hidden * config["intermediate_size"] + 2 * hidden
+    tables = 1 if config.get("tie_word_embeddings") else 2
+    count = config["num_hidden_layers"] * layer + tables * config["vocab_size"] * hidden + hidden
+    return ModelSize(count, config)
 
 
 def _gib(num_bytes: float) -> str:

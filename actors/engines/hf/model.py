@@ -85,17 +85,23 @@ def load_model(path: str, dtype: torch.dtype, attention: Attention = "auto") -> 
             raise refused_attention(attention, path, error) from error
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"model: {path!r} could not be loaded as a causal LM: {reason}") from error
+    require_decoder(type(model))
+    return model.eval()
+
+
+def require_decoder(model: Any) -> None:
+    """Raise ValueError when the `forward` of this class of models lacks an argument that decoding with a cache
+    needs."""
     accepted = inspect.signature(model.forward).parameters
     any_name = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values())
     missing = [name for name in _FORWARD_ARGUMENTS if name not in accepted and not (any_name and name == "use_cache")]
-    if cache_argument(type(model)) is None:
+    if cache_argument(model) is None:
         missing.append("key-value cache")
     if missing:
         raise ValueError(
-            f"model: the forward method of {type(model).__name__} has no argument {', '.join(missing)}, expected a "
+            f"model: the forward method of {model.__name__} has no argument {', '.join(missing)}, expected a "
             "decoder-only model"
         )
-    return model.eval()
 
 
 class RouteRecorder:

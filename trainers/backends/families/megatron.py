@@ -240,3 +240,18 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 """The families that Megatron can train: `model_type` -> family."""
+
+
+def require_family(path: str, model: Any) -> None:
+    """Raise ValueError when megatron's layers do not express a model. path: its folder or hub id. model: its HF
+    config."""
+    if model.model_type not in FAMILIES:
+        raise ValueError(
+            f"model.path: got {path!r} of type {model.model_type!r}, expected one of {', '.join(FAMILIES)} with "
+            "trainer.backend = 'megatron'"
+        )
+    act = () if model.hidden_act == "silu" else (("hidden_act", model.hidden_act, "silu"),)
+    for key, got, wanted in (*act, *FAMILIES[model.model_type].unfit(model)):
+        raise ValueError(
+            f"model.path: got {path!r} with {key} = {got}, expected {wanted} with trainer.backend = 'megatron'"
+        )

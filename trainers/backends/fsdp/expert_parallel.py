@@ -41,23 +41,29 @@ def _stacked(module: nn.Module) -> bool:
     return len({len(param) for param in params}) == 1 and any(param.ndim == 3 for param in params)
 
 
+def require_experts(model: nn.Module, ep: int) -> list[nn.Module]:
+    """Return `find_experts`. Raises ValueError, naming `trainer.ep`, if the model has no experts that `ep` ranks can
+    hold, or if their number is not divisible."""
+    found = find_experts(model)
+    if not found:
+        raise ValueError(
+            f"trainer.ep: got {ep}, expected 1 for {type(model).__name__}, which has no module of experts that takes "
+            "tokens and their choice of experts"
+        )
+    for count in {len(next(experts.parameters())) for experts in found}:
+        if count % ep:
+            raise ValueError(f"trainer.ep: got {ep}, expected a divisor of the model's {count} experts")
+    return found
+
+
 def distribute_experts(module: CausalLM, mesh: DeviceMesh, same_tokens: dist.ProcessGroup | None) -> list[nn.Module]:
     """Give each rank of the one-dimensional `mesh` an equal part of the experts of `module`, in place.
 
     same_tokens: the ranks that compute with the same tokens; None if there are none. Before the call, all ranks hold
-    the same whole weights. Returns the modules of experts. Raises ValueError, naming `trainer.ep`, if the model has no
-    experts that can be distributed, or if their number is not divisible.
+    the same whole weights. Returns the modules of experts. Raises what `require_experts` raises.
     """
-    found = find_experts(module.model)
-    if not found:
-        raise ValueError(
-            f"trainer.ep: got {mesh.size()}, expected 1 for {type(module.model).__name__}, which has no module of "
-            "experts that takes tokens and their choice of experts"
-        )
+    found = require_experts(module.model, mesh.size())
     for experts in found:
-        count = len(next(experts.parameters()))
-        if count % mesh.size():
-            raise ValueError(f"trainer.ep: got {mesh.size()}, expected a divisor of the model's {count} experts")
         split(experts, mesh, 0)
         experts.forward = functools.partial(_forward, experts, mesh.get_group(), same_tokens)
     return found

@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ....codecs.tokens.routes import is_expert_layer, num_experts
 from ..config import BackendConfig
-from ..families.megatron import FAMILIES, settings_of
+from ..families.megatron import FAMILIES, require_family, settings_of
 from ..model_split import check_split, expert_tensor_size, mesh_problems
 from .library import MLATransformerConfig, TransformerConfig
 
@@ -29,16 +29,7 @@ def _check_model(config: BackendConfig, model: Any) -> None:
         raise ValueError("trainer.offload: got True, expected False with trainer.backend = 'megatron'")
     if config.trainer.head == "full":
         raise ValueError("trainer.head: got 'full', expected 'auto' or 'selected' with trainer.backend = 'megatron'")
-    if model.model_type not in FAMILIES:
-        raise ValueError(
-            f"model.path: got {config.model!r} of type {model.model_type!r}, expected one of {', '.join(FAMILIES)} "
-            "with trainer.backend = 'megatron'"
-        )
-    act = () if model.hidden_act == "silu" else (("hidden_act", model.hidden_act, "silu"),)
-    for key, got, wanted in (*act, *FAMILIES[model.model_type].unfit(model)):
-        raise ValueError(
-            f"model.path: got {config.model!r} with {key} = {got}, expected {wanted} with trainer.backend = 'megatron'"
-        )
+    require_family(config.model, model)
 
 
 def head_width(model: Any) -> int:

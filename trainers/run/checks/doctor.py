@@ -163,10 +163,11 @@ def examine() -> list[Finding]:
         return [finding for findings in pool.map(lambda check: check(), checks) for finding in findings]
 
 
-def table(findings: Sequence[Finding]) -> Table:
+def table(findings: Sequence[Finding], title: str = "headrace doctor") -> Table:
     """Return the findings as a rich table."""
-    drawn = Table(title="headrace doctor", title_justify="left", title_style="bold", expand=False)
-    for column in ("area", "what", "", "found", "to fix it"):
+    drawn = Table(title=title, title_justify="left", title_style="bold", expand=False)
+    fixes = any(finding.fix for finding in findings)
+    for column in ("area", "what", "", "found", *["to fix it"][:fixes]):
         drawn.add_column(column, overflow="fold", no_wrap=column in ("area", "what", ""))
     area = ""
     for finding in findings:
@@ -174,7 +175,8 @@ def table(findings: Sequence[Finding]) -> Table:
             drawn.add_section()
         mark, colour = finding.state.value
         shown_area = finding.area if finding.area != area else ""
-        drawn.add_row(shown_area, finding.name, Text(mark, style=colour), Text(finding.detail), Text(finding.fix))
+        cells = (Text(finding.detail), Text(finding.fix))[: 1 + fixes]
+        drawn.add_row(shown_area, finding.name, Text(mark, style=colour), *cells)
         area = finding.area
     return drawn
 

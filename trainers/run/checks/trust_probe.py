@@ -76,6 +76,10 @@ PROMPTS = (
 TOKENS = 64
 """Number of tokens that the engine samples, divided equally among the prompts."""
 NATIVE = "routes/native_"
+LONGEST = 16_384
+"""Largest number of tokens of a prompt of the comparison."""
+CPU_WORK = 2e12
+"""Largest product of parameters and tokens of a prompt that a CPU computes in a minute or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,10 @@ class TrustReport:
     agreement: dict[int, float]
     """Decoder layer -> share of the tokens for which the trainer's router chooses the same experts as the engine; {}
     for a model without experts."""
+    longest: int = 0
+    """Number of tokens of the longest compared row."""
+    beyond: tuple[int, ...] = ()
+    """Numbers of tokens at which the model begins to compute something else, and which no compared row exceeds."""
 
     @property
     def sound(self) -> bool:
@@ -128,45 +136,69 @@ def probe_trust(
     trainer: TrainerConfig,
     seed: int,
     tell: Callable[[str], None] = lambda _: None,
+    *,
+    longest: int,
+    replay: bool,
 ) -> TrustReport:
     """Run the comparison with a model, an engine, its sampling and a backend, on one device in this process.
 
-    seed: seed of the sampling. tell: callback that receives progress messages. Raises UserError when engine or backend
-    is `scripted`, or when the model cannot be loaded or used.
+    seed: seed of the sampling. tell: callback that receives progress messages. longest: largest number of tokens of a
+    prompt. One prompt is longer than every number of tokens up to it at which the model begins to compute something
+    else, such as its window. replay: whether router replay is compared, too, if the model has experts. Raises UserError
+    when engine or backend is `scripted`, or when the model cannot be loaded or used.
     """
     for key, kind in (("rollout.engine", rollout.engine), ("trainer.backend", trainer.backend)):
         if kind == "scripted":
             raise UserError(f"{key}: got 'scripted' with --model, expected one that runs a model")
     try:
-        spec = route_spec(model.path)
+        config = read_config(model.path)
+        spec, counts = RouteSpec.of(config) if replay else None, _counts(config)
+        within = max((count for count in counts if count < longest), default=0)
         tell(f"sampling {TOKENS} tokens with the engine {rollout.engine}")
-        rows = asyncio.run(_sample(rollout, model, seed, spec))
+        rows = asyncio.run(_sample(rollout, model, seed, spec, within))
         tell(f"computing their log-probs with the backend {trainer.backend}")
-        return compare_rows(model, rollout, trainer, spec, rows)
+        report = compare_rows(model, rollout, trainer, spec, rows)
+        return replace(report, beyond=tuple(count for count in counts if count >= longest))
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
-def route_spec(path: str) -> RouteSpec | None:
-    """Return the shape of the routes of the model at `path`, a folder or hub id; None for a model without experts.
-    Raises ValueError if there is no such model."""
+def longest_row(parameters: int) -> int:
+    """Return the largest number of tokens of a prompt that a comparison computes in a minute or two with a model of
+    this number of parameters, on this machine."""
+    return LONGEST if torch.cuda.is_available() else min(LONGEST, int(CPU_WORK / parameters))
+
+
+def read_config(path: str) -> Any:
+    """Return the HF config of the text part of the model at `path`, a folder or hub id. Raises ValueError if there is
+    no such model."""
     # The import takes seconds, and `headrace doctor` without a model does not need it.
     from transformers import AutoConfig
 
     try:
-        return RouteSpec.of(AutoConfig.from_pretrained(path))
+        return AutoConfig.from_pretrained(path).get_text_config()
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"--model: got {path!r}, expected a model's folder or hub id ({reason})") from error
+
+
+def _counts(config: Any) -> list[int]:
+    """Return the numbers of tokens within the model's context at which it begins to compute something else."""
+    from ...backends.fsdp.row_checks import token_counts
+
+    context = getattr(config, "max_position_embeddings", None) or 0
+    return sorted({count for count in token_counts(config.to_dict()) if count + 1 + TOKENS < context})
 
 
 Rows = list[tuple[np.ndarray, Completion]]
 """Token ids of each prompt, int64 `[P]`, and the completion that the engine sampled."""
 
 
-async def _sample(rollout: RolloutConfig, model: ModelConfig, seed: int, spec: RouteSpec | None) -> Rows:
+async def _sample(rollout: RolloutConfig, model: ModelConfig, seed: int, spec: RouteSpec | None, within: int) -> Rows:
+    """Return PROMPTS and their completions. The last prompt is repeated until it has more than `within` tokens."""
     tokenizer = load_tokenizer(model.path)
     prompts = encode_prompts(tokenizer, PROMPTS)
+    prompts[-1] = np.resize(prompts[-1], max(len(prompts[-1]), within + 1))
     params = replace(sampling(rollout, n=1, seed=seed), max_new_tokens=TOKENS // len(PROMPTS))
     setup = EngineConfig(
         rollout,
@@ -205,43 +237,45 @@ def compare_rows(
         model.path, trainer, router_replay=replay, attention=model.attention, context=context, trains=False
     )
     backend: Any = build_backend(settings, 0, 1)
-    micro, sampled = _micro_batch(rows, spec)
-    temperature = rollout.temperature
+    # Each row has a microbatch of its own, because one of them can be far longer than the others.
+    micros = [_micro_batch(row, spec) for row in rows]
+    temperature, count = rollout.temperature, len(micros)
+    mask, sampled = (
+        torch.cat([micro.batch.jagged(name).values for micro in micros])
+        for name in ("response_mask", "rollout_logprobs")
+    )
     try:
-        [values] = backend.logprobs([micro], 1, temperature=temperature)
-        sums, largest = mismatch_of(values[sampled], micro.batch.jagged("rollout_logprobs").values[sampled])
-        means = (sums / max(int(sampled.sum()), 1)).tolist()
+        values = torch.cat(list(backend.logprobs(micros, count, temperature=temperature)))
+        sums, largest = mismatch_of(values[mask > 0], sampled[mask > 0])
+        means = (sums / max(int(mask.sum()), 1)).tolist()
         found = {**dict(zip(MISMATCH_SUMS, means, strict=True)), MISMATCH_MAX: float(largest)}
-        measured = {} if spec is None else backend.native_figures([micro], 1, temperature=temperature)
+        measured = {} if spec is None else backend.native_figures(micros, count, temperature=temperature)
     finally:
         backend.close()
     half = "bfloat16" if trainer.mixed_precision else "float32"
     return TrustReport(
         engine=f"{rollout.engine} ({engine_dtype(model, gpu=torch.cuda.is_available())})",
         backend=f"{trainer.backend} ({half})",
-        tokens=int(sampled.sum()),
+        tokens=int(mask.sum()),
+        longest=max(int(micro.lengths[0]) for micro in micros),
         native={name: measured[NATIVE + name] for name in found} if measured else found,
         replayed=found if measured else {},
         agreement={} if spec is None else {n: measured[f"{NATIVE}agreement_layer_{n}"] for n in spec.layers},
     )
 
 
-def _micro_batch(rows: Rows, spec: RouteSpec | None) -> tuple[MicroBatch, torch.Tensor]:
-    """Return the rows as a microbatch, and a mask of the sampled tokens, bool `[tokens]`."""
-    columns: dict[str, list[np.ndarray]] = {"input_ids": [], "response_mask": [], "rollout_logprobs": []}
+def _micro_batch(row: tuple[np.ndarray, Completion], spec: RouteSpec | None) -> MicroBatch:
+    prompt, answer = row
+    before, count = len(prompt), len(answer.token_ids)
+    columns = {
+        "input_ids": [np.concatenate([prompt, answer.token_ids]).astype(np.int32)],
+        "response_mask": [np.repeat(np.array([0, 1], np.uint8), (before, count))],
+        "rollout_logprobs": [np.concatenate([np.zeros(before, np.float32), answer.logprobs])],
+    }
     if spec is not None:
-        columns[ROUTES] = []
-    for prompt, answer in rows:
-        before, count = len(prompt), len(answer.token_ids)
-        columns["input_ids"].append(np.concatenate([prompt, answer.token_ids]).astype(np.int32))
-        columns["response_mask"].append(np.repeat(np.array([0, 1], np.uint8), (before, count)))
-        columns["rollout_logprobs"].append(np.concatenate([np.zeros(before, np.float32), answer.logprobs]))
-        if spec is not None:
-            columns[ROUTES].append(align_routes(answer.routes, before + count, spec))
+        columns[ROUTES] = [align_routes(answer.routes, before + count, spec)]
     batch = pack(row_schema(spec), columns)
-    lengths = batch.jagged("input_ids").lengths
-    ones, groups = np.ones(len(rows), np.float32), np.arange(len(rows), dtype=np.int64)
-    return MicroBatch(batch, lengths, ones, groups, None), batch.jagged("response_mask").values > 0
+    return MicroBatch(batch, batch.jagged("input_ids").lengths, np.ones(1, np.float32), np.zeros(1, np.int64), None)
 
 
 LABELS = {
@@ -254,7 +288,8 @@ LABELS = {
 
 def show_trust(console: Console, model: str, report: TrustReport) -> None:
     """Print a report as a table, with the agreement of the routers by layer and the verdict."""
-    title = f"{model}: {report.tokens} tokens of the engine {report.engine}, trainer {report.backend}"
+    rows = f"{report.tokens} tokens in rows of up to {report.longest:,} tokens"
+    title = f"{model}: {rows}, engine {report.engine}, trainer {report.backend}"
     console.print(title, style="bold", highlight=False, soft_wrap=True)
     table = Table()
     table.add_column("engine against trainer")
@@ -271,3 +306,7 @@ def show_trust(console: Console, model: str, report: TrustReport) -> None:
             f"routers that choose the engine's experts, by decoder layer: {layers}", highlight=False, soft_wrap=True
         )
     console.print(report.verdict, highlight=False, soft_wrap=True)
+    if report.beyond:
+        counts = ", ".join(f"{count:,}" for count in report.beyond)
+        line = f"not compared: rows of more than {counts} tokens, beyond which the model computes something else"
+        console.print(line, highlight=False, soft_wrap=True)

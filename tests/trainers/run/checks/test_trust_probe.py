@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def shown(report: TrustReport) -> str:
 
 
 def probe(config: Config) -> TrustReport:
-    return probe_trust(config.model, config.rollout, config.trainer, config.run.seed)
+    return probe_trust(config.model, config.rollout, config.trainer, config.run.seed, longest=100, replay=True)
 
 
 def warning(config: Config, metrics: dict[str, float], *, has_experts: bool) -> str | None:
@@ -57,7 +58,9 @@ def test_replay_takes_away_what_another_number_format_does_to_routers(moe: str, 
     assert "engine hf (bfloat16)" in printed and f"trainer {backend} (float32)" in printed
 
 
+@pytest.mark.processes
 def test_a_model_without_experts_has_one_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The installed vLLM is asked, too, in a process of its own."""
     sizes: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 32,
@@ -71,6 +74,7 @@ def test_a_model_without_experts_has_one_column(tmp_path: Path, capsys: pytest.C
     assert main(["doctor", "--model", str(tmp_path)]) == DONE
     printed = capsys.readouterr().out
     assert "sound: probabilities differ by a factor of 1.0000" in printed and "with replay" not in printed
+    assert find_spec("vllm") is None or "has code for Qwen3ForCausalLM" in printed
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
