@@ -48,6 +48,11 @@ def num_experts(model: Any) -> int:
     return next((count for name in names if (count := getattr(model, name, None))), 0)
 
 
+_KINDS = {"mlp_layer_types": "sparse", "layers_block_type": "moe", "hybrid_override_pattern": "E"}
+"""Key of a config that lists what each decoder layer is -> what it says of a layer with experts. Jamba lists other
+things in `layers_block_type`, but has `expert_layer_period`."""
+
+
 def is_expert_layer(model: Any, layer: int) -> bool:
     """Return whether decoder layer `layer` (from 0) of a model has experts instead of an MLP.
 
@@ -55,8 +60,10 @@ def is_expert_layer(model: Any, layer: int) -> bool:
     """
     if not num_experts(model) or layer in (getattr(model, "mlp_only_layers", None) or ()):
         return False
-    if kinds := getattr(model, "mlp_layer_types", None):
-        return kinds[layer] == "sparse"
+    period = getattr(model, "expert_layer_period", None)
+    for name, sparse in () if period else _KINDS.items():
+        if kinds := getattr(model, name, None):
+            return kinds[layer] == sparse
     if (listed := getattr(model, "moe_layers", None)) is not None:
         return layer in listed
     first = getattr(model, "first_k_dense_replace", None) or getattr(model, "num_dense_layers", None) or 0
@@ -64,7 +71,7 @@ def is_expert_layer(model: Any, layer: int) -> bool:
     last = getattr(model, "moe_layer_end_index", None)
     if layer < first or (last is not None and 0 <= last < layer):
         return False
-    if period := getattr(model, "expert_layer_period", None):
+    if period:
         return layer % period == model.expert_layer_offset
     step = getattr(model, "decoder_sparse_step", None) or getattr(model, "moe_layer_interval", None) or 1
     return (layer + 1) % step == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,8 @@ from ..config import Attention
 _FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
 # The first name is used since transformers 5.24, the second one before that.
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
-ROUTER_SUFFIXES = ("TopKRouter", "TopkRouter")
-"""Suffixes of the names of transformers' router classes (5.23), such as Qwen3MoeTopKRouter. These classes return the
-ids of the chosen experts, int64 `[tokens, k]`, in a tuple with logits and gates, in an order of their own."""
+_ROUTERS = ("TopKRouter", "TopkRouter")
+"""Suffixes of the names of most of transformers' router classes (5.23), such as Qwen3MoeTopKRouter."""
 _CONVERTIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -90,8 +89,10 @@ def load_model(path: str, dtype: torch.dtype, attention: Attention = "auto") -> 
 
 
 def require_decoder(model: Any) -> None:
-    """Raise ValueError when the `forward` of this class of models lacks an argument that decoding with a cache
-    needs."""
+    """Raise ValueError when the class `model` is not a decoder-only model.
+
+    Its `forward` then lacks an argument that decoding with a cache needs.
+    """
     accepted = inspect.signature(model.forward).parameters
     any_name = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values())
     missing = [name for name in _FORWARD_ARGUMENTS if name not in accepted and not (any_name and name == "use_cache")]
@@ -104,38 +105,65 @@ def require_decoder(model: Any) -> None:
         )
 
 
+def find_experts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """Return the names and modules of the experts of each layer, stacked along dimension 0.
+
+    They are called with tokens `[T, H]`, the experts that each token goes to, int64 `[T, k]`, and these experts'
+    weights `[T, k]`.
+    """
+    return [(name, part) for name, part in model.named_modules() if _takes_routes(part) and _stacked(part)]
+
+
+def _takes_routes(module: torch.nn.Module) -> bool:
+    return len(inspect.signature(type(module).forward).parameters) == 4
+
+
+def _stacked(module: torch.nn.Module) -> bool:
+    params = list(module.parameters(recurse=False))
+    return len({len(param) for param in params}) == 1 and any(param.ndim == 3 for param in params)
+
+
+def find_routers(model: Any, layers: Sequence[int], why: str) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+    """Return two modules for each of the decoder layers `layers` of a HF causal LM.
+
+    The first chooses experts for the layer's tokens, and the second computes these experts. The first is the layer's
+    router, or the whole block of experts where the choice is made in the block's own code.
+
+    why: the configuration key that needs them, with its value, for the error. Raises ValueError when these are not the
+    layers with experts, or when a layer's experts are not called with a choice (Llama 4).
+    """
+    found = find_experts(model)
+    if len(found) != len(layers) or any(
+        f".{layer}." not in name for layer, (name, _) in zip(layers, found, strict=True)
+    ):
+        raise ValueError(
+            f"{why} for {type(model).__name__}, because of its {len(layers)} layers with experts {len(found)} call "
+            "their experts with tokens and a choice of experts"
+        )
+    routers = []
+    for name, experts in found:
+        block = model.get_submodule(name.rpartition(".")[0])
+        named = [part for part in block.children() if type(part).__name__.endswith(_ROUTERS)]
+        routers.append((named[0] if len(named) == 1 else block, experts))
+    return routers
+
+
 class RouteRecorder:
     """Keeps the experts that each router chose in the model's last forward pass. Only one thread may use it at a
     time."""
 
     def __init__(self, model: Any, spec: RouteSpec) -> None:
-        """Attach a hook to the router of every layer with experts.
-
-        model: a Hugging Face causal LM. Raises ValueError if a layer of `spec` has no router of a known class, or
-        several.
-        """
+        """Attach a hook to the experts of every layer that has some. model: a Hugging Face causal LM. Raises what
+        `find_routers` raises."""
         self._spec = spec
         self._chosen: list[torch.Tensor | None] = [None] * len(spec.layers)
         """Indices of the chosen experts for each layer of `spec`, `[tokens, k]`."""
-        layers = model.get_decoder().layers
-        for index, layer in enumerate(spec.layers):
-            routers = [part for part in layers[layer].modules() if type(part).__name__.endswith(ROUTER_SUFFIXES)]
-            if len(routers) != 1:
-                raise ValueError(
-                    f"router_replay.enabled: got true with a {type(model).__name__}, expected false, because the hf "
-                    f"engine found {len(routers)} routers of a known class in layer {layer} instead of one"
-                )
-            routers[0].register_forward_hook(partial(self._record, index))
+        why = "router_replay.enabled: got true, expected false"
+        for index, (_, experts) in enumerate(find_routers(model, spec.layers, why)):
+            experts.register_forward_pre_hook(partial(self._record, index))
 
-    def _record(self, index: int, router: Any, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        shape = (self._spec.top_k, torch.int64)
-        ids = [part for part in output if part.ndim == 2 and (part.shape[1], part.dtype) == shape]
-        if len(ids) != 1:
-            raise ValueError(
-                f"router_replay.enabled: got true, expected false, because a {type(router).__name__} returns no ids of "
-                "experts"
-            )
-        self._chosen[index] = ids[0]
+    def _record(self, index: int, _: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self._chosen[index] = args[1].to(torch.int64, copy=True)
 
     def take(self, rows: int) -> np.ndarray:
         """Return the routes of the last forward pass over `rows` rows of equal width, and forget them. They have the

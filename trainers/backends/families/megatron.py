@@ -243,8 +243,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def require_family(path: str, model: Any) -> None:
-    """Raise ValueError when megatron's layers do not express a model. path: its folder or hub id. model: its HF
-    config."""
+    """Raise ValueError when megatron's layers do not express a model.
+
+    path: its folder or hub id. model: its HF config.
+    """
     if model.model_type not in FAMILIES:
         raise ValueError(
             f"model.path: got {path!r} of type {model.model_type!r}, expected one of {', '.join(FAMILIES)} with "

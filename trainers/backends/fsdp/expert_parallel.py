@@ -10,7 +10,6 @@ chose its experts, so the gradients of its experts are complete but for ranks th
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import torch
@@ -20,31 +19,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ....actors.engines.hf.model import find_experts
 from ..layers import uncompiled
 from .causal_lm import CausalLM
 from .grouped_experts import permute
 from .tensor_parallel import gather, own_experts, share_out, split
 
 
-def find_experts(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that hold all experts of a layer, stacked along dimension 0, and send tokens to them."""
-    return [child for child in model.modules() if _takes_routes(child) and _stacked(child)]
-
-
-def _takes_routes(module: nn.Module) -> bool:
-    """Return whether a module is called with tokens, the experts that they have chosen, and these experts' weights."""
-    return len(inspect.signature(type(module).forward).parameters) == 4
-
-
-def _stacked(module: nn.Module) -> bool:
-    params = list(module.parameters(recurse=False))
-    return len({len(param) for param in params}) == 1 and any(param.ndim == 3 for param in params)
-
-
 def require_experts(model: nn.Module, ep: int) -> list[nn.Module]:
-    """Return `find_experts`. Raises ValueError, naming `trainer.ep`, if the model has no experts that `ep` ranks can
-    hold, or if their number is not divisible."""
-    found = find_experts(model)
+    """Return the modules of `find_experts`, of which each of `ep` ranks is to hold an equal part.
+
+    Raises ValueError, naming `trainer.ep`, if the model has no experts that can be distributed, or if their number is
+    not divisible.
+    """
+    found = [experts for _, experts in find_experts(model)]
     if not found:
         raise ValueError(
             f"trainer.ep: got {ep}, expected 1 for {type(model).__name__}, which has no module of experts that takes "

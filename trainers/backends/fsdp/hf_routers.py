@@ -6,7 +6,7 @@ computed as the model computes them, whatever its formula.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ....actors.engines.hf.model import ROUTER_SUFFIXES
+from ....actors.engines.hf.model import find_routers
 from ....codecs.tokens.routes import RouteSpec
 from ..config import BackendConfig
 from ..expert_balance import ExpertBalance, ScoreKind
@@ -40,24 +40,6 @@ Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Tuple that a router returns for T tokens: logits `[T, E]`, gates `[T, k]` and expert ids, int64 `[T, k]`."""
 
 
-def find_routers(model: Any, layers: Iterable[int], why: str, kinds: Iterable[str] = ROUTERS) -> list[tuple[str, Any]]:
-    """Return the names and modules of the routers of a HF model, one for each of the decoder layers `layers`.
-
-    why: the configuration key that needs them, with its value, for the error. kinds: ends of the names of their
-    classes. Raises ValueError when the model's routers are of another class, or when their number is not that of the
-    layers with experts.
-    """
-    ends = tuple(kinds)
-    routers = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith(ends)]
-    known, layers = [name for name, _ in routers], list(layers)
-    if len(known) != len(layers) or any(f".{layer}." not in name for name, layer in zip(known, layers, strict=True)):
-        raise ValueError(
-            f"{why} for {type(model).__name__}, because the backend fsdp knows the routers of {len(known)} of its "
-            f"{len(layers)} layers with experts ({', '.join(ends)})"
-        )
-    return routers
-
-
 def replay_routers(model: Any, replay: RouterReplay) -> None:
     """Make the routers of a HF model use the routes of `replay`, for as long as the model lives.
 
@@ -65,9 +47,8 @@ def replay_routers(model: Any, replay: RouterReplay) -> None:
     which may compute layers again. Raises what `find_routers` raises.
     """
     why = "router_replay.enabled: got true, expected false"
-    for index, (name, router) in enumerate(find_routers(model, replay.spec.layers, why, ROUTER_SUFFIXES)):
+    for index, (router, experts) in enumerate(find_routers(model, replay.spec.layers, why)):
         router.forward = uncompiled(partial(_routed, router.forward, replay, index))
-        experts = model.get_submodule(f"{name.rpartition('.')[0]}.experts")
         experts.register_forward_pre_hook(partial(_verify, replay, index))
 
 
@@ -77,19 +58,33 @@ def balance_experts(
     """Balance the experts of a HF model as `config.trainer.moe` says, for as long as it lives.
 
     The hooks of `replay_routers` must be registered first, because they can replace the routers' choices. The model
-    must already have its weights. group: the data-parallel ranks; None for one rank. Raises what `find_routers` raises.
+    must already have its weights. group: the data-parallel ranks; None for one rank. Raises what `_balanced_routers`
+    raises.
     """
     spec = RouteSpec.of(model.config)
     assert spec is not None, "check_split refuses models without experts"
-    routers = find_routers(model, spec.layers, "trainer.moe: got a balance of experts, expected none")
+    routers = _balanced_routers(model, spec.layers)
     balance = ExpertBalance(
         config, spec, range(len(spec.layers)), device,
-        [getattr(router, BIAS) for _, router in routers] if config.trainer.moe.bias_update_rate else [],
-        kind=ROUTERS[type(routers[0][1]).__name__], groups=() if group is None else (group,),
+        [getattr(router, BIAS) for router in routers] if config.trainer.moe.bias_update_rate else [],
+        kind=ROUTERS[type(routers[0]).__name__], groups=() if group is None else (group,),
     )  # fmt: skip
-    for index, (_, router) in enumerate(routers):
+    for index, router in enumerate(routers):
         router.register_forward_hook(partial(_balance, balance, index))
     return balance
+
+
+def _balanced_routers(model: Any, layers: Sequence[int]) -> list[Any]:
+    """Return the routers of the decoder layers `layers` of a HF model. Raises ValueError when they are not all of the
+    classes in ROUTERS."""
+    why = "trainer.moe: got a balance of experts, expected none"
+    routers = [router for router, _ in find_routers(model, layers, why)]
+    if unknown := {type(router).__name__ for router in routers} - set(ROUTERS):
+        raise ValueError(
+            f"{why} for {type(model).__name__}, because the backend fsdp can balance {', '.join(ROUTERS)}, but not "
+            f"{', '.join(sorted(unknown))}"
+        )
+    return routers
 
 
 def router_biases(model: Any) -> dict[str, torch.Tensor]:

@@ -19,15 +19,16 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig
 
-from ....actors.engines.hf.model import ROUTER_SUFFIXES, require_decoder
+from ....actors.engines.config import ModelConfig
+from ....actors.engines.hf.model import find_experts, find_routers, require_decoder
 from ....actors.process.memory import assumed_machine, gpu_sizes
+from ....actors.rollout.config import RolloutConfig
 from ....codecs.tokens.routes import RouteSpec
 from ...backends.config import TrainerConfig
 from ...backends.families.megatron import FAMILIES, require_family
 from ...backends.fsdp.causal_lm import CausalLM
 from ...backends.fsdp.context_parallel import require_splittable
-from ...backends.fsdp.expert_parallel import find_experts, require_experts
-from ...backends.fsdp.hf_routers import find_routers
+from ...backends.fsdp.expert_parallel import require_experts
 from ...backends.fsdp.output_checks import head_of
 from ...backends.fsdp.row_checks import token_counts
 from ...backends.hf_model import build_empty
@@ -71,24 +72,31 @@ def examine_model(config: Config) -> ModelFit:
     The memory is that of this machine's GPUs, or of the assumed machine's. Raises ValueError if there is no such model,
     or if transformers cannot build it as a causal LM.
     """
+
+    def estimated(total: int, **sections: Mapping[str, Any]) -> GpuMemory:
+        changed = {name: getattr(config, name).model_copy(update=dict(keys)) for name, keys in sections.items()}
+        memory = estimate(config.model_copy(update=changed), total, size)
+        assert memory is not None, "the size is known"
+        return memory
+
     with ThreadPoolExecutor(1) as pool:
-        hf, model = _built(config)
+        hf, model = _built(config.model)
         known = pool.submit(_vllm_knows, getattr(hf, "architectures", None) or [])
         size = _size(model)
         backends = (*_fsdp(config.trainer, model), *_megatron(config.trainer, config.model.path, hf))
         engines = tuple(_engines(model, hf, known.result))
-        findings = (*_about(hf, model, size), *backends, *engines, *_memory(config, size))
+        findings = (*_about(hf, model, size), *backends, *engines, *_memory(config.trainer, config.rollout, estimated))
     trains = any(found.name == "trains" and found.state is State.OK for found in backends)
     replay = any(found.name == "router replay" and found.state is State.OK for found in backends)
     return ModelFit(findings, trains and any(found.state is State.OK for found in engines), size.parameters, replay)
 
 
-def _built(config: Config) -> tuple[Any, Any]:
+def _built(wanted: ModelConfig) -> tuple[Any, Any]:
     """Return the HF config of the model, and the model on the meta device as the train workers build it."""
-    path = config.model.path
+    path = wanted.path
     try:
         hf = AutoConfig.from_pretrained(path)
-        return hf, build_empty(path, hf, config.model.attention)
+        return hf, build_empty(path, hf, wanted.attention)
     except (OSError, ValueError) as error:
         if str(error).startswith("model.attention"):
             raise
@@ -100,7 +108,7 @@ def _about(hf: Any, model: Any, size: ModelSize) -> Iterator[Finding]:
     text = model.config.get_text_config()
     name = type(model).__name__
     yield _yes("model", "type", hf.model_type + ("" if hf.model_type == text.model_type else f", {text.model_type}"))
-    stacked = find_experts(model)
+    stacked = [experts for _, experts in find_experts(model)]
     experts = sum(param.numel() for module in stacked for param in module.parameters())
     spec = RouteSpec.of(text)
     of_experts = f", {experts:,} of them in stacked experts" * bool(experts)
@@ -147,7 +155,7 @@ def _fsdp(trainer: TrainerConfig, model: Any) -> Iterator[Finding]:
     yield _packing(trainer.model_copy(update={**_ONE, "backend": "fsdp"}), text)
     if spec is not None:
         why = "router_replay.enabled: got true, expected false"
-        routers = partial(find_routers, model, spec.layers, why, ROUTER_SUFFIXES)
+        routers = partial(find_routers, model, spec.layers, why)
         yield _tried("fsdp", "router replay", routers, f"{spec.trailing[0]} x {spec.top_k} expert ids per token")
 
 
@@ -224,31 +232,37 @@ def _size(model: Any) -> ModelSize:
     return ModelSize(model.num_parameters(), {**shape, "intermediate_size": width})
 
 
-def _memory(config: Config, size: ModelSize) -> Iterator[Finding]:
+Estimated = Callable[..., GpuMemory]
+"""Function from the bytes of a GPU, and changed keys of sections, to the memory of a run on it."""
+
+
+def _memory(trainer: TrainerConfig, rollout: RolloutConfig, estimated: Estimated) -> Iterator[Finding]:
     """Yield the parts of the memory of a GPU, with the fewest GPUs on which training and the engine fit."""
     gpus, assumed = gpu_sizes(), assumed_machine()
     if not gpus:
         yield Finding("memory", "GPU", State.NOTE, "this machine has none; --machine 1x8x80 asks about another one")
         return
     total, most = min(gpus), len(gpus) * (1 if assumed is None else assumed.num_hosts)
-    yield _train_worker(config, size, total, most)
-    if config.rollout.engine == "scripted":
+    yield _train_worker(trainer, total, most, estimated)
+    if rollout.engine == "scripted":
         return
-    sizes = [_estimate(config, size, total, rollout={"tp": tp}).engine for tp in _doublings(most)]
+    sizes = [estimated(total, rollout={"tp": tp}).engine for tp in _doublings(most)]
     held = [{name: value for name, value in one.items() if name != "keys and values"} for one in sizes]
     index = next((n for n, one in enumerate(held) if _fits(one, total)), len(held) - 1)
     where = f"on {_gpus(1 << index, total)} (rollout.tp={1 << index})"
     yield _of_parts("engine", held[index], total, where, "; the rest holds keys and values", "more GPUs per engine")
 
 
-def _train_worker(config: Config, size: ModelSize, total: int, most: int) -> Finding:
-    """Return the line of a train worker on the fewest of `most` GPUs on which it fits, if need be with
-    `trainer.recompute=full`."""
-    replica = config.trainer.topology.replica_size
+def _train_worker(trainer: TrainerConfig, total: int, most: int, estimated: Estimated) -> Finding:
+    """Return the line of a train worker on the fewest of `most` GPUs on which it fits.
+
+    If it fits on none, `trainer.recompute=full` is tried, too.
+    """
+    replica = trainer.topology.replica_size
     sizes = _doublings(most // replica) or [1]
-    kinds = list(dict.fromkeys((config.trainer.recompute, "full")))
+    kinds = list(dict.fromkeys((trainer.recompute, "full")))
     tried = [(dp, kind) for kind in kinds for dp in sizes]
-    memory = [_estimate(config, size, total, trainer={"dp": dp, "recompute": kind}).trainer for dp, kind in tried]
+    memory = [estimated(total, trainer={"dp": dp, "recompute": kind}).trainer for dp, kind in tried]
     index = next((n for n, parts in enumerate(memory) if _fits(parts, total)), len(tried) - 1)
     dp, kind = tried[index]
     where = f"on each of {_gpus(dp * replica, total)} (trainer.dp={dp}, trainer.recompute={kind})"
@@ -258,13 +272,6 @@ def _train_worker(config: Config, size: ModelSize, total: int, most: int) -> Fin
 
 def _gpus(count: int, total: int) -> str:
     return f"{count} GPU{'s' * (count > 1)} of {_gib(total)} GiB"
-
-
-def _estimate(config: Config, size: ModelSize, total: int, **sections: Mapping[str, Any]) -> GpuMemory:
-    changed = {name: getattr(config, name).model_copy(update=dict(keys)) for name, keys in sections.items()}
-    memory = estimate(config.model_copy(update=changed), total, size)
-    assert memory is not None, "the size is known"
-    return memory
 
 
 def _of_parts(name: str, parts: Mapping[str, int], total: int, where: str, more: str, advice: str) -> Finding:

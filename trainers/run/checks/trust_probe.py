@@ -164,8 +164,10 @@ def probe_trust(
 
 
 def longest_row(parameters: int) -> int:
-    """Return the largest number of tokens of a prompt that a comparison computes in a minute or two with a model of
-    this number of parameters, on this machine."""
+    """Return the number of tokens of a prompt that this machine computes in a minute or two.
+
+    parameters: number of parameters of the model.
+    """
     return LONGEST if torch.cuda.is_available() else min(LONGEST, int(CPU_WORK / parameters))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
-from headrace.trainers.backends.fsdp.expert_parallel import find_experts
+from headrace.actors.engines.hf.model import find_experts
 from headrace.trainers.backends.fsdp.grouped_experts import NAME, compute_experts, use_grouped_experts
 
 SMALL: dict[str, Any] = dict(
@@ -28,7 +28,7 @@ def test_grouped_products_equal_those_of_transformers(config: Any, elsewhere: bo
     """Also the gradients, and tokens whose expert another rank has."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config)
-    [experts] = find_experts(model)
+    [(_, experts)] = find_experts(model)
     module: Any = experts
     for param in module.parameters():
         torch.nn.init.normal_(param, std=0.3)
