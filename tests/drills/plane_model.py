@@ -83,6 +83,7 @@ class Worker:
         self._name, self._puts = number, 0
         self._held: list[tuple[str, Any]] = []
         self._old: list[Any] = []
+        self._cleared = set[str]()
 
     def say(self, what: str, keys: Sequence[str] = (), number: int = 0) -> None:
         self._log.write(json.dumps([time.monotonic(), what, list(keys), number]).encode() + b"\n")
@@ -117,7 +118,7 @@ class Worker:
         keys = [f"{self._name}-{self._puts}-{row // GROUP}.{row}" for row in range(count)]
         self.say("put", keys)
         try:
-            receipt = self._client.put("p", keys, columns(keys), timeout_s=self._random.choice((0.3, 4.0)))
+            receipt = self._client.put("p", keys, columns(keys), timeout_s=self._random.choice((0.1, 1.0)))
         except (OwnError, DataPlaneError) as error:
             self.say("put unknown" if isinstance(error, PeerLost) else "put refused", keys)
             raise
@@ -127,7 +128,7 @@ class Worker:
     def consume(self) -> None:
         task = self._random.choice("ab")
         fields = FIRST if task == "a" else [*FIRST, "result"]
-        receipt = self._client.claim("p", task, fields, 2 * GROUP, at_least=1, timeout_s=self._random.random() * 0.2)
+        receipt = self._client.claim("p", task, fields, 2 * GROUP, at_least=1, timeout_s=self._random.random() * 0.05)
         self._read_claimed(task, receipt)
         chance = self._random.random()
         if chance < 0.15:
@@ -157,15 +158,20 @@ class Worker:
 
     def _clear(self, keys: Sequence[str]) -> None:
         self.say("clear", keys)
+        self._cleared.update(keys)
         self._client.clear("p", keys)
         self.say("clear ok", keys)
 
     def come_late(self) -> None:
-        """Finish rows that were held for long, by their receipt or by their keys."""
+        """Finish rows that were held for long, by their receipt or by their keys.
+
+        Rows that this client has cleared itself, after it lost them to another, it may put again by their keys. They are
+        then finished by their receipt.
+        """
         if not self._held:
             return
         task, receipt = self._held.pop(self._random.randrange(len(self._held)))
-        if task == "a" and self._random.random() < 0.5:
+        if task == "a" and self._random.random() < 0.5 and self._cleared.isdisjoint(receipt.keys):
             result = torch.tensor([[value(key), receipt.lease_id] for key in receipt.keys])
             self._client.put("p", receipt.keys, {"result": result}, replace=True, timeout_s=4.0)
         self._finish(task, receipt)
@@ -208,7 +214,7 @@ class Model:
             self._workers = [one for one in self._workers if one.is_alive()]
             while len(self._workers) < WORKERS:
                 self._spawn()
-            time.sleep(self._random.uniform(0.1, 1.5))
+            time.sleep(self._random.uniform(0.1, 3.0))
             for pid in [pid for pid, until in self._stopped.items() if time.monotonic() > until]:
                 self._go_on(pid)
             self._harm()
