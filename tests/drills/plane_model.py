@@ -165,8 +165,8 @@ class Worker:
     def come_late(self) -> None:
         """Finish rows that were held for long, by their receipt or by their keys.
 
-        Rows that this client has cleared itself, after it lost them to another, it may put again by their keys. They are
-        then finished by their receipt.
+        Rows that this client has cleared itself, after it lost them to another, it may put again by their keys, so
+        these are finished by their receipt.
         """
         if not self._held:
             return
