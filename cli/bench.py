@@ -126,6 +126,10 @@ def _add_gpu(gpu: argparse.ArgumentParser) -> None:
         "--prompt-share", type=float, default=0.0, metavar="X",
         help="train-*: share of a row's tokens that have no loss; default: 0",
     )  # fmt: skip
+    add(
+        "--skew", type=float, default=0.0, metavar="X",
+        help="train-moe: give one expert of each layer X times the mean number of tokens; default: the routers' choice",
+    )  # fmt: skip
     add("--model", type=path, metavar="DIR", help="model folder to use again; it is made if it is not there")
     add("--limit-s", type=float, default=900.0, metavar="S", help="seconds that each run may take; default: 900")
     add("overrides", metavar="key.sub=value", nargs="*", default=[], help="override of a key of the runs' config")
@@ -261,8 +265,8 @@ def _gpu_train_steps(arguments: argparse.Namespace, tell: Progress, out: Path) -
     options = TrainOptions(
         out, arguments.work, arguments.backend, steps=arguments.steps, layers=arguments.layers,
         tokens=arguments.tokens, micros=arguments.micros, row_tokens=arguments.row_tokens,
-        prompt_share=arguments.prompt_share, plain=arguments.baseline != "none", model=arguments.model,
-        overrides=tuple(arguments.overrides),
+        prompt_share=arguments.prompt_share, skew=arguments.skew, plain=arguments.baseline != "none",
+        model=arguments.model, overrides=tuple(arguments.overrides),
     )  # fmt: skip
     report = WorkReport(arguments.work, out, tell)
     return measured(report, lambda: run_train_steps(options, report))

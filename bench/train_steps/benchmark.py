@@ -51,6 +51,8 @@ class TrainOptions:
     """Number of tokens of each row; 0 for rows of random lengths."""
     prompt_share: float = 0.0
     """Share of a row's tokens that have no loss."""
+    skew: float = 0.0
+    """Number of tokens of the most used expert of each layer, as a multiple of the mean; 0 for the routers' choice."""
     plain: bool = True
     """True to make the same step in plain torch as well, if there is only one rank."""
     model: Path | None = None
@@ -65,6 +67,9 @@ def run_train_steps(options: TrainOptions, report: WorkReport) -> None:
     work, gpus = TRAIN_WORKS[options.work], torch.cuda.device_count()
     trainer = _trainer(options, gpus)
     shape = replace(SHAPES[work.size], layers=options.layers or work.layers)
+    largest = shape.experts / shape.experts_per_token if shape.experts else 0
+    if not 0 <= options.skew <= largest:
+        raise UserError(f"--skew: got {options.skew:g}, expected a number from 0 to {largest:g} for {options.work}")
     tokens = max(options.tokens or work.tokens, options.row_tokens)
     small = replace(SHAPES["tiny-moe" if shape.experts else "tiny"], tied=shape.tied)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -74,13 +79,15 @@ def run_train_steps(options: TrainOptions, report: WorkReport) -> None:
         task = TrainTask(
             str(model), str(Path(folder, "small")), trainer.model_dump(), tokens=tokens,
             row_tokens=options.row_tokens, micros=options.micros or work.micros, steps=options.steps or work.steps,
-            prompt_share=options.prompt_share, plain=options.plain and world == 1, folder=folder,
+            prompt_share=options.prompt_share, skew=options.skew,
+            plain=options.plain and world == 1 and not options.skew, folder=folder,
             notes=str(options.out / "notes.jsonl"),
         )  # fmt: skip
         report.conditions = conditions(
             gpus=[torch.cuda.get_device_name(number) for number in range(min(world, gpus))],
             work=options.work, layers=shape.layers, trainer=trainer.model_dump(), tokens=tokens,
             row_tokens=options.row_tokens, micros=task.micros, steps=task.steps, prompt_share=options.prompt_share,
+            skew=options.skew,
         )  # fmt: skip
         report.tell.plan(*_parts(task))
         with report.kept(lambda: _judge(report, task, world)):

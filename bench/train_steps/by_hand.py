@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from ...actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, MicroBatch
+from ...actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, MicroBatch, row_schema
 from ...codecs.batch import Batch, Jagged
+from ...codecs.tokens.routes import ROUTES, RouteSpec
 from ...trainers.losses.config import LossConfig
 
 LOSS = LossConfig(clip_high=0.2)
@@ -48,7 +49,22 @@ def response(length: int, prompt_share: float = 0.5) -> np.ndarray:
     return (np.arange(length) >= max(1, int(length * prompt_share))).astype(np.uint8)
 
 
-def micro_batch(rows: Rows, picked: Sequence[int], prompt_share: float = 0.5) -> MicroBatch:
+def skewed_routes(rng: np.random.Generator, tokens: int, spec: RouteSpec, skew: float) -> np.ndarray:
+    """Return made-up routes of a row, `[tokens, layers, k]`, in which one expert of each layer has `skew` times as many
+    tokens as the mean, and the others equally many. The last token has no route. skew: at most experts / k."""
+    routes = spec.missing(tokens)
+    most = np.arange(tokens - 1) < round(skew * spec.top_k / spec.num_experts * (tokens - 1))
+    for place in range(len(spec.layers)):
+        drawn = rng.random((tokens - 1, spec.num_experts))
+        drawn[:, 0] = np.where(rng.permutation(most), -1.0, 2.0)
+        routes[:-1, place] = np.argpartition(drawn, spec.top_k - 1, axis=1)[:, : spec.top_k]
+    return routes
+
+
+def micro_batch(
+    rows: Rows, picked: Sequence[int], prompt_share: float = 0.5, spec: RouteSpec | None = None, skew: float = 0.0
+) -> MicroBatch:
+    """Return some of the rows as a microbatch. With `spec`, their tokens have routes with the skew `skew`."""
     lengths = np.array([len(rows.ids[row]) for row in picked], np.int64)
     masks = [response(length, prompt_share) for length in lengths]
     parts = {
@@ -56,8 +72,13 @@ def micro_batch(rows: Rows, picked: Sequence[int], prompt_share: float = 0.5) ->
         "response_mask": masks,
         "rollout_logprobs": [rows.logprobs[row] * mask for row, mask in zip(picked, masks, strict=True)],
     }
+    schema = ROLLOUT_SCHEMA.subset(TRAIN_FIELDS)
+    if spec is not None:
+        rng = np.random.default_rng(len(rows.ids))
+        parts[ROUTES] = [skewed_routes(rng, length, spec, skew) for length in lengths.tolist()]
+        schema = row_schema(spec).subset((*TRAIN_FIELDS, ROUTES))
     columns = {name: Jagged(torch.from_numpy(np.concatenate(values)), lengths) for name, values in parts.items()}
-    batch = Batch(ROLLOUT_SCHEMA.subset(TRAIN_FIELDS), len(picked), columns)
+    batch = Batch(schema, len(picked), columns)
     return MicroBatch(batch, lengths, rows.advantages[list(picked)], np.array(picked, np.int64), None)
 
 

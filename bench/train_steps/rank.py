@@ -24,7 +24,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
+from ...actors.engines.config import RouterReplayConfig
 from ...actors.protocols import MicroBatch
+from ...codecs.tokens.routes import RouteSpec
 from ...trainers.backends.config import BackendConfig, TrainerConfig
 from ...trainers.backends.factory import build_backend
 from ...trainers.backends.throughput import BACKWARD, BF16_PEAKS, flop_model
@@ -65,6 +67,9 @@ class TrainTask:
     steps: int
     prompt_share: float
     """Share of a row's tokens that belong to its prompt and have no loss."""
+    skew: float
+    """Number of tokens of one expert of each layer, as a multiple of the mean over its experts; the tokens then have
+    made-up routes, which are replayed. 0 for the routers' own choice."""
     plain: bool
     """True if plain torch makes the same step, too. This requires that there is only one rank."""
     folder: str
@@ -162,7 +167,8 @@ def _measure(rank: int, world: int, device: torch.device, task: TrainTask) -> No
     topology = task.config.topology
     place = topology.place(rank)
     drawn = [_rows(task, place.dp * task.micros + number) for number in range(task.micros)]
-    micros = [micro_batch(rows, range(len(rows.ids)), task.prompt_share) for rows in drawn]
+    spec = RouteSpec.of(AutoConfig.from_pretrained(task.model)) if task.skew else None
+    micros = [micro_batch(rows, range(len(rows.ids)), task.prompt_share, spec, task.skew) for rows in drawn]
     lengths = np.concatenate([micro.lengths for micro in micros])
     flops = step_flops(AutoConfig.from_pretrained(task.model), lengths) / topology.replica_size
     device_peak = BF16_PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -220,7 +226,7 @@ def _ours(
     task.note(rank, phase="building the train backend")
     _reset_peak(device)
     started = time.perf_counter()
-    backend = _fresh_backend(task.model, task.config, rank, world)
+    backend = _fresh_backend(task.model, task.config, rank, world, replays=bool(task.skew))
     _wait(device)
     build_s = time.perf_counter() - started
 
@@ -246,11 +252,12 @@ def _ours(
     return replace(found, families=families, longest=tuple(longest))
 
 
-def _fresh_backend(model: str, trainer: TrainerConfig, rank: int, world: int) -> Any:
+def _fresh_backend(model: str, trainer: TrainerConfig, rank: int, world: int, *, replays: bool = False) -> Any:
     """Build a train backend as if it were the first of this process. torch.compile counts the compilations of a layer's
     code over all models of a process, and stops compiling after the eighth."""
     torch.compiler.reset()
-    return build_backend(BackendConfig(model, trainer, LOSS), rank, world)
+    replay = RouterReplayConfig(enabled=replays, native_agreement_every=0)
+    return build_backend(BackendConfig(model, trainer, LOSS, router_replay=replay), rank, world)
 
 
 def step_flops(config: Any, lengths: np.ndarray) -> float:

@@ -14,8 +14,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 from headrace.bench.gpu.work_report import WorkReport
 from headrace.bench.models import SHAPES
 from headrace.bench.train_steps.benchmark import TrainOptions, run_train_steps, summarise, wrong
-from headrace.bench.train_steps.by_hand import micro_batch, random_rows
+from headrace.bench.train_steps.by_hand import micro_batch, random_rows, skewed_routes
 from headrace.bench.train_steps.rank import TrainFigures, check_lengths, halves, step_flops
+from headrace.codecs.tokens.routes import RouteSpec
 from headrace.trainers.errors import UserError
 
 CHECK = {f"{name}.{what}_off": 0.0 for name in ("exact", "own") for what in ("loss", "gradient", "logprob")}
@@ -90,6 +91,30 @@ def test_the_benchmark_runs_on_a_cpu(work: str, overrides: tuple[str, ...], tmp_
     assert record["tokens"] == 128 and len(record["steps_s"]) == 3 and record["longest"]
 
 
+def test_skewed_routes_give_one_expert_more_tokens() -> None:
+    spec = RouteSpec(layers=(0, 2), top_k=2, num_experts=8, hidden_layers=3)
+    routes = skewed_routes(np.random.default_rng(1), 4001, spec, 3.0)
+    assert routes.shape == (4001, 2, 2) and (routes[-1] == spec.mark).all()
+    for place in range(2):
+        counts = np.bincount(routes[:-1, place].ravel(), minlength=8)
+        assert counts[0] == 3000 and 600 < counts[1:].min() <= counts[1:].max() < 850
+        assert (routes[:-1, place, 0] != routes[:-1, place, 1]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_steps_on_skewed_routes(tmp_path: Path) -> None:
+    report = WorkReport("train-tiny-moe", tmp_path / "out")
+    options = TrainOptions(
+        report.out, "train-tiny-moe", tokens=64, skew=4.0, overrides=("trainer.dp=2", "trainer.ep=2")
+    )
+    run_train_steps(options, report)
+    assert report.complaints == []
+    found = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert found["gpu.train-tiny-moe.tokens_per_s"] > 0 and "gpu.train-tiny-moe.plain.step_s" not in found
+    assert json.loads((tmp_path / "out" / "results.jsonl").read_text().splitlines()[0])["tokens"] == 128
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_four_ranks_check_and_time_their_shares(tmp_path: Path) -> None:
@@ -112,6 +137,7 @@ def test_four_ranks_check_and_time_their_shares(tmp_path: Path) -> None:
             {"overrides": ("rollout.tp=2",)},
             "rollout.tp=2: --work train-tiny makes only train steps, expected only keys of",
         ),
+        ({"skew": 4.0}, "--skew: got 4, expected a number from 0 to 0 for train-tiny"),
         ({"steps": 2}, "--steps: got 2, expected at least 3, as the first are not counted"),
         ({"overrides": ("trainer.cp=2", "trainer.packing=packed"), "backend": "megatron"}, "trainer.cp: got 2"),
     ],
