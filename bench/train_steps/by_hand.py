@@ -50,8 +50,11 @@ def response(length: int, prompt_share: float = 0.5) -> np.ndarray:
 
 
 def skewed_routes(rng: np.random.Generator, tokens: int, spec: RouteSpec, skew: float) -> np.ndarray:
-    """Return made-up routes of a row, `[tokens, layers, k]`, in which one expert of each layer has `skew` times as many
-    tokens as the mean, and the others equally many. The last token has no route. skew: at most experts / k."""
+    """Return made-up routes of a row, `[tokens, layers, k]`, whose last token has none.
+
+    One expert of each layer has `skew` times as many tokens as the mean, at most experts / k, and the others have
+    equally many.
+    """
     routes = spec.missing(tokens)
     most = np.arange(tokens - 1) < round(skew * spec.top_k / spec.num_experts * (tokens - 1))
     for place in range(len(spec.layers)):
