@@ -165,7 +165,7 @@ def _train(arguments: argparse.Namespace) -> int:
         from ..trainers.run.checks.preflight import with_later_problems
 
         raise with_later_problems(error, resume=arguments.resume) from None
-    simulation_section(config.simulation)  # A run does not use this section, but mistakes in it are reported at once.
+    simulation_section(config)  # A run does not use this section, but mistakes in it are reported at once.
     if arguments.resume and config.run.dir is None:
         raise UserError("--resume: run.dir is not set, expected the folder of the run to continue")
     config = with_run_dir(config)
@@ -223,9 +223,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if is_pool_file(sections := read_sections(arguments.config, arguments.overrides)):
         return _simulate_pool(arguments, sections)
     config = load_config(arguments.config, arguments.overrides)
-    options = SimulateOptions(
-        simulation_section(config.simulation), from_run=arguments.from_run, gpus=tuple(arguments.gpus)
-    )
+    options = SimulateOptions(simulation_section(config), from_run=arguments.from_run, gpus=tuple(arguments.gpus))
     with status_line("simulating") as (console, tell):
         summary = run_simulation(config, options, arguments.out, tell)
     return show_results(console, simulation_table(summary), arguments.out)

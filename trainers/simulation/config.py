@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from ...dataplane.config import Count, CountOrZero, NonNegative, Positive, Section, Share
+from ..config.config import Config
 from ..config.load import validated
 
 
@@ -110,7 +110,7 @@ class _SimulationFile(Section):
     simulation: SimulationConfig
 
 
-def simulation_section(section: Mapping[str, Any]) -> SimulationConfig:
+def simulation_section(config: Config) -> SimulationConfig:
     """Check and return the section `simulation` of a run's configuration. Raises ConfigError when a key or value is
     wrong."""
-    return validated(_SimulationFile, {"simulation": section}).simulation
+    return validated(_SimulationFile, {"simulation": config.simulation}).simulation

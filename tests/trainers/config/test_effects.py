@@ -181,7 +181,7 @@ def test_the_configuration_of_an_older_run_loads_with_a_warning(tmp_path: Path) 
         "algorithm.max_staleness",
     ]
     assert config.rollout.kv_cache == 512
-    assert simulation_section(config.simulation) == SimulationConfig(decode_s=0.5)
+    assert simulation_section(config) == SimulationConfig(decode_s=0.5)
 
 
 FORMER = {"rollout": {"environment": "tool_use", "tools": ["calculator", "my:tool"], "max_turns": 2}}
@@ -296,10 +296,10 @@ def test_two_spellings_with_different_values_are_refused() -> None:
 
 
 def test_the_simulators_section_is_checked_with_the_same_sentences() -> None:
-    assert simulation_section(Config().simulation) == SimulationConfig()
+    assert simulation_section(Config()) == SimulationConfig()
     config = build_config({"simulation": {"decode_seconds": 1, "gpus": 0}})
     with pytest.raises(ConfigError) as caught:
-        simulation_section(config.simulation)
+        simulation_section(config)
     assert set(caught.value.problems) == {
         "simulation.gpus: got 0, expected a number >= 1",
         "simulation.decode_seconds: unknown key; did you mean simulation.decode_s?",

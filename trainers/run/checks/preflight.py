@@ -21,6 +21,7 @@ from ....dataplane.config import DataPlaneConfig
 from ....dataplane.imports import MissingExtra
 from ....dataplane.owned_folder import try_lock
 from ....dataplane.store_choice import check_store, check_trust
+from ...backends.config import TrainerConfig
 from ...base_model.prepare import check_model, model_config
 from ...cluster.gpu_memory import engine_bytes, has_gpus, parameters, trained_bytes, value_bytes
 from ...cluster.placement import PlacementRequest
@@ -124,7 +125,14 @@ def _quick_checks(config: Config, resume: bool) -> list[Check]:
         lambda: _check_sockets(resources.ray_address, rollout.engine),
         lambda: _check_store(config.dataplane, joins_ray=resources.ray_address is not None),
         lambda: plan_here(PlacementRequest.of(config), resources, config.sync) and None,
-        lambda: _check_memory(config),
+        partial(
+            _check_memory,
+            config.trainer,
+            rollout,
+            config.model,
+            joins=resources.ray_address is not None,
+            with_reference=config.with_reference,
+        ),
     ]
 
 
@@ -250,20 +258,21 @@ def _check_store(plane: DataPlaneConfig, *, joins_ray: bool) -> None:
         check_trust(plane, plane.store.kind, one_host=True)
 
 
-def _check_memory(config: Config) -> None:
+def _check_memory(
+    trainer: TrainerConfig, rollout: RolloutConfig, model: ModelConfig, *, joins: bool, with_reference: bool
+) -> None:
     """Check that the model fits into this machine's memory. A no-op for an assumed machine, for a Ray cluster to join
     and for a model of unknown size. Without GPUs, raises ValueError if the weights, gradients and optimizer state of
     all train workers and engines exceed the memory. With GPUs, raises UserError if the train workers' share of host
-    memory exceeds it."""
-    trainer, rollout, model = config.trainer, config.rollout, config.model
-    params, reference = parameters(model), config.with_reference
-    if assumed_machine() is not None or params is None or config.resources.ray_address is not None:
+    memory exceeds it. joins: whether the run joins a Ray cluster."""
+    params = parameters(model)
+    if assumed_machine() is not None or params is None or joins:
         return
     if has_gpus():
-        check_host_memory(trainer, params, total_memory(), model=model.path, with_reference=reference)
+        check_host_memory(trainer, params, total_memory(), model=model.path, with_reference=with_reference)
         return
     world, engines = trainer.topology.world, rollout.num_engines
-    worker = trained_bytes(trainer, params, with_reference=reference) if trainer.backend != "scripted" else 0
+    worker = trained_bytes(trainer, params, with_reference=with_reference) if trainer.backend != "scripted" else 0
     engine = engine_bytes(rollout, model, params) * rollout.tp if rollout.engine != "scripted" else 0
     needed, total = worker * world + engine * engines, total_memory()
     if needed > total:
