@@ -44,6 +44,8 @@ class _Held:
     is_live: bool = True
     """Whether the lease exists, as far as this client knows. A lease that other clients have ended by release or clear
     is noticed only at the next renewal."""
+    task: str = ""
+    """Task for which this client has claimed the rows; "" if another process claimed them."""
     watch: weakref.ref[LeaseHold] | None = None
     """Reference to the hold that the receipts share; None if another process claimed the rows."""
 
@@ -97,7 +99,7 @@ class LeaseRenewal:
         with self._lock:
             held = self._held.setdefault(lease_id, _Held(partition, {}))
             hold = LeaseHold(lease_id, partition, task, held.left, client, functools.partial(self._hand_over, lease_id))
-            held.watch = weakref.ref(hold, self._inbox.put)
+            held.task, held.watch = task, weakref.ref(hold, self._inbox.put)
             self._watched[held.watch] = lease_id, partition, task
         return hold
 
@@ -138,17 +140,20 @@ class LeaseRenewal:
         for lease_id, held in self._of(partition):
             self.drop(lease_id, list(held.left) if keys is None else keys)
 
-    def fence(self, partition: str, keys: Sequence[str]) -> Fence | None:
-        """Return the condition of a put by key; None if this client has claimed none of the rows. Rows that it has
-        claimed, or renews, and that it has neither released nor cleared must still be held by their lease. Rows of a
-        receipt that was dropped are not among them, because they are given back."""
-        generations, leases = np.full(len(keys), -1), []
+    def fences(self, partition: str, keys: Sequence[str]) -> tuple[Fence, ...]:
+        """Return the conditions of a put by key, one for each task for which this client has claimed some of the rows.
+
+        Rows that it has claimed, or renews, and that it has neither released nor cleared must still be held by their
+        lease, or by a later one for the same task. Rows of a receipt that was dropped are not among them, because they
+        are given back.
+        """
+        found: dict[str, tuple[np.ndarray, list[int]]] = {}
         for lease_id, held in self._of(partition):
             left = dict(held.left)
             if not left.keys().isdisjoint(keys) and self._is_fenced(held):
-                generations = np.maximum(generations, [left.get(key, -1) for key in keys])
-                leases.append(lease_id)
-        return Fence(generations, tuple(leases)) if leases else None
+                generations, leases = found.get(held.task, (np.full(len(keys), -1), []))
+                found[held.task] = np.maximum(generations, [left.get(key, -1) for key in keys]), [*leases, lease_id]
+        return tuple(Fence(generations, tuple(leases)) for generations, leases in found.values())
 
     def end(self) -> None:
         """Stop renewing all leases. Idempotent."""

@@ -175,8 +175,8 @@ class Operations:
         replace: bool,
         timeout_s: float | None,
     ) -> Steps[Moved[KVBatchMeta]]:
-        fence = self._leases.fence(partition, keys)
-        return (yield from self.fenced_put(partition, keys, fields, versions, groups, tags, replace, timeout_s, fence))
+        fences = self._leases.fences(partition, keys)
+        return (yield from self.fenced_put(partition, keys, fields, versions, groups, tags, replace, timeout_s, fences))
 
     @checked
     def write(
@@ -184,9 +184,9 @@ class Operations:
     ) -> Steps[Moved[KVBatchMeta]]:
         self._check_origin(meta, "write")
         leases = (meta.lease_id,) if meta.lease_id else tuple(hold.lease_id for hold in meta.holds)
-        fence = Fence(meta.generations, leases)
+        fences = (Fence(meta.generations, leases),)
         keys = list(meta.keys)
-        return (yield from self.fenced_put(meta.partition, keys, fields, None, None, tags, replace, timeout_s, fence))
+        return (yield from self.fenced_put(meta.partition, keys, fields, None, None, tags, replace, timeout_s, fences))
 
     def fenced_put(
         self,
@@ -198,9 +198,9 @@ class Operations:
         tags: Tags | None,
         replace: bool,
         timeout_s: float | None,
-        fence: Fence | None,
+        fences: tuple[Fence, ...],
     ) -> Steps[Moved[KVBatchMeta]]:
-        """Put rows that fulfil a condition. fence: the condition; None for rows that the put may create."""
+        """Put rows that fulfil conditions. fences: the conditions; () for rows that the put may create."""
         bound = self.timeout(timeout_s)
         deadline = time.monotonic() + bound
         cached = self._schemas.get(partition)
@@ -209,7 +209,7 @@ class Operations:
 
         def prepare(schema: Schema) -> tuple[PutRows, list[EncodedBlock]]:
             return prepared(
-                self.handle, self.label, schema, partition, keys, fields, versions, groups, tags or {}, replace, fence
+                self.handle, self.label, schema, partition, keys, fields, versions, groups, tags or {}, replace, fences
             )
 
         try:

@@ -25,12 +25,12 @@ def prepared(
     groups: list[str] | None,
     tags: Tags,
     replace: bool,
-    fence: Fence | None,
+    fences: tuple[Fence, ...],
 ) -> tuple[PutRows, list[EncodedBlock]]:
     """Return a description of the rows of a put, and its blocks. A group is split over blocks only if it does not fit
     in one.
 
-    writer: name of the client. fence: condition on the rows. The other arguments are those of `DataPlaneClient.put`.
+    writer: name of the client. fences: conditions on the rows. The other arguments are those of `DataPlaneClient.put`.
     Raises SchemaMismatch for rows that do not fit the schema or cannot be stored, and ValueError for other wrong
     arguments.
     """
@@ -58,6 +58,6 @@ def prepared(
         replace,
         writer,
         schema_id(schema),
-        fence,
+        fences,
     )
     return put, blocks

@@ -267,7 +267,7 @@ def load(
             chunk = functools.partial(reader.chunk, number)
             places, batch = yield Work("load", chunk, time.monotonic() + bound)
             keys, groups = rows.keys[places].tolist(), rows.group_names[places].tolist()
-            put = operations.fenced_put(name, keys, batch, None, groups, None, False, timeout_s, Fence(None))
+            put = operations.fenced_put(name, keys, batch, None, groups, None, False, timeout_s, (Fence(None),))
             moved = yield from put
             nbytes += moved.nbytes
     except BaseException as error:

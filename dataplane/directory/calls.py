@@ -134,8 +134,8 @@ class PutRows:
     writer: str
     schema_id: int
     """Digest of the schema with which the blocks were encoded, from the function `schema_id`."""
-    fence: Fence | None = None
-    """Condition on the rows; None for a put that may create them."""
+    fences: tuple[Fence, ...] = ()
+    """Conditions on the rows, all of which must hold; () for a put that may create them."""
 
     @property
     def nbytes(self) -> int:

@@ -19,7 +19,7 @@ from ..meta import BlockRef, KVBatchMeta
 from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from .block_table import BlockTable, FreedBlock, Reservation
 from .calls import ClaimRows, Committed, Outcome, PutRows
-from .fences import check_fence
+from .fences import check_fences
 from .partition import Partition, PartitionState
 from .partition_registry import PartitionRegistry
 from .ready import ReadyView
@@ -153,7 +153,7 @@ class Directory:
 
     def check(self, put: PutRows) -> None:
         """Check a put without changing anything. Raises SchemaMismatch, DuplicateKeys or AlreadyWritten when the
-        partition cannot take it, RowsCleared or LeaseLost when its fence does not hold, and CapacityExceeded when it is
+        partition cannot take it, RowsCleared or LeaseLost when a fence does not hold, and CapacityExceeded when it is
         larger than the whole capacity."""
         self._check_rows(put)
         if put.nbytes > self._blocks.capacity_bytes:
@@ -528,7 +528,7 @@ class Directory:
     def _check_rows(self, put: PutRows) -> tuple[Partition, np.ndarray]:
         """Check the rows of a put. Returns its partition, and the result of `Partition.check_put`."""
         part = self._partitions[put.partition]
-        check_fence(part, self._leases, put)
+        check_fences(part, self._leases, put)
         return part, part.check_put(put)
 
     def _receipt(self, part: Partition, rows: np.ndarray, fields: tuple[str, ...], lease_id: int = 0) -> KVBatchMeta:

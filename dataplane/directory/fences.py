@@ -5,19 +5,22 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import LeaseLost, RowsCleared
-from .calls import PutRows
+from .calls import Fence, PutRows
 from .partition import Partition
 from .rows import pick
 from .task_cursor import LeaseBook
 
 
-def check_fence(part: Partition, leases: LeaseBook, put: PutRows) -> None:
-    """Check a put against its fence. Raises RowsCleared naming rows that do not exist any more, or were cleared and put
-    again since. Raises LeaseLost naming rows that none of the fence's leases holds."""
-    fence = put.fence
-    if fence is None:
-        return
-    rows = part.rows.find(put.keys)
+def check_fences(part: Partition, leases: LeaseBook, put: PutRows) -> None:
+    """Check a put against its fences. Raises RowsCleared naming rows that do not exist any more, or were cleared and
+    put again since. Raises LeaseLost naming rows that none of a fence's leases holds."""
+    if put.fences:
+        rows = part.rows.find(put.keys)
+        for fence in put.fences:
+            _check(part, leases, put, fence, rows)
+
+
+def _check(part: Partition, leases: LeaseBook, put: PutRows, fence: Fence, rows: np.ndarray) -> None:
     if fence.generations is None:
         fenced, same = np.ones(len(rows), dtype=bool), rows >= 0
     else:

@@ -84,6 +84,22 @@ def test_a_lost_lease_overwrites_nothing(client: Any, late: Any, partition: str)
     assert client.get_keys(partition, keys, ["reward"]).tensor("reward").tolist() == [1.0] * 4
 
 
+def test_a_lease_for_another_task_replaces_no_lost_one(client: Any, late: Any, partition: str) -> None:
+    """The late consumer has the rows again, but for another task: what it does for the first task comes late."""
+    keys = keys_of(range(1))
+    client.put(partition, keys, prompts(keys))
+    held = late.claim(partition, "train", WITHOUT, 4)
+    client.revoke(partition, "train", older_than_s=0)
+    again = client.claim(partition, "train", WITHOUT, 4)
+    client.write(again, reward(1.0))
+    client.release(again, "train", "done")
+    other = late.claim(partition, "eval", FIRST, 4)
+    with pytest.raises(LeaseLost, match="no longer holds 4 of 4 rows"):
+        late.put(partition, held.keys, reward(0.0), replace=True)
+    late.write(other, reward(2.0), replace=True)
+    assert client.get_keys(partition, keys, ["reward"]).tensor("reward").tolist() == [2.0] * 4
+
+
 def test_released_rows_are_written_under_no_old_lease(client: Any, partition: str) -> None:
     keys = keys_of(range(2))
     client.put(partition, keys, prompts(keys))
