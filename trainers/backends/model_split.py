@@ -59,6 +59,17 @@ def check_split(trainer: TrainerConfig, model: Any) -> None:
     if trainer.backend == "scripted":  # The scripted backend has no model.
         return
     kind = getattr(model, "model_type", None)
+    if getattr(model, "is_decoder", None) is False:
+        raise ValueError(
+            f"model.path: got a model of type {kind!r} with is_decoder = false, expected a causal language model, "
+            "whose tokens do not see later ones"
+        )
+    if quantized := getattr(model, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        raise ValueError(
+            f"model.path: got weights quantized by {method or 'a quantization_config'!r}, expected weights in a float "
+            "format, such as a checkpoint in bfloat16"
+        )
     if trainer.backend == "megatron" and kind not in (None, *FAMILIES):
         raise ValueError(
             f"trainer.backend: got 'megatron', expected 'fsdp' for a model of type {kind!r}, because megatron trains "

@@ -27,6 +27,7 @@ class ModelLoader:
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
         self._model: Any = model
+        self._served = frozenset(name.rpartition(".")[2] for name, _ in model.named_modules())
         self._config = vllm_config
         self._names: WeightNames | None = None
         self._plan: CopyPlan | None = None
@@ -164,6 +165,6 @@ class ModelLoader:
         self._confirmed = True
 
     def _load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        named = weights if self._names is None else self._names.checkpoint(weights)
+        named = weights if self._names is None else self._names.checkpoint(weights, self._served)
         with library.set_current_vllm_config(self._config), torch.no_grad():
             self._model.load_weights(iter(named))

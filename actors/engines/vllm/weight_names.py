@@ -9,7 +9,7 @@ therefore refused before it serves anything.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -87,16 +87,20 @@ class WeightNames:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise ValueError(f"weights: parameter {missing[0]!r}{more} was not sent")
 
-    def checkpoint(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def checkpoint(
+        self, named: Iterable[tuple[str, torch.Tensor]], modules: Container[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights under their names in a checkpoint, as views.
 
         A tied weight is yielded under all its names. vLLM's layerwise reload unties the names, so a name without a new
-        value would keep its old one.
+        value would keep its old one. modules: last parts of the names of the served model's modules, such as `lm_head`.
+        Only the first name of a tied weight is yielded if the model has no module for another one (Gemma 2).
         """
         seen: set[str] = set()
         for name, tensor in named:
-            for alias in self._group[name]:
-                if alias not in seen:
+            for number, alias in enumerate(self._group[name]):
+                served = number == 0 or alias.split(".")[-2] in modules
+                if alias not in seen and served:
                     seen.add(alias)
                     yield from self._stored[alias].views(tensor)
 

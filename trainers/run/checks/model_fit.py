@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -32,7 +33,7 @@ from ...backends.fsdp.expert_parallel import require_experts
 from ...backends.fsdp.output_checks import head_of
 from ...backends.fsdp.row_checks import token_counts
 from ...backends.hf_model import build_empty
-from ...backends.model_split import check_split, resolved_packing
+from ...backends.model_split import check_split, mesh_problems, resolved_packing
 from ...cluster.gpu_memory import CONTEXT_BYTES, USABLE, GpuMemory, ModelSize, estimate
 from ...config.config import Config
 from .doctor import Finding, State
@@ -81,11 +82,17 @@ def examine_model(config: Config) -> ModelFit:
 
     with ThreadPoolExecutor(1) as pool:
         hf, model = _built(config.model)
+        _check_own_mesh(config.trainer, model)
         known = pool.submit(_vllm_knows, getattr(hf, "architectures", None) or [])
         size = _size(model)
         backends = (*_fsdp(config.trainer, model), *_megatron(config.trainer, config.model.path, hf))
         engines = tuple(_engines(model, hf, known.result))
-        findings = (*_about(hf, model, size), *backends, *engines, *_memory(config.trainer, config.rollout, estimated))
+        findings = (
+            *_about(hf, model, size),
+            *backends,
+            *engines,
+            *_memory(config.trainer, config.rollout, size.parameters, estimated),
+        )
     trains = any(found.name == "trains" and found.state is State.OK for found in backends)
     replay = any(found.name == "router replay" and found.state is State.OK for found in backends)
     return ModelFit(findings, trains and any(found.state is State.OK for found in engines), size.parameters, replay)
@@ -94,14 +101,29 @@ def examine_model(config: Config) -> ModelFit:
 def _built(wanted: ModelConfig) -> tuple[Any, Any]:
     """Return the HF config of the model, and the model on the meta device as the train workers build it."""
     path = wanted.path
+    if Path(path).is_file():
+        raise ValueError(f"--model: got the file {path!r}, expected the folder of the model")
     try:
         hf = AutoConfig.from_pretrained(path)
         return hf, build_empty(path, hf, wanted.attention)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # The libraries raise errors of many kinds for a wrong config.
         if str(error).startswith("model.attention"):
             raise
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"--model: got {path!r}, expected a model's folder or hub id ({reason})") from error
+        reason = " ".join(str(error).split())[:300] or "no reason given"
+        raise ValueError(
+            f"--model: got {path!r}, expected a folder or hub id of a model that transformers can build "
+            f"({type(error).__name__}: {reason})"
+        ) from error
+
+
+def _check_own_mesh(trainer: TrainerConfig, model: Any) -> None:
+    """Raise ValueError when the model cannot be split over the mesh of the configuration."""
+    if any(getattr(trainer, key) != 1 for key in ("tp", "cp", "pp", "ep")):
+        for problem in mesh_problems(trainer):
+            raise ValueError(problem)
+        check_split(trainer, model.config.get_text_config() if trainer.backend == "fsdp" else model.config)
+        if trainer.backend == "fsdp" and trainer.cp > 1:
+            require_splittable(model, trainer.cp)
 
 
 def _about(hf: Any, model: Any, size: ModelSize) -> Iterator[Finding]:
@@ -117,7 +139,7 @@ def _about(hf: Any, model: Any, size: ModelSize) -> Iterator[Finding]:
     context = getattr(text, "max_position_embeddings", None)
     if context is not None:
         counts = sorted({count for count in token_counts(text.to_dict()) if count < context})
-        within = f"; it computes something else beyond {', '.join(f'{n:,}' for n in counts)}" * bool(counts)
+        within = f"; windows, chunks or scaling of {', '.join(f'{n:,}' for n in counts)} tokens" * bool(counts)
         yield _yes("model", "context", f"{context:,} tokens{within}")
     yield _yes("model", "attention", f"{model.config._attn_implementation} of {name}")
     names = sorted({part for layer in CausalLM(model, "full").layers() for part in _linear_names(layer)})
@@ -166,12 +188,11 @@ def _head(model: Any) -> str:
 def _packing(trainer: TrainerConfig, text: Any) -> Finding:
     packed = trainer.model_copy(update={"packing": "packed"})
     chosen = resolved_packing(trainer.model_copy(update={"packing": "auto", "mixed_precision": True}), text, gpu=True)
-    detail = (
-        "the default on GPUs in bfloat16"
-        if chosen == "packed"
-        else "with trainer.packing=packed; a run tests at its start that rows do not see each other"
-    )
-    return _tried("fsdp", "packed rows", partial(check_split, packed, text), detail)
+    found = _tried("fsdp", "packed rows", partial(check_split, packed, text), "the default on GPUs in bfloat16")
+    if found.state is not State.OK or chosen == "packed":
+        return found
+    detail = "not known from a config; with trainer.packing=packed a run tests at its start that no row sees another"
+    return Finding("fsdp", "packed rows", State.NOTE, detail)
 
 
 def _megatron(trainer: TrainerConfig, path: str, hf: Any) -> Iterator[Finding]:
@@ -236,11 +257,13 @@ Estimated = Callable[..., GpuMemory]
 """Function from the bytes of a GPU, and changed keys of sections, to the memory of a run on it."""
 
 
-def _memory(trainer: TrainerConfig, rollout: RolloutConfig, estimated: Estimated) -> Iterator[Finding]:
+def _memory(trainer: TrainerConfig, rollout: RolloutConfig, parameters: int, estimated: Estimated) -> Iterator[Finding]:
     """Yield the parts of the memory of a GPU, with the fewest GPUs on which training and the engine fit."""
     gpus, assumed = gpu_sizes(), assumed_machine()
     if not gpus:
-        yield Finding("memory", "GPU", State.NOTE, "this machine has none; --machine 1x8x80 asks about another one")
+        state = _gib(16 * parameters)
+        more = "this machine has no GPU; --machine 1x8x80 asks about another one"
+        yield Finding("memory", "GPU", State.NOTE, f"training takes {state} GiB over all GPUs, and activations; {more}")
         return
     total, most = min(gpus), len(gpus) * (1 if assumed is None else assumed.num_hosts)
     yield _train_worker(trainer, total, most, estimated)
@@ -259,14 +282,18 @@ def _train_worker(trainer: TrainerConfig, total: int, most: int, estimated: Esti
     If it fits on none, `trainer.recompute=full` is tried, too.
     """
     replica = trainer.topology.replica_size
-    sizes = _doublings(most // replica) or [1]
+    if replica > most:
+        detail = f"{replica} GPUs are needed for one replica (tp x cp x pp), but the machine has {most}"
+        return Finding("memory", "train worker", State.FIX, detail)
+    sizes = _doublings(most // replica)
     kinds = list(dict.fromkeys((trainer.recompute, "full")))
     tried = [(dp, kind) for kind in kinds for dp in sizes]
     memory = [estimated(total, trainer={"dp": dp, "recompute": kind}).trainer for dp, kind in tried]
     index = next((n for n, parts in enumerate(memory) if _fits(parts, total)), len(tried) - 1)
     dp, kind = tried[index]
     where = f"on each of {_gpus(dp * replica, total)} (trainer.dp={dp}, trainer.recompute={kind})"
-    advice = "more GPUs, trainer.tp, or a smaller trainer.tokens_per_microbatch"
+    state = {name: value for name, value in memory[index].items() if name in ("weights", "gradients", "optimizer")}
+    advice = "more GPUs" + " or a smaller trainer.tokens_per_microbatch" * _fits(state, total)
     return _of_parts("train worker", memory[index], total, where, "", advice)
 
 

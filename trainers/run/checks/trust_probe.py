@@ -310,5 +310,5 @@ def show_trust(console: Console, model: str, report: TrustReport) -> None:
     console.print(report.verdict, highlight=False, soft_wrap=True)
     if report.beyond:
         counts = ", ".join(f"{count:,}" for count in report.beyond)
-        line = f"not compared: rows of more than {counts} tokens, beyond which the model computes something else"
+        line = f"not compared: rows of more than {counts} tokens, beyond windows, chunks or scaling of the model"
         console.print(line, highlight=False, soft_wrap=True)

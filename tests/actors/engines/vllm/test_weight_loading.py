@@ -35,7 +35,7 @@ def repeat_plan(worker: Any, folder: str) -> str:
         model = loading.initialize_model(worker.vllm_config, prefix="fresh")
 
         def load(weights: list[tuple[str, torch.Tensor]]) -> None:
-            model.load_weights(iter(names.checkpoint(weights)))
+            model.load_weights(iter(names.checkpoint(weights, ("lm_head",))))
 
         recorder = PlanRecorder(model)
         for half in (sent(1)[::2], sent(1)[1::2]):

@@ -55,7 +55,7 @@ def test_weights_get_the_names_and_bytes_of_a_saved_checkpoint(config: Pretraine
     assert set(names.required) == set(named)
     named |= {name: value for name, value in model.named_buffers() if name in model.state_dict()}
     names.check(named)
-    views = dict(names.checkpoint(named.items()))
+    views = dict(names.checkpoint(named.items(), ("lm_head",)))
     saved = load_file(tmp_path / "model.safetensors")
     if config.tie_word_embeddings:
         assert views["lm_head.weight"] is named["model.embed_tokens.weight"]
@@ -65,6 +65,16 @@ def test_weights_get_the_names_and_bytes_of_a_saved_checkpoint(config: Pretraine
         assert torch.equal(views[name], tensor), name
     storages = {tensor.untyped_storage().data_ptr() for tensor in named.values()}
     assert all(view.untyped_storage().data_ptr() in storages for view in views.values()), "a weight was copied"
+
+
+def test_a_tied_weight_is_not_sent_to_a_module_that_the_served_model_lacks(tmp_path: Path) -> None:
+    """vLLM's Gemma 2 has no `lm_head`, and refuses a weight of that name."""
+    config = Qwen3Config(**SMALL, tie_word_embeddings=True)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    sent = [name for name, _ in WeightNames(str(tmp_path)).checkpoint(named.items(), ("embed_tokens",))]
+    assert sorted(sent) == sorted(named) and "lm_head.weight" not in sent
 
 
 def test_wrong_weights_are_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,45 @@ def test_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["doctor", "--model", path]) == DONE
     printed = capsys.readouterr().out
     assert "sound: probabilities differ by a factor of 1.0000" in printed and "in rows of up to 57 tokens" in printed
+
+
+@pytest.mark.parametrize(
+    ("keys", "overrides", "sentence"),
+    [
+        ({}, {"tp": 3}, "trainer.tp: got 3, expected a divisor of the model's num_attention_heads = 4"),
+        ({"num_attention_heads": 3}, {}, "expected a folder or hub id of a model that transformers can build"),
+        ({"hidden_act": "silly"}, {}, "KeyError: 'silly'"),
+        ({"model_type": "bert"}, {"tp": 2}, "got a model of type 'bert' with is_decoder = false"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(
+    tmp_path: Path, keys: dict[str, Any], overrides: dict[str, int], sentence: str
+) -> None:
+    path = save_config(tmp_path, "qwen3", head_dim=8)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **keys}))
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        examine(path, trainer=overrides)
+
+
+def test_a_file_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_config(tmp_path / "model", "qwen3", head_dim=8)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="--model: got the file 'model/config.json', expected the folder of the model"):
+        examine("model/config.json")
+
+
+def test_models_that_do_not_train_are_told(tmp_path: Path) -> None:
+    """A model whose tokens see later ones, quantized weights, and a mesh that is larger than the machine."""
+    fit, found = examine(save_config(tmp_path / "bert", "bert"))
+    assert not fit.fits and "is_decoder = false" in found["fsdp trains"].detail
+    path = save_config(tmp_path / "quantized", "qwen2", quantization_config={"quant_method": "fp8"})
+    fit, found = examine(path)
+    assert not fit.fits and "weights quantized by 'fp8'" in found["fsdp trains"].detail
+    with assume_machine(AssumedMachine(1, 8, 80 << 30)):
+        _, found = examine(save_config(tmp_path, "qwen2"), trainer={"cp": 16, "packing": "packed"})
+    assert found["memory train worker"].state is State.FIX
+    assert found["memory train worker"].detail.startswith("16 GPUs are needed for one replica")
 
 
 def test_the_exit_code_says_that_a_model_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
