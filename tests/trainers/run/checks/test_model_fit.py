@@ -123,7 +123,7 @@ def test_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("keys", "overrides", "sentence"),
     [
         ({}, {"tp": 3}, "trainer.tp: got 3, expected a divisor of the model's num_attention_heads = 4"),
-        ({"num_attention_heads": 3}, {}, "expected a folder or hub id of a model that transformers can build"),
+        ({"hidden_size": "32"}, {}, "expected a folder or hub id of a model that transformers can build"),
         ({"hidden_act": "silly"}, {}, "KeyError: 'silly'"),
         ({"model_type": "bert"}, {"tp": 2}, "got a model of type 'bert' with is_decoder = false"),
     ],
