@@ -14,6 +14,8 @@ from ..config import Head
 
 TOKENS = 4
 """Number of tokens of the made-up row that the check uses."""
+LARGE = 1000.0
+"""Size of the made-up logits. The soft cap of Gemma 2 (30) would change logits of about 1 by less than a thousandth."""
 
 
 _log = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ def _selects(model: Any) -> bool:
 def _logits_are_those_of_the_head(model: Any) -> bool:
     """Run the model's own forward with made-up hidden states and a small made-up output layer.
 
-    The model itself may therefore be on the meta device.
+    The model itself may therefore be on the meta device. The logits are large, so that a soft cap changes them.
     """
     size = model.config.get_text_config().hidden_size
     tried = copy.copy(model)  # The copy shares the modules; some of them are then replaced in the copy only.
@@ -58,7 +60,7 @@ def _logits_are_those_of_the_head(model: Any) -> bool:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, TOKENS, size, generator=generator)
     head = nn.Linear(size, TOKENS)
-    head.weight.copy_(torch.randn(TOKENS, size, generator=generator) / size**0.5)
+    head.weight.copy_(LARGE * torch.randn(TOKENS, size, generator=generator) / size**0.5)
     if model.get_output_embeddings() is None or model.base_model_prefix not in tried._modules:
         return False
     tried._modules[model.base_model_prefix] = _HiddenStates(hidden)

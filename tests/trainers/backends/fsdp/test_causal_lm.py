@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPT2LMHeadModel
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from headrace.trainers.backends.fsdp.causal_lm import attend_varlen, use_closed_form_norms, use_varlen_attention
+from headrace.trainers.backends.fsdp.output_checks import head_of
 from headrace.trainers.backends.layers import LONG_ROW
 
 
@@ -110,3 +111,13 @@ def test_packed_rows_attend_as_if_alone(lengths: tuple[int, ...], window: int | 
     wanted = torch.autograd.grad((expected * weight.float()).sum(), (q, k, v))
     for ours, theirs in zip(grads, wanted, strict=True):
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("cap", [1.0, 30.0, 1000.0, None])
+def test_a_soft_cap_of_any_size_needs_all_logits(cap: float | None) -> None:
+    """Gemma 2 has a cap of 30, which hardly changes small logits."""
+    sizes = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    config = Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=2, final_logit_softcapping=cap)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert head_of(model, "auto") == ("selected" if cap is None else "full")
