@@ -48,9 +48,9 @@ def num_experts(model: Any) -> int:
     return next((count for name in names if (count := getattr(model, name, None))), 0)
 
 
-_KINDS = {"mlp_layer_types": "sparse", "layers_block_type": "moe", "hybrid_override_pattern": "E"}
-"""Key of a config that lists what each decoder layer is -> what it says of a layer with experts. Jamba lists other
-things in `layers_block_type`, but has `expert_layer_period`."""
+_KINDS = {"layers_block_type": "moe", "hybrid_override_pattern": "E"}
+"""Key of a config that lists what each decoder layer is -> what it says of a layer with experts, if it says that of
+one (Nemotron-H). Jamba and Granite list other things there."""
 
 
 def is_expert_layer(model: Any, layer: int) -> bool:
@@ -61,8 +61,10 @@ def is_expert_layer(model: Any, layer: int) -> bool:
     if not num_experts(model) or layer in (getattr(model, "mlp_only_layers", None) or ()):
         return False
     period = getattr(model, "expert_layer_period", None)
-    for name, sparse in () if period else _KINDS.items():
-        if kinds := getattr(model, name, None):
+    if kinds := getattr(model, "mlp_layer_types", None):
+        return kinds[layer] == "sparse"
+    for name, sparse in _KINDS.items():
+        if sparse in (kinds := getattr(model, name, None) or ()):
             return kinds[layer] == sparse
     if (listed := getattr(model, "moe_layers", None)) is not None:
         return layer in listed

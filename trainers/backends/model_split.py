@@ -20,6 +20,9 @@ PACKED_TYPES = (
 of models, and their attention is what the variable-length kernel computes: one width for keys and values, windows, no
 soft cap and no sinks."""
 
+DECODERS = ("gpt_neox", "gpt_neox_japanese")
+"""Values of `model_type` whose configs have `is_decoder` = false although their tokens do not see later ones."""
+
 BIASED_TYPES = ("deepseek_v3", "glm4_moe", "dots1")
 """Values of `model_type` whose routers have a bias for each expert that `trainer.moe.bias_update_rate` can move."""
 
@@ -59,7 +62,7 @@ def check_split(trainer: TrainerConfig, model: Any) -> None:
     if trainer.backend == "scripted":  # The scripted backend has no model.
         return
     kind = getattr(model, "model_type", None)
-    if getattr(model, "is_decoder", None) is False:
+    if getattr(model, "is_decoder", None) is False and kind not in DECODERS:
         raise ValueError(
             f"model.path: got a model of type {kind!r} with is_decoder = false, expected a causal language model, "
             "whose tokens do not see later ones"

@@ -116,7 +116,13 @@ def test_packed_rows_attend_as_if_alone(lengths: tuple[int, ...], window: int | 
 @pytest.mark.parametrize("cap", [1.0, 30.0, 1000.0, None])
 def test_a_soft_cap_of_any_size_needs_all_logits(cap: float | None) -> None:
     """Gemma 2 has a cap of 30, which hardly changes small logits."""
-    sizes = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    sizes: dict[str, Any] = {
+        "vocab_size": 11,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "head_dim": 8,
+    }
     config = Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=2, final_logit_softcapping=cap)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
