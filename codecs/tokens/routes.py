@@ -60,7 +60,6 @@ def is_expert_layer(model: Any, layer: int) -> bool:
     """
     if not num_experts(model) or layer in (getattr(model, "mlp_only_layers", None) or ()):
         return False
-    period = getattr(model, "expert_layer_period", None)
     if kinds := getattr(model, "mlp_layer_types", None):
         return kinds[layer] == "sparse"
     for name, sparse in _KINDS.items():
@@ -73,7 +72,7 @@ def is_expert_layer(model: Any, layer: int) -> bool:
     last = getattr(model, "moe_layer_end_index", None)
     if layer < first or (last is not None and 0 <= last < layer):
         return False
-    if period:
+    if period := getattr(model, "expert_layer_period", None):
         return layer % period == model.expert_layer_offset
     step = getattr(model, "decoder_sparse_step", None) or getattr(model, "moe_layer_interval", None) or 1
     return (layer + 1) % step == 0

@@ -42,7 +42,7 @@ CACHED_VERSIONS = 2
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What the estimates know of a model."""
+    """The number of parameters and the sizes from which the memory of a model is estimated."""
 
     parameters: int
     """Number of parameters, with all experts."""

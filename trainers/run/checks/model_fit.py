@@ -55,7 +55,7 @@ print("\\nHEADRACE " + json.dumps(sorted(set(sys.argv[1:]) & set(ModelRegistry.g
 
 @dataclass(frozen=True, slots=True)
 class ModelFit:
-    """What `headrace doctor --model` found without the weights of the model."""
+    """Lists the meshes, engines and machines that fit a model, as its config alone shows them."""
 
     findings: tuple[Finding, ...]
     """Lines of its table."""
