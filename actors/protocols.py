@@ -15,6 +15,7 @@ import torch
 from ..codecs.batch import Batch
 from ..codecs.schema import DTYPES, Field, Kind, Schema
 from ..codecs.tokens.routes import ROUTES, RouteSpec
+from .adapters.spec import AdapterSpec
 from .columns import ColumnConfig, TokenValues
 from .engines.protocol import Generator, SamplingParams
 
@@ -435,6 +436,11 @@ class TrainBackend(Protocol):
         model. The call is collective. In each data-parallel replica, the rank that writes the results to the data plane
         (`Topology.writer`) gets the log-probs of whole rows; other ranks get an empty list.
         """
+        ...
+
+    @property
+    def adapter(self) -> AdapterSpec | None:
+        """The adapter whose matrices `weights` yields; None if it yields the weights of the whole model."""
         ...
 
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -42,6 +42,10 @@ class ModelConfig(Section):
     kind; a model that does not support it is refused. On a GPU, packed rows in bfloat16 use torch's variable-length
     flash attention with `auto`."""
 
+    adapter: PathText | None = None
+    """Folder of a LoRA adapter in PEFT's format with which the policy starts. Its rank, alpha and target modules must
+    be those of `trainer.lora`. Unset: the policy starts as the model itself."""
+
     renderer: str = "template"
     """Chat format with which an environment speaks to the model in messages. `template` is the chat template of the
     model's tokenizer; it must only append text as a conversation continues. All other names are names of renderers in
@@ -97,6 +101,9 @@ class EngineKeys(Section):
     returns one array per sample. With `vllm` they come token by token with vLLM's own answers, which takes 1.4 times as
     long. The values are the same. `auto` is `arrays`, or `vllm` if the installed vLLM or `rollout.vllm` does not allow
     `arrays`; the log then says so."""
+    max_adapters: Count = 1
+    """Largest number of adapters (`trainer.lora`) that an engine serves at the same time. It holds two versions of
+    each: the newest, and the one with which running requests finish."""
     max_batch: Count | None = None
     """Largest number of samples that an engine generates at the same time. Unset: 512 with vLLM on GPUs, else 256."""
 

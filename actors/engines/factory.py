@@ -9,6 +9,7 @@ from typing import Any
 from ...codecs.schema import DTYPES
 from ...codecs.tokens.routes import RouteSpec
 from ...dataplane.imports import import_object
+from ..adapters.spec import AdapterSlots
 from ..process.memory import gpu_sizes
 from ..weight_sync.transports.protocol import ReceiverConfig
 from .config import EngineKeys, ModelConfig, ScriptedConfig, engine_batch, engine_dtype, memory_share
@@ -41,6 +42,8 @@ class EngineConfig:
     """Policy version that the engine reports for the weights that it loads from the model's files."""
     receiver: ReceiverConfig | None = None
     """Settings of the receiver of new weights; None when the weights never change."""
+    adapters: AdapterSlots | None = None
+    """Room for adapters; None for an engine whose updates have the weights of the whole model."""
     routes: RouteSpec | None = None
     """Shape of the model's routes, which the engine then records and returns; None to record none."""
     script: str = ""
@@ -92,6 +95,7 @@ def _build_hf(config: EngineConfig) -> GenerationEngine:
         device=config.device,
         max_batch=engine_batch(config.rollout, gpu=config.on_gpu),
         max_model_len=config.max_model_len,
+        adapters=config.adapters,
         **_shared(config),
     )
 
@@ -110,6 +114,7 @@ def _build_vllm(config: EngineConfig) -> GenerationEngine:
             rollout, shared=config.shared_gpu, kept_free=config.kept_free_bytes, gpu_bytes=min(gpu_sizes(), default=0)
         ),
         max_model_len=config.max_model_len,
+        adapters=config.adapters,
         **_shared(config),
         logprobs=rollout.logprobs,
         options=rollout.vllm,

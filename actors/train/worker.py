@@ -192,7 +192,11 @@ class TrainWorker:
         if setup.rank == 0:
             self._specs = self._backend.weight_specs()
             self._publisher = WeightPublisher(
-                setup.sender(address), setup.sync, setup.bucket_bytes, keep_versions=setup.keep_versions
+                setup.sender(address),
+                setup.sync,
+                setup.bucket_bytes,
+                keep_versions=setup.keep_versions,
+                adapter=self._backend.adapter,
             )
             self._parts.callback(self._publisher.close)
             self._publisher.reserve(self._specs)

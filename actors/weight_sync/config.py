@@ -47,6 +47,12 @@ class SyncConfig(Section):
     one, or for an engine's running requests to generate a token. The sync as a whole can take longer, as long as it
     makes progress."""
 
+    adapter: Literal["only", "merged"] = "only"
+    """With `trainer.lora.rank`, what is sent to the engines. `only` sends the adapter's matrices. Engines keep each
+    version of the adapter beside the base model, a request finishes with the version with which it began, and each
+    engine compares the adapter that it serves with the trainer's, whatever `sync.verify` says. `merged` sends the
+    weights of the whole model with the adapter added to them, for engines and models that cannot serve adapters."""
+
     verify: Verify = "off"
     """Weights whose bytes are compared with the trainer's after an engine has loaded a new version, while the engine is
     paused. `sample` compares eight weights, different ones in each version; `full` compares all that the engine keeps

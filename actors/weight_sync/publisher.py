@@ -18,6 +18,7 @@ import torch
 
 from ...codecs.weights.buckets import BucketPlan, plan_buckets, write_piece
 from ...codecs.weights.parameter_digests import DigestTaker, ParameterDigests, sampled_names
+from ..adapters.spec import AdapterSpec
 from .cache import NUM_VERSIONS, BucketCache, CachedVersion
 from .config import SyncConfig
 from .stream import BucketStream, Publication, SendReport
@@ -36,15 +37,23 @@ class WeightPublisher:
     """
 
     def __init__(
-        self, sender: WeightSender, config: SyncConfig, bucket_bytes: int, *, keep_versions: bool = False
+        self,
+        sender: WeightSender,
+        config: SyncConfig,
+        bucket_bytes: int,
+        *,
+        keep_versions: bool = False,
+        adapter: AdapterSpec | None = None,
     ) -> None:
         """Create a publisher that owns `sender` and closes it in `close`.
 
         bucket_bytes: size of a bucket in bytes, a multiple of 64. At most two buckets are in transit at a time.
         keep_versions: whether the last versions are kept in host memory whatever `sync` says, because some versions are
-        not sent to any receiver at first.
+        not sent to any receiver at first. adapter: the adapter whose tensors are published; None if they are those of
+        the whole model. The digests of an adapter's tensors are always kept, whatever `sync.verify` says.
         """
         self._sender = sender
+        self._adapter = adapter
         self._config = config
         self._bucket_bytes = bucket_bytes
         self._cache: BucketCache | None = None
@@ -104,7 +113,8 @@ class WeightPublisher:
                 if self._finished is not None and self._finished.version == version:
                     self._finished = None  # A version that is begun again is incomplete until it is finished.
                 used = None if cached else self._base(base, plan)
-                opened = Publication(self._sender.begin(version, plan, receivers, used), plan, cached)
+                update = replace(self._sender.begin(version, plan, receivers, used), adapter=self._adapter)
+                opened = Publication(update, plan, cached)
             self._opened = opened
             return opened.update
 
@@ -219,12 +229,16 @@ class WeightPublisher:
         return self._planned[1]
 
     def _digest_taker(self, version: int, names: Sequence[str]) -> DigestTaker:
-        if self._config.verify == "sample":
+        if self._config.verify == "sample" and self._adapter is None:
             return DigestTaker(version, sampled_names(names, version))
-        return DigestTaker(version, frozenset(names) if self._config.verify == "full" else ())
+        return DigestTaker(version, frozenset(names) if self._keeps_digests else ())
+
+    @property
+    def _keeps_digests(self) -> bool:
+        return self._config.verify != "off" or self._adapter is not None
 
     def _keep_digests(self, gathered: _Gathered) -> None:
-        if self._config.verify != "off":
+        if self._keeps_digests:
             digests = gathered.digests.result()
             earlier = [kept for kept in self._digests.values() if kept.version != digests.version]
             self._digests = {kept.version: kept for kept in [*earlier[1 - NUM_VERSIONS :], digests]}

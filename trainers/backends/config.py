@@ -12,6 +12,7 @@ from ...actors.engines.config import Attention, RouterReplayConfig, ScriptedConf
 from ...actors.train.topology import Topology
 from ...dataplane.config import Count, CountOrZero, NonNegative, Positive, Section
 from ..losses.config import LossConfig
+from .lora.config import LoraConfig
 
 Head = Literal["auto", "selected", "full"]
 Recompute = Literal["none", "selective", "full"]
@@ -128,6 +129,7 @@ class TrainerConfig(Section):
     each weight the format that it has in the initial model. Checkpoints always keep float32."""
 
     moe: MoeConfig = MoeConfig()
+    lora: LoraConfig = LoraConfig()
     head: Head = "auto"
     """Tokens to which the output layer is applied. `selected` applies it only to the positions whose log-probs are
     wanted. `full` has the model compute all logits, for models that change their logits after the output layer; such a
@@ -163,6 +165,10 @@ class BackendConfig:
     log-probs of the forward pass otherwise. The driver leaves the column out only in the step's first update."""
     columns: tuple[ColumnConfig, ...] = ()
     """User-defined columns of numbers that the loss reads."""
+    adapter: str | None = None
+    """Folder of an adapter in PEFT's format with which training starts; None for a new one."""
+    sends_adapter: bool = False
+    """If true, `weights` yields the adapter's matrices; otherwise those of the model with the adapter added to them."""
     attention: Attention = "auto"
     """Kind of attention of the Hugging Face model, see `ModelConfig.attention`."""
     context: int | None = None

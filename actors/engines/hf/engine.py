@@ -16,6 +16,7 @@ import torch
 
 from ....codecs.tokens.routes import RouteSpec
 from ....codecs.weights.parameter_digests import ParameterDigests, compare_digests
+from ...adapters.spec import AdapterSlots
 from ...process.memory import ProcessMemory, measure
 from ...weight_sync.transports.protocol import ReceiverConfig
 from ..config import Attention
@@ -55,6 +56,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         receiver: ReceiverConfig | None = None,
         version: int = 0,
         routes: RouteSpec | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """Load the model from `path`, a local folder or a hub id.
 

@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 from ....codecs.tokens.routes import RouteSpec
 from ....codecs.weights.parameter_digests import ParameterDigests
+from ...adapters.spec import AdapterSlots
 from ...process.memory import ProcessMemory, available_memory, measure
 from ...weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from ..config import LogprobWay
@@ -73,6 +74,7 @@ class VllmEngine:
         routes: RouteSpec | None = None,
         options: Mapping[str, Any] = types.MappingProxyType({}),
         log: str = "",
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """Start vLLM on `model`, a local folder or a hub id, which takes 5 to 20 s.
 

@@ -20,6 +20,7 @@ import torch
 
 from ....codecs.weights.buckets import BucketPlan
 from ....dataplane.handle import DataPlaneHandle
+from ...adapters.spec import AdapterSpec
 from ..config import SyncConfig
 
 Encoding = Literal["whole", "same", "sparse"]
@@ -58,6 +59,8 @@ class WeightUpdate:
     """Engines that take part. Their worker processes are numbered in this order, one engine after another."""
     timeout_s: float
     """Longest time in seconds that a wait for another process may last without progress."""
+    adapter: AdapterSpec | None = None
+    """The adapter whose tensors are sent; None if the update has the weights of the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
