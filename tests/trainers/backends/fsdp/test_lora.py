@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from headrace.actors.adapters.peft_folder import read_adapter, write_adapter
@@ -34,9 +35,15 @@ from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.lora.config import LoraConfig
 from headrace.trainers.backends.lora.layers import find_targets
 
-pytestmark = pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning")  # PEFT's, for experts
 RANK = 4
 LORA: dict[str, Any] = {"rank": RANK, "lr_factor": 1.0}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def settings(model: str) -> dict[str, Any]:
+    """Return the section `trainer.lora` for a tiny model. PEFT 0.21 takes the names of the MLP's layers of a model with
+    experts for names of its experts, so that only attention is compared there."""
+    return {**LORA, "targets": ATTENTION} if Path(model).name == "moe" else LORA
 
 
 def save_adapter(folder: Path, model: str) -> str:
@@ -44,7 +51,7 @@ def save_adapter(folder: Path, model: str) -> str:
     whole = AutoModelForCausalLM.from_pretrained(model)
     torch.manual_seed(11)
     tensors = {}
-    for name in find_targets(whole, LoraConfig(rank=RANK)):
+    for name in find_targets(whole, LoraConfig.model_validate(settings(model))):
         layer = whole.get_submodule(name)
         first, second = tensor_names(name)
         tensors[first] = torch.randn(RANK, layer.in_features) * 0.2
@@ -77,7 +84,7 @@ def adapters(folder: Path) -> dict[str, str]:
 
 
 def build(model: str, adapter: str | None = None, *, lora: dict[str, Any] | None = None, **changes: Any) -> FsdpBackend:
-    config = backend_config(model, lora={**LORA, **(lora or {})}, adapter=adapter, **{"sends_adapter": True, **changes})
+    config = backend_config(model, lora={**settings(model), **(lora or {})}, adapter=adapter, **{"sends_adapter": True, **changes})
     backend: Any = build_backend(config, 0, 1)
     return backend
 
@@ -178,9 +185,8 @@ def test_checkpoints(folder: Path, tmp_path: Path, adapters: dict[str, str]) -> 
     run_step(backend, [random_rows(0, 8)])
     backend.save(str(tmp_path / "saved"))
     wanted = run_step(backend, [random_rows(1, 8)])
-    size = sum(file.stat().st_size for file in (tmp_path / "saved").rglob("*"))
-    params = sum(value.numel() for value in weights_of(backend).values())
-    assert size < 20 * params + 60_000
+    names = FileSystemReader(str(tmp_path / "saved")).read_metadata().state_dict_metadata
+    assert all("lora" in name for name in names if name.startswith(("model.", "optimizer.")))
     resumed = build(model)
     resumed.load(str(tmp_path / "saved"))
     assert run_step(resumed, [random_rows(1, 8)]) == wanted
@@ -249,7 +255,7 @@ def on_ranks(rank: int, world: int, folder: str, adapters: dict[str, str], names
     found: dict[str, Any] = {}
     for name in names:
         model = name.split()[1]
-        changes = {"lora": LORA, "adapter": adapters[model], "sends_adapter": True}
+        changes = {"lora": settings(model), "adapter": adapters[model], "sends_adapter": True}
         found[name] = run_case(rank, Case(name, changes), folder)
     case = Case("fsdp tied dp2", {"lora": LORA, "adapter": adapters["tied"], "mixed_precision": True})
     with contextlib.closing(case.build(rank, folder)) as backend:
