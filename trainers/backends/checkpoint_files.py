@@ -45,8 +45,9 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, steps: to
     a resumed run takes them from its config.
     """
     state = {STEPS: steps}
-    trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    frozen = {name for name, _ in model.named_parameters()} - trained if trained else set()
+    params = dict(model.named_parameters(remove_duplicate=False))
+    trains = any(param.requires_grad for param in params.values())
+    frozen = {name for name, param in params.items() if trains and not param.requires_grad}
     state |= {f"model.{name}": value for name, value in model.state_dict().items() if name not in frozen}
     for name, param in model.named_parameters():
         state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[param].items()}

@@ -222,6 +222,7 @@ def meaning_problems(config: Config) -> Iterator[str]:
     if config.run.replay is not None:
         yield from replay_problems(config.run, config.validation, config.algorithm, window=config.overlap.window)
     yield from group_problems(config.algorithm, config.advantage)
+    yield from lora_problems(config)
     yield from objective_problems(config.loss, config.advantage, config.reward, config.algorithm.prev_logprobs)
     if config.router_replay.enabled:
         yield from route_problems(config.environment, config.rollout)
@@ -403,6 +404,28 @@ def route_problems(environment: EnvironmentConfig, rollout: RolloutConfig) -> li
         for name, fine in NO_ROUTES_WITH.items()
         if name in rollout.vllm and rollout.vllm[name] not in fine
     ]
+
+
+def lora_problems(config: Config) -> Iterator[str]:
+    """Yield one sentence for each setting that does not go together with an adapter, or that needs one."""
+    trainer, lora = config.trainer, config.trainer.lora
+    if not lora.rank:
+        if config.model.adapter is not None:
+            yield (
+                f"model.adapter: got {config.model.adapter!r} with trainer.lora.rank=0, expected trainer.lora.rank to "
+                "be the rank of that adapter"
+            )
+        return
+    if trainer.moe.bias_update_rate:
+        yield (
+            f"trainer.moe.bias_update_rate: got {trainer.moe.bias_update_rate:g} with trainer.lora.rank={lora.rank}, "
+            "expected 0, because the biases of experts belong to the base, which does not change"
+        )
+    if lora.base != "model" and (trainer.backend != "fsdp" or trainer.topology.world != trainer.dp):
+        yield (
+            f"trainer.lora.base: got {lora.base!r}, expected 'model', or trainer.backend='fsdp' with data parallelism "
+            "alone (trainer.tp, trainer.cp, trainer.pp and trainer.ep at 1)"
+        )
 
 
 def group_problems(algorithm: AlgorithmConfig, advantage: AdvantageConfig) -> Iterator[str]:

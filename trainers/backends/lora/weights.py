@@ -22,9 +22,7 @@ def own_name(name: str) -> str:
     return name.removeprefix(PREFIX)
 
 
-def divided(
-    weights: Iterable[SpreadWeight], *, whole: bool = False
-) -> tuple[list[SpreadWeight], list[SpreadWeight]]:
+def divided(weights: Iterable[SpreadWeight], *, whole: bool = False) -> tuple[list[SpreadWeight], list[SpreadWeight]]:
     """Divide the weights of a model into those of its adapter, under their names in PEFT's format, and those of the
     base. whole: true to have the matrices of the adapter in float32, as they are trained."""
     adapter, base = [], []

@@ -84,7 +84,9 @@ def adapters(folder: Path) -> dict[str, str]:
 
 
 def build(model: str, adapter: str | None = None, *, lora: dict[str, Any] | None = None, **changes: Any) -> FsdpBackend:
-    config = backend_config(model, lora={**settings(model), **(lora or {})}, adapter=adapter, **{"sends_adapter": True, **changes})
+    config = backend_config(
+        model, lora={**settings(model), **(lora or {})}, adapter=adapter, **{"sends_adapter": True, **changes}
+    )
     backend: Any = build_backend(config, 0, 1)
     return backend
 
