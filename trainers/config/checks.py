@@ -48,9 +48,9 @@ def contradictions(config: Config) -> list[str]:
 def cautions(algorithm: AlgorithmConfig, loss: LossConfig, trainer: TrainerConfig, *, window: int) -> list[str]:
     """Return one line for each allowed setting with an effect on training that users may not expect. window: largest
     number of versions by which a row can be older than the policy being trained."""
+    lines = _adapter_lines(trainer)
     if trainer.backend == "scripted" or loss.kind != "reinforce" or loss.correction != "none":
-        return []
-    lines = []
+        return lines
     if window:
         lines.append(
             f"algorithm.mode={algorithm.mode} with loss.kind=reinforce trains on rows of up to {window} older "
@@ -62,6 +62,17 @@ def cautions(algorithm: AlgorithmConfig, loss: LossConfig, trainer: TrainerConfi
             "step move the policy away from its rows; loss.kind=ppo_clip does"
         )
     return lines
+
+
+def _adapter_lines(trainer: TrainerConfig) -> list[str]:
+    """Return a line about the learning rate of an adapter in a list; [] without one."""
+    lora = trainer.lora
+    if not lora.rank:
+        return []
+    return [
+        f"an adapter of rank {lora.rank} (alpha {lora.chosen_alpha:g}) is trained at a learning rate of "
+        f"{lora.lr_factor * trainer.lr:g}, trainer.lora.lr_factor={lora.lr_factor:g} times trainer.lr={trainer.lr:g}"
+    ]
 
 
 @dataclass(frozen=True, slots=True)

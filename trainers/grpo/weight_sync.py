@@ -272,8 +272,9 @@ class WeightSync:
     def _must_be_held(self, engine: Engine) -> bool:
         """Return whether the engine's running requests must end before a transfer begins. This is the case if in_flight
         is `wait` and the engine receives during its commit, because the sender would otherwise wait for these requests.
-        An engine before its first update is assumed to receive during its commit unless `sync.staging` is `full`. Adapters are always received
-        before."""
+        An engine before its first update is assumed to receive during its commit unless `sync.staging` is `full`. An
+        adapter is never received during a commit.
+        """
         if self._adapter:
             return False
         may_join = self._config.staging != "full" if engine.joins is None else engine.joins
