@@ -398,7 +398,9 @@ def _plain(device: torch.device, task: TrainTask, drawn: Sequence[Rows]) -> tupl
         return {}, f"plain torch ran out of memory: {str(error).splitlines()[0]}"
     loss, norm, _ = steps[0]
     seconds = statistics.median(seconds for _, _, seconds in steps[1:])
-    return {"step_s": seconds, "peak_gib": _peak_gib(device), "first_loss": loss, "first_norm": norm}, ""
+    found = {"step_s": seconds, "peak_gib": _peak_gib(device), "first_loss": loss}
+    # Plain torch trains all weights, so that an adapter's gradient has another norm.
+    return found if trainer.lora.rank else {**found, "first_norm": norm}, ""
 
 
 def _wait(device: torch.device) -> None:
