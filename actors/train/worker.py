@@ -191,8 +191,10 @@ class TrainWorker:
         """Publisher of weight updates; None on all ranks except 0."""
         if setup.rank == 0:
             self._specs = self._backend.weight_specs()
-            own = {"keep_versions": setup.keep_versions, "adapter": self._backend.adapter}
-            self._publisher = WeightPublisher(setup.sender(address), setup.sync, setup.bucket_bytes, **own)
+            sender, adapter = setup.sender(address), self._backend.adapter
+            self._publisher = WeightPublisher(
+                sender, setup.sync, setup.bucket_bytes, keep_versions=setup.keep_versions, adapter=adapter
+            )
             self._parts.callback(self._publisher.close)
             self._publisher.reserve(self._specs)
         self._work: _Work | None = None

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.processes
 
 HF, VLLM = ("rollout.engine=hf",), ("rollout.engine=vllm", "rollout.kv_cache=32")
 MEGATRON = ("trainer.backend=megatron", "trainer.packing=packed")
+LORA = ("trainer.lora.rank=4",)
 SHORT = 3
 """Number of steps of the cases that `make test` runs; the others are slow."""
 CASES = {
@@ -42,6 +43,23 @@ CASES = {
     "megatron ep2 moe -> vllm, collective": (
         "moe", (*VLLM, *MEGATRON, "trainer.dp=2", "trainer.ep=2", "sync.transport=collective"), 20,
     ),
+    "fsdp dp2 lora -> 2 hf, collective delta": (
+        "tied",
+        (*HF, *LORA, "trainer.dp=2", "rollout.num_engines=2", "sync.transport=collective", "sync.delta=true"),
+        SHORT,
+    ),
+    "fsdp dp2 ep2 lora of experts -> hf, disk": (
+        "moe", (*HF, *LORA, "trainer.lora.experts=true", "trainer.dp=2", "trainer.ep=2", "sync.transport=disk"), 20,
+    ),
+    "fsdp tp2 lora merged -> hf, ipc": (
+        "untied", (*HF, *LORA, "trainer.tp=2", "sync.adapter=merged", "sync.transport=ipc"), 20,
+    ),
+    "fsdp lora -> hf, store": ("tied", (*HF, *LORA, "sync.transport=store"), 20),
+    "megatron tp2 lora -> hf, ipc": ("tied", (*HF, *LORA, *MEGATRON, "trainer.tp=2", "sync.transport=ipc"), 20),
+    "fsdp lora -> vllm, ipc": ("tied", (*VLLM, *LORA, "sync.transport=ipc"), SHORT),
+    "fsdp tp2 lora -> vllm tp2, collective": (
+        "untied", (*VLLM, *LORA, "trainer.tp=2", "rollout.tp=2", "sync.transport=collective"), 20,
+    ),
     "fsdp moe -> vllm tp2, ipc": ("moe", (*VLLM, "rollout.tp=2", "sync.transport=ipc"), 20),
 }  # fmt: skip
 
@@ -64,6 +82,10 @@ def test_every_engine_has_the_trainers_weights_after_every_sync(tmp_path: Path, 
             report = runs.step(run, state)
             assert (report.version, report.engines, report.left_out) == (number, len(run.actors.engines.engines), 0)
             assert report.gathers == 1, "one gather serves all engines"
+            if run.config.sends_adapter:
+                size, count = runs.adapter_size(tmp_path / "export")
+                assert report.num_bytes == size, "nothing but the adapter is sent"
+                assert report.verified == count * report.engines, "every matrix is compared in every engine"
             model = runs.trainer_model(run, tmp_path / "export")
             for engine in run.actors.engines.engines:
                 answers = runs.engine_logprobs(engine, f"{number}")

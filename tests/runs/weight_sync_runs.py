@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from headrace.actors.adapters.peft_folder import read_adapter
 from headrace.actors.engine_actor import RemoteEngine
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.tests import process_pool
@@ -101,6 +102,12 @@ def trainer_model(started: Run, folder: Path) -> Any:
     """The trainer's present weights as a HF model, by its own export."""
     started.workers.export_model(folder)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def adapter_size(export: Path) -> tuple[int, int]:
+    """The number of bytes in float32, and the number of matrices, of the adapter in an export."""
+    tensors = read_adapter(str(export / "adapter")).tensors.values()
+    return sum(4 * tensor.numel() for tensor in tensors), len(tensors)
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -27,12 +27,13 @@ from ....actors.rollout.config import RolloutConfig
 from ....codecs.tokens.routes import RouteSpec
 from ...backends.config import TrainerConfig
 from ...backends.families.megatron import FAMILIES, require_family
-from ...backends.fsdp.causal_lm import CausalLM
 from ...backends.fsdp.context_parallel import require_splittable
 from ...backends.fsdp.expert_parallel import require_experts
 from ...backends.fsdp.output_checks import head_of
 from ...backends.fsdp.row_checks import token_counts
 from ...backends.hf_model import build_empty
+from ...backends.lora.config import LoraConfig
+from ...backends.lora.layers import find_targets
 from ...backends.model_split import check_split, mesh_problems, resolved_packing
 from ...cluster.gpu_memory import CONTEXT_BYTES, USABLE, GpuMemory, ModelSize, estimate
 from ...config.config import Config
@@ -142,15 +143,20 @@ def _about(hf: Any, model: Any, size: ModelSize) -> Iterator[Finding]:
         within = f"; windows, chunks or scaling of {', '.join(f'{n:,}' for n in counts)} tokens" * bool(counts)
         yield _yes("model", "context", f"{context:,} tokens{within}")
     yield _yes("model", "attention", f"{model.config._attn_implementation} of {name}")
-    names = sorted({part for layer in CausalLM(model, "full").layers() for part in _linear_names(layer)})
-    further = sorted({f"experts.{part}" for module in stacked for part, _ in module.named_parameters()})
-    yield _yes("model", "LoRA targets", ", ".join(names) + (f"; stacked: {', '.join(further)}" * bool(further)))
+    yield _lora_targets(model, stacked)
 
 
-def _linear_names(layer: nn.Module) -> Iterator[str]:
-    for name, part in layer.named_modules():
-        if isinstance(part, nn.Linear):
-            yield name.rpartition(".")[2]
+def _lora_targets(model: Any, stacked: Sequence[nn.Module]) -> Finding:
+    """Return the names of the layers that get an adapter with `trainer.lora.targets=all-linear`, and those of the
+    stacked experts that do with `trainer.lora.experts=true`."""
+    try:
+        names = sorted({name.rpartition(".")[2] for name in find_targets(model, LoraConfig(rank=1))})
+    except ValueError as error:
+        return Finding("model", "LoRA targets", State.NOTE, str(error))
+    further = sorted(
+        {f"experts.{part}" for module in stacked for part, param in module.named_parameters() if param.ndim == 3}
+    )
+    return _yes("model", "LoRA targets", ", ".join(names) + (f"; stacked: {', '.join(further)}" * bool(further)))
 
 
 def _fsdp(trainer: TrainerConfig, model: Any) -> Iterator[Finding]:
