@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.actors.adapters.spec import AdapterSpec
 from headrace.actors.engines.protocol import (
     CommitReport,
     Completion,
@@ -45,8 +46,9 @@ BUCKET_BYTES = 4096
 class Trainer:
     """Train rank 0 without a model: a publisher over `ipc`."""
 
-    def __init__(self, run_id: str, config: SyncConfig) -> None:
-        self._publisher = WeightPublisher(IpcSender(run_id, config.timeout_s), config, BUCKET_BYTES)
+    def __init__(self, run_id: str, config: SyncConfig, adapter: AdapterSpec | None = None) -> None:
+        sender = IpcSender(run_id, config.timeout_s)
+        self._publisher = WeightPublisher(sender, config, BUCKET_BYTES, adapter=adapter)
         self._specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in WEIGHTS.items()}
         self.scale = 1.0
         self.on_weight: Callable[[str], None] = lambda name: None
@@ -170,7 +172,13 @@ class DirectEngine(ScriptedEngine):
 class World:
     """Engines and a trainer, and the driver's sync of them."""
 
-    def __init__(self, config: SyncConfig, kinds: Sequence[type[ScriptedEngine]], latency_s: float) -> None:
+    def __init__(
+        self,
+        config: SyncConfig,
+        kinds: Sequence[type[ScriptedEngine]],
+        latency_s: float,
+        adapter: AdapterSpec | None = None,
+    ) -> None:
         self.cluster = FakeCluster()
         self.config = config
         self._run_id = uuid.uuid4().hex[:8]
@@ -184,9 +192,9 @@ class World:
             for n, process in enumerate(self.processes)
         ]
         self.pool = EnginePool(engines, embedded=False)
-        self.trainer = Trainer(self._run_id, config)
+        self.trainer = Trainer(self._run_id, config, adapter)
         self._worker = TrainHandle(lambda: HostedTrainer(self.trainer), "train worker 0", DriverMeter(), self.cluster)
-        self.sync = WeightSync(config, [self._worker], self.pool, lasting=True)
+        self.sync = WeightSync(config, [self._worker], self.pool, lasting=True, adapter=adapter is not None)
 
     async def _engine(self, kind: type[ScriptedEngine], name: str, latency_s: float) -> ScriptedEngine:
         receiver = ReceiverConfig(name, self.config)
@@ -256,7 +264,15 @@ def noted(events: list[str], event: str, method: Any) -> Any:
 
 
 @contextmanager
-def world(kinds: Sequence[type[ScriptedEngine]], *, latency_s: float = 0.0, **sync: Any) -> Iterator[World]:
-    """A world of engines of these kinds; `sync` are keys of the section."""
-    with closing(World(SyncConfig(**{"staging": "none", "timeout_s": 5.0, **sync}), kinds, latency_s)) as made:
+def world(
+    kinds: Sequence[type[ScriptedEngine]],
+    *,
+    latency_s: float = 0.0,
+    of_adapter: AdapterSpec | None = None,
+    **sync: Any,
+) -> Iterator[World]:
+    """A world of engines of these kinds; `sync` are keys of the section. of_adapter: the adapter whose tensors the
+    weights are."""
+    config = SyncConfig(**{"staging": "none", "timeout_s": 5.0, **sync})
+    with closing(World(config, kinds, latency_s, of_adapter)) as made:
         yield made

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.actors.adapters.spec import AdapterSpec
 from headrace.actors.engines.protocol import CommitReport, KeysAndValues, PauseMode
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.weight_sync.transports.ipc import IpcSender
@@ -73,6 +74,41 @@ def test_nothing_is_compared_unless_asked_for() -> None:
     with world([Changing]) as it:
         it.hosted[0].changes = 1
         assert it.sync.sync(1).verified == 0
+
+
+class Adapting(ScriptedEngine):
+    """It keeps the modes of its pauses and commits, and its memory changes after the first load."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.modes: list[tuple[str, ...]] = []
+
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        self.modes.append((mode,))
+        await super().pause(mode)
+
+    async def commit_weights(
+        self, version: int, in_flight: PauseMode = "wait", kv: KeysAndValues = "recompute"
+    ) -> CommitReport:
+        damages = not any(len(mode) == 2 for mode in self.modes)
+        self.modes.append((in_flight, kv))
+        report = await super().commit_weights(version, in_flight, kv)
+        if damages:
+            self.loaded["v"] = self.loaded["v"] + 1
+        return report
+
+
+@pytest.mark.parametrize(("in_flight", "of_commit"), [("wait", "keep"), ("keep", "keep"), ("abort", "abort")])
+def test_an_adapter_is_always_compared_and_no_request_is_waited_for(in_flight: str, of_commit: str) -> None:
+    """Engines are frozen until the new version of an adapter is compared, and keep the requests in flight."""
+    adapter = AdapterSpec(rank=4, alpha=8.0, base="0" * 32)
+    with world([Adapting], of_adapter=adapter, in_flight=in_flight, verify="off") as it:
+        report = it.sync.sync(1)
+        assert (report.engines, report.left_out, report.verified) == (1, 0, len(WEIGHTS))
+        it.expect(1, 1.0)
+        modes = it.hosted[0].modes
+        assert [mode for mode in modes if len(mode) == 2] == [(of_commit, "keep")] * 2, "the damaged one came again"
+        assert ("wait",) not in modes
 
 
 def test_weights_damaged_in_the_cache_are_found_when_an_engine_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
