@@ -6,9 +6,8 @@
     verify    the tensors as sent against the trainer's digests, the slot against those tensors, then a probe
     remove    at a later commit, once the last request of the version has ended
 
-vLLM would read an adapter from files when it is first asked for. Here its worker gets the tensors from `AdapterStore`,
-in the same thread that runs the model, so that a slot never changes during a step. vLLM removes the least recently used
-adapter when it has no room. `HeldAdapters` never lets that happen, and `AdapterStore` raises an error if it does.
+vLLM would read an adapter from files. Here it gets the tensors from `AdapterStore`, in the thread that runs the model,
+so that no slot changes during a step. Where vLLM would silently remove an adapter to make room, that is an error.
 """
 
 from __future__ import annotations
@@ -26,25 +25,12 @@ from ...adapters.base_digest import base_digest
 from ...adapters.spec import PARTS, AdapterSlots, AdapterSpec, module_pairs, tensor_names
 from ...weight_sync.transports.protocol import WeightUpdate
 from . import library
-from .process import VerifyReport, VllmProcess
+from .process import HeldAdapter, VerifyReport, VllmProcess
 from .weight_names import WeightNames
 
 FIRST_NUMBER = 1001
 """Number of the first adapter in vLLM. Lower numbers are those of the adapters with which vLLM warms up."""
 PROBE_TOKENS = 16
-
-
-@dataclass(slots=True, eq=False)
-class HeldAdapter:
-    """A version of an adapter that has a slot in vLLM."""
-
-    version: int
-    number: int
-    """Id of this version in vLLM. It is never used again, not even for the same version."""
-    request: Any
-    """vLLM's reference to the adapter (LoRARequest)."""
-    num_requests: int = 0
-    """Number of requests that began with this version and have not ended."""
 
 
 def check_slots(slots: AdapterSlots) -> None:
@@ -101,11 +87,6 @@ class HeldAdapters:
             held.num_requests -= 1
 
     @property
-    def num_busy(self) -> int:
-        """Number of requests that use an adapter."""
-        return sum(held.num_requests for held in self._held)
-
-    @property
     def full(self) -> bool:
         """True if no slot is free."""
         return len(self._held) >= self._slots.count
@@ -121,7 +102,7 @@ class HeldAdapters:
 
     async def serve(self, held: HeldAdapter) -> None:
         """Make vLLM copy the staged tensors into a slot, and put the version into service."""
-        if not await self._process.add_adapter(held.request):
+        if not await self._process.add_adapter(held):
             raise RuntimeError(f"vLLM did not take the adapter of version {held.version}")
         self.current = held
 
@@ -143,7 +124,7 @@ class HeldAdapters:
         the log-prob of the most probable next token is the same."""
         size = min(PROBE_TOKENS, self._process.context - 1)
         prompt = [(7 * place + 3) % self._process.vocab_size for place in range(size)]
-        changed, base = await asyncio.gather(*(self._process.probe(prompt, one) for one in (held.request, None)))
+        changed, base = await asyncio.gather(*(self._process.probe(prompt, one) for one in (held, None)))
         if changed == base:
             token, logprob = base
             raise RuntimeError(
@@ -236,7 +217,8 @@ class AdapterStore:
         if kept is None or kept.model is None:
             why = "was never staged in this worker" if kept is None else "was removed from its slot while in use"
             raise RuntimeError(f"adapter {request.lora_name!r} (number {request.lora_int_id}) {why}")
-        if len(others := self._manager.list_adapters()) >= self._manager.lora_config.max_loras:
+        count = self._manager.lora_config.max_loras - library.spare_slots()
+        if len(others := self._manager.list_adapters()) >= count:
             raise RuntimeError(f"adapter {request.lora_name!r}: all slots are taken, by the numbers {sorted(others)}")
         model, kept.model = kept.model, None
         return model

@@ -38,10 +38,10 @@ from ..protocol import (
 )
 from ..tokenizer import find_tokenizer
 from . import library
-from .adapter_slots import HeldAdapter, HeldAdapters, check_slots
+from .adapter_slots import HeldAdapters, check_slots
 from .logprobs import LogprobTaker
 from .options import check_cache, default_on_cpu, token_bytes
-from .process import LOOK_S, ProcessSettings, VllmProcess
+from .process import LOOK_S, HeldAdapter, ProcessSettings, VllmProcess
 from .requests import BusyClock, RequestChecks, RunningRequest, completion, reported_routes
 from .weight_names import WeightNames
 from .worker_orders import WeightUpdates
@@ -280,14 +280,13 @@ class VllmEngine:
         params: library.SamplingParams,
         routes_from: int,
     ) -> Completion:
-        versions, held = self._process.versions, request.adapter
-        adapter, version = (None, None) if held is None else (held.request, held.version)
-        versions.open(sample_id, version)
+        versions, adapter = self._process.versions, request.adapter
+        versions.open(sample_id, None if adapter is None else adapter.version)
         final, taken = None, params.logprobs is not None  # If log-probs were requested from vLLM, its output has them.
         try:
             # An abort may have come before this task started, when vLLM did not know the id yet.
             while final is None and not request.aborted.is_set() and not request.withdrawn:
-                async for output in self._process.generate(sample_id, prompt, params, adapter, version):
+                async for output in self._process.generate(sample_id, prompt, params, adapter):
                     final = output.outputs[0]
                 if sample_id in self._anew:
                     self._anew.discard(sample_id)
@@ -393,9 +392,7 @@ class VllmEngine:
                 for request in running:
                     await request.done.wait()
             if not all(request.done.is_set() for request in running):
-                await self._process.pause()
-                self._frozen = True
-                self._busy.change(paused=True)
+                await self._set_frozen(True)
         running = [request for request in running if not request.done.is_set()]
         if mode == "abort":
             await self._end(running)
@@ -407,9 +404,7 @@ class VllmEngine:
         if self._flowing.is_set() or self._held or self._asleep or self._partial or self._dropped:
             return
         if self._frozen:
-            await self._process.resume()
-            self._frozen = False
-            self._busy.change(paused=False)
+            await self._set_frozen(False)
         self._flowing.set()
 
     async def reset_prefix_cache(self) -> None:
@@ -455,7 +450,8 @@ class VllmEngine:
 
         An adapter gets a slot beside the older versions. Requests in flight finish with the version with which they
         began, and no request is stopped, unless `in_flight` is `abort`. If all slots are taken, the call waits until
-        the requests of an old version have ended; those of a paused engine run on meanwhile.
+        the requests of an old version have ended; those of a paused engine run on meanwhile. When whole weights replace
+        the base, requests with an adapter begin again.
         """
         self._expect_alive(f"weights of version {version}")
         expect_pause_mode(in_flight)
@@ -471,13 +467,8 @@ class VllmEngine:
             self._updates.expect(version)
             if self._updates.is_adapter:
                 return await self._commit_adapter(version, in_flight)
-            keeps = in_flight == "keep" or (in_flight == "wait" and self._frozen)
-            if keeps and self._adapters is not None and self._adapters.num_busy:
-                raise ValueError(
-                    f"weights: version {version} is a new base, which would change under the {self._adapters.num_busy} "
-                    "requests with an adapter that are in flight; expected none, or in_flight=abort"
-                )
             kept, aborted = await self._freeze(in_flight)
+            await self._withdraw([one for one in self._in_flight.values() if one.adapter is not None])
             stopped = time.perf_counter()
             if self._updates.prepared != version:  # The version was dropped while the engine froze.
                 await self._thaw()
@@ -503,7 +494,7 @@ class VllmEngine:
 
     async def _commit_adapter(self, version: int, in_flight: PauseMode) -> CommitReport:
         """Put the prepared adapter into service beside the older ones."""
-        adapters = self._adapters
+        adapters, self._unproven = self._adapters, None
         assert adapters is not None
         running = [request for request in self._in_flight.values() if request.submitted]
         aborted = len(running) if in_flight == "abort" else 0
@@ -539,24 +530,24 @@ class VllmEngine:
         paused engine still wait."""
         frozen = self._frozen
         if frozen:
-            await self._process.resume()
-            self._frozen = False
-            self._busy.change(paused=False)
+            await self._set_frozen(False)
         try:
             yield
         finally:
             if frozen and not self._closed and not self.died:
-                await self._process.pause()
-                self._frozen = True
-                self._busy.change(paused=True)
+                await self._set_frozen(True)
+
+    async def _set_frozen(self, frozen: bool) -> None:
+        await (self._process.pause() if frozen else self._process.resume())
+        self._frozen = frozen
+        self._busy.change(paused=frozen)
 
     async def verify_weights(self, digests: ParameterDigests) -> int:
         """Make each worker compare its weights with the trainer's. Returns the smallest number of weights that a worker
         has compared: `ModelLoader.served` says which weights can be compared.
 
-        For an adapter, the worker compares its tensors as sent, and what vLLM has made of them in the slot. Then a
-        fixed prompt must have another log-prob than with the base alone, unless all matrices B are zero. An engine that
-        sleeps compares that when it wakes.
+        An adapter's tensors are compared as sent and as vLLM keeps them in the slot. Then a fixed prompt must have
+        another log-prob than with the base alone, unless all matrices B are zero; a sleeping engine checks this later.
         """
         self._expect_alive(f"weights of version {digests.version}")
         return await self._alone(self._verify(digests))

@@ -56,11 +56,7 @@ OWN_VALUES: Mapping[str, str] = {
     "enable_log_requests": "Headrace submits requests without vLLM's server",
     "aggregate_engine_logging": "nothing reads vLLM's own statistics",
     **dict.fromkeys(
-        (
-            *("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
-            *("fully_sharded_loras", "default_mm_loras", "enable_tower_connector_lora"),
-            *("enable_mixed_moe_lora_format", "enable_moe_shared_loras"),
-        ),
+        ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
         "Headrace brings adapters itself, as trainer.lora and sync.adapter say",
     ),
 }

@@ -80,6 +80,19 @@ class LoadReport:
     """True if the load failed because the version did not arrive completely."""
 
 
+@dataclass(slots=True, eq=False)
+class HeldAdapter:
+    """A version of an adapter that has a slot in vLLM."""
+
+    version: int
+    number: int
+    """Id of this version in vLLM. It is never used again, not even for the same version."""
+    request: Any
+    """vLLM's reference to the adapter (LoRARequest)."""
+    num_requests: int = 0
+    """Number of requests that began with this version and have not ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
     """Settings with which vLLM runs a model."""
@@ -188,34 +201,31 @@ class VllmProcess:
         request_id: str,
         prompt: list[int],
         params: library.SamplingParams,
-        adapter: Any = None,
-        version: int | None = None,
+        adapter: HeldAdapter | None = None,
     ) -> AsyncGenerator[Any, None]:
         """Submit one request and yield vLLM's outputs. The request uses only cached prefixes of requests that were
-        submitted under the same weights. Raises library.EngineDeadError when vLLM's engine process has died.
-
-        adapter: vLLM's reference to the request's adapter, of weight version `version`; None for the base alone.
-        """
-        salt = f"weights {self.versions.current if version is None else version}"
+        submitted under the same weights. adapter: None for the base alone. Raises library.EngineDeadError when vLLM's
+        engine process has died."""
+        salt = f"weights {self.versions.current if adapter is None else adapter.version}"
         # vLLM's renderer makes prompts of this form.
         tokens: Any = {"type": "token", "prompt_token_ids": prompt, "cache_salt": salt}
-        return self.llm.generate(tokens, params, request_id, lora_request=adapter)
+        return self.llm.generate(tokens, params, request_id, lora_request=adapter and adapter.request)
 
-    async def add_adapter(self, adapter: Any) -> bool:
-        """Make vLLM load an adapter into a slot, between two steps. adapter: vLLM's reference to it. Returns whether it
-        did."""
-        return await self._bounded("add_lora", self.llm.add_lora(adapter))
+    async def add_adapter(self, adapter: HeldAdapter) -> bool:
+        """Make vLLM load an adapter into a slot, between two steps. Returns whether it did."""
+        return await self._bounded("add_lora", self.llm.add_lora(adapter.request))
 
-    async def probe(self, prompt: list[int], adapter: Any) -> tuple[int, float]:
-        """Return the most probable token after `prompt`, and its log-prob. It uses no cached prefix. adapter: vLLM's
-        reference to an adapter; None for the base alone. vLLM must not be paused."""
+    async def probe(self, prompt: list[int], adapter: HeldAdapter | None) -> tuple[int, float]:
+        """Return the most probable token after `prompt`, and its log-prob. It uses no cached prefix. adapter: None for
+        the base alone. vLLM must not be paused."""
         self._num_probes += 1
         name = f"probe {self._num_probes}"
         params = library.SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, ignore_eos=True, detokenize=False)
         tokens: Any = {"type": "token", "prompt_token_ids": prompt, "cache_salt": name}
 
         async def answer() -> tuple[int, float]:
-            [output] = [one async for one in self.llm.generate(tokens, params, name, lora_request=adapter)]
+            request = adapter and adapter.request
+            [output] = [one async for one in self.llm.generate(tokens, params, name, lora_request=request)]
             (token,) = output.outputs[0].token_ids
             return token, output.outputs[0].logprobs[0][token].logprob
 
@@ -404,10 +414,11 @@ def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs
     if settings.routes:
         given |= {**library.route_arguments(), "scheduler_cls": SCHEDULER}
     if settings.adapters is not None:
+        count = settings.adapters.count + library.spare_slots()
         given |= {
             "enable_lora": True,
-            "max_loras": settings.adapters.count,
-            "max_cpu_loras": settings.adapters.count,
+            "max_loras": count,
+            "max_cpu_loras": count,
             "max_lora_rank": library.lora_rank(settings.adapters.rank),
             "lora_target_modules": list(settings.adapted),
         }

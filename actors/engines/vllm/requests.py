@@ -14,7 +14,7 @@ from ..protocol import Completion, EngineStats, SamplingParams
 from ..stop_tokens import end_tokens, resolve_stops
 from ..token_sampling import checked_prompt, row_keys
 from . import library
-from .adapter_slots import HeldAdapter
+from .process import HeldAdapter
 
 _REASONS = ("stop", "length", "abort")
 

@@ -158,7 +158,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
                     self._inbox.read_ahead()
             elif order.load is not None:
                 self._begun = partial(link.answer, order)
-                link.answer(order, report=self._stage(order) if order.adapter else self._load(order.load))
+                link.answer(order, report=self._load(order.load, order.adapter))
                 self.loader.look()
             elif order.verify is not None:
                 link.answer(order, verified=self._verify(order.verify, order.adapter))
@@ -198,44 +198,41 @@ class StagedWeightEngine(library.WeightTransferEngine):
         self._state = state
         return state
 
-    def _load(self, version: int) -> LoadReport:
+    def _load(self, version: int, adapter: int) -> LoadReport:
         """Load a prepared version and report the outcome. If loading fails halfway, the report names the error, and the
-        model holds a mix of two versions."""
+        model holds a mix of two versions. adapter: number of an adapter, which is only staged; 0 for whole weights."""
         started = time.perf_counter()
         error, in_transfer = "", False
         try:
             # The last step of requests that have ended can still be running, but its tokens are dropped.
-            self.start_weight_update()
-            self.receive_weights(StagedVersion(version))
-            self.finish_weight_update()
+            if adapter:
+                self._stage(version, adapter)
+            else:
+                self.start_weight_update()
+                self.receive_weights(StagedVersion(version))
+                self.finish_weight_update()
             inbox, _ = self._opened()
             inbox.committed(version)
             self._update = None
         except Exception as failure:  # The engine raises the error, for all workers at once.
             error, in_transfer = f"{type(failure).__name__}: {failure}", isinstance(failure, WeightTransferError)
             try:
-                self.loader.abandon()
+                if not adapter:
+                    self.loader.abandon()
             except Exception as another:
                 error += f"; and on giving up {type(another).__name__}: {another}"
-        return LoadReport(time.perf_counter() - started, self.loader.way, error, in_transfer)
+        way = "adapter" if adapter else self.loader.way
+        return LoadReport(time.perf_counter() - started, way, error, in_transfer)
 
-    def _stage(self, order: Order) -> LoadReport:
-        """Stage a prepared adapter for vLLM, and report the outcome."""
-        started, error = time.perf_counter(), ""
-        try:
-            inbox, _ = self._opened()
-            staged, update = inbox.staged, self._update
-            if staged is None or staged.version != order.load or update is None or update.adapter is None:
-                raise ValueError(f"adapter: version {order.load} was not prepared; {self._state.describe()}")
-            with torch.no_grad():
-                self._store().stage(order.adapter, staged.version, update.adapter, staged.named)
-            if self._stream is not None:
-                self._stream.synchronize()
-            inbox.committed(staged.version)
-            self._update = None
-        except Exception as failure:  # The engine raises the error, for all workers at once.
-            error = f"{type(failure).__name__}: {failure}"
-        return LoadReport(time.perf_counter() - started, "adapter", error)
+    def _stage(self, version: int, number: int) -> None:
+        """Stage a prepared adapter for vLLM, which will know it by `number`."""
+        staged, update = self._opened()[0].staged, self._update
+        if staged is None or staged.version != version or update is None or update.adapter is None:
+            raise ValueError(f"adapter: version {version} was not prepared; {self._state.describe()}")
+        with torch.no_grad():
+            self._store().stage(number, version, update.adapter, staged.named)
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _verify(self, digests: ParameterDigests, adapter: int) -> VerifyReport:
         """Compare the weights in service with the digests; those of an adapter if its number is not 0."""

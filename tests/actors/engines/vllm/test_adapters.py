@@ -107,6 +107,8 @@ def test_an_adapter_is_served_as_the_merged_weights_and_its_files_are_never_read
     async def main() -> None:
         engine, nothing = adapted.engine, adapted.adapter(1)
         base = await engine.generate("same", PROMPT, SHORT)
+        greedy = SamplingParams(max_new_tokens=400, temperature=0.0)
+        beside = asyncio.create_task(engine.generate("beside", PROMPT, greedy))
         assert {int(version) for one in base for version in one.versions} == {0}
         for name in nothing:
             if "lora_B" in name:
@@ -123,6 +125,7 @@ def test_an_adapter_is_served_as_the_merged_weights_and_its_files_are_never_read
         assert await engine.verify_weights(adapted.digests(version, named)) == len(named)
         for index, prompt in enumerate((PROMPT, LONG_PROMPT)):
             adapted.expect(prompt, await engine.generate(f"{index}", prompt, SHORT), named, version)
+        adapted.expect(PROMPT, await beside, {}, 0)  # Its steps were shared with requests of the adapter.
         library = importlib.import_module("headrace.actors.engines.vllm.library")
         assert not os.path.exists(library.adapter_request("any", 1).lora_path)
 
