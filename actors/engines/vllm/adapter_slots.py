@@ -154,14 +154,14 @@ class AdapterStore:
         self._manager = manager
         self._names = names
         parts = library.adapter_parts(manager)
-        self._modules = [name for name in names.linear if library.adapter_part(manager, tensor_names(name)[0]) in parts]
+        self._linear = [name for name in names.linear if library.adapter_part(manager, tensor_names(name)[0]) in parts]
         self._kept: dict[int, KeptAdapter] = {}
         manager.remove_all_adapters()
         manager._load_adapter = self._hand_over
 
     def check(self, named: Mapping[str, torch.Tensor], spec: AdapterSpec) -> None:
         """Raise ValueError, which names a tensor, if the adapter does not fit the model or is not finite."""
-        for module, (first, second) in module_pairs(named, spec.rank, self._modules).items():
+        for module, (first, second) in module_pairs(named, spec.rank, self._linear).items():
             expected = self._names.shape(f"{module}.weight")
             if (len(second), first.shape[1]) != expected:
                 raise ValueError(

@@ -86,9 +86,8 @@ class VllmEngine:
         prompt and its completion together; None takes the model's own limit. receiver: settings with which new weights
         are received; None if the weights never change. version: policy version of the weights that are loaded at the
         start. logprobs: way in which log-probs come from the workers, see `rollout.logprobs`. routes: shape of the
-        model's routes, which vLLM then records; None to record none. options: further
-        arguments of vLLM's AsyncEngineArgs, by name. log: path of the file that receives the output of vLLM's
-        processes; "" for none. adapters: room for adapters; None if all updates have the weights of the whole model.
+        model's routes, which vLLM then records; None to record none. options: further arguments of AsyncEngineArgs, by
+        name. log: file for the output of vLLM's processes; "" for none. adapters: room for adapters; None for none.
 
         Raises ValueError if there is no such model, vLLM cannot run it, an option is wrong or the KV cache is too small
         for one sequence, and RuntimeError with vLLM's own words if its processes do not start.
@@ -107,8 +106,7 @@ class VllmEngine:
             adapters=adapters,
             log=log,
         )
-        self._routes = routes
-        settings = _checked(settings, cpu=library.on_cpu())
+        self._routes, settings = routes, _checked(settings, cpu=library.on_cpu())
         tokenizer = find_tokenizer(model)  # A tokenizer that cannot be loaded is an error before processes start.
         self._process = process = VllmProcess(settings, version)
         self._checks = RequestChecks(
