@@ -248,8 +248,10 @@ class WeightInbox:
         return self._receivers[kind]
 
     def _choose(self, update: WeightUpdate, stream: Stream) -> Staging:
-        """Return the staging to use, `full` or `none`. At the first update, `auto` becomes `full` if `_has_room`, else
-        `none`."""
+        """Return the staging to use, `full` or `none`; `full` for adapters. At the first update with whole weights,
+        `auto` becomes `full` if `_has_room`, else `none`."""
+        if update.adapter is not None:
+            return "full"  # Adapters are small, and the engine goes on with the old one.
         if self._chosen is None:
             self._chosen = self._config.sync.staging
             if self._chosen == "auto":

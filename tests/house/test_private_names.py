@@ -59,6 +59,9 @@ NAMES: dict[str, dict[str, str]] = {
         "_webui_url": "trainers/cluster/test_ray_cluster.py",
     },
     "vllm": {
+        "_adapter_manager": "actors/engines/vllm/test_adapters.py",
+        "_create_merged_loras_inplace": "actors/engines/vllm/test_adapters.py",
+        "_load_adapter": "actors/engines/vllm/test_adapters.py",
         "_registry": "actors/engines/vllm/test_weights.py",
         "_re_block_ids": "actors/engines/vllm/test_step_outputs.py",
         "_run_output_handler": "actors/engines/vllm/test_engine.py",

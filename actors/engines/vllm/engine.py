@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 import types
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -37,9 +38,10 @@ from ..protocol import (
 )
 from ..tokenizer import find_tokenizer
 from . import library
+from .adapter_slots import HeldAdapters, check_slots
 from .logprobs import LogprobTaker
 from .options import check_cache, default_on_cpu, token_bytes
-from .process import LOOK_S, ProcessSettings, VllmProcess
+from .process import LOOK_S, HeldAdapter, ProcessSettings, VllmProcess
 from .requests import BusyClock, RequestChecks, RunningRequest, completion, reported_routes
 from .weight_names import WeightNames
 from .worker_orders import WeightUpdates
@@ -84,9 +86,8 @@ class VllmEngine:
         prompt and its completion together; None takes the model's own limit. receiver: settings with which new weights
         are received; None if the weights never change. version: policy version of the weights that are loaded at the
         start. logprobs: way in which log-probs come from the workers, see `rollout.logprobs`. routes: shape of the
-        model's routes, which vLLM then records; None to record none. options: further
-        arguments of vLLM's AsyncEngineArgs, by name. log: path of the file that receives the output of vLLM's
-        processes; "" for none.
+        model's routes, which vLLM then records; None to record none. options: further arguments of AsyncEngineArgs, by
+        name. log: file for the output of vLLM's processes; "" for none. adapters: room for adapters; None for none.
 
         Raises ValueError if there is no such model, vLLM cannot run it, an option is wrong or the KV cache is too small
         for one sequence, and RuntimeError with vLLM's own words if its processes do not start.
@@ -102,10 +103,10 @@ class VllmEngine:
             max_model_len=max_model_len,
             options=options,
             routes=routes is not None,
+            adapters=adapters,
             log=log,
         )
-        self._routes = routes
-        settings = _checked(settings, cpu=library.on_cpu())
+        self._routes, settings = routes, _checked(settings, cpu=library.on_cpu())
         tokenizer = find_tokenizer(model)  # A tokenizer that cannot be loaded is an error before processes start.
         self._process = process = VllmProcess(settings, version)
         self._checks = RequestChecks(
@@ -113,7 +114,8 @@ class VllmEngine:
         )
         several = "speculative decoding samples several tokens at once" if "speculative_config" in options else ""
         self._logprobs = LogprobTaker(self._process, logprobs, several)
-        self._updates = WeightUpdates(self._process, model, receiver, tp)
+        self._updates = WeightUpdates(self._process, model, receiver, tp, adapters=adapters is not None)
+        self._adapters = HeldAdapters(process, adapters, model) if adapters is not None else None
         self._tp = tp
         self._version = version
         self._begin()
@@ -132,6 +134,10 @@ class VllmEngine:
         self._dropped = ""  # If the engine holds no weights, this is the reason, and requests are refused.
         # If the weights mix two versions, this is the reason, and requests wait for the next complete version.
         self._partial = ""
+        # If the base itself mixes two versions, this is the reason, and adapters are refused.
+        self._mixed = ""
+        self._unproven: HeldAdapter | None = None
+        """Adapter that is to be probed when the engine wakes; None for none."""
         self._death: asyncio.Task[None] | None = None
         self.stats = EngineStats()
         self._busy = BusyClock(self.stats)
@@ -213,18 +219,34 @@ class VllmEngine:
         prompt, params = self._checks.checked(request_id, prompt_ids, params)
         request = self._in_flight[request_id] = RunningRequest(request_id, params.n)
         try:
-            await request.admitted(self._flowing)
-            self._expect_usable(f"request {request_id!r}")
-            if request.submitted:
-                completions = await self._samples(request, prompt, params)
-            else:
-                completions = [Completion.empty() for _ in range(params.n)]
+            completions = None
+            while completions is None:
+                await request.admitted(self._flowing)
+                self._expect_usable(f"request {request_id!r}")
+                completions = await self._run(request, prompt, params)
         finally:
             del self._in_flight[request_id]
             request.done.set()
         self.stats.batches += 1
         self.stats.rows += params.n
         self.stats.tokens += sum(len(one.token_ids) for one in completions)
+        return completions
+
+    async def _run(self, request: RunningRequest, prompt: list[int], params: SamplingParams) -> list[Completion] | None:
+        """Return the completions of an admitted request; None if it was withdrawn and must begin again."""
+        if not request.submitted:
+            return [Completion.empty() for _ in range(params.n)]
+        if self._adapters is None:
+            return await self._samples(request, prompt, params)
+        held = request.adapter = self._adapters.begin()
+        try:
+            completions = await self._samples(request, prompt, params)
+        finally:
+            self._adapters.end(held)
+            request.adapter = None
+        if request.withdrawn and not request.aborted.is_set():
+            request.submitted = request.withdrawn = False
+            return None
         return completions
 
     async def _samples(self, request: RunningRequest, prompt: list[int], params: SamplingParams) -> list[Completion]:
@@ -256,13 +278,13 @@ class VllmEngine:
         params: library.SamplingParams,
         routes_from: int,
     ) -> Completion:
-        versions = self._process.versions
-        versions.open(sample_id)
+        versions, adapter = self._process.versions, request.adapter
+        versions.open(sample_id, None if adapter is None else adapter.version)
         final, taken = None, params.logprobs is not None  # If log-probs were requested from vLLM, its output has them.
         try:
             # An abort may have come before this task started, when vLLM did not know the id yet.
-            while final is None and not request.aborted.is_set():
-                async for output in self._process.generate(sample_id, prompt, params):
+            while final is None and not request.aborted.is_set() and not request.withdrawn:
+                async for output in self._process.generate(sample_id, prompt, params, adapter):
                     final = output.outputs[0]
                 if sample_id in self._anew:
                     self._anew.discard(sample_id)
@@ -294,6 +316,15 @@ class VllmEngine:
             await self._process.llm.abort(waiting)
             await asyncio.sleep(0.02 if self._anew else 0)
             self._expect_alive("samples without tokens")
+
+    async def _withdraw(self, requests: Sequence[RunningRequest]) -> None:
+        """Take requests back from vLLM. They begin again, from their prompts, when the engine accepts requests."""
+        for request in requests:
+            request.withdrawn = True
+        while running := [one for one in requests if one.withdrawn and not one.done.is_set()]:
+            await self._process.llm.abort([sample for one in running for sample in one.sample_ids])
+            await asyncio.sleep(0.02)
+            self._expect_alive("requests of a wrong adapter")
 
     async def abort(self, request_id: str) -> None:
         if (request := self._in_flight.get(request_id)) is not None:
@@ -359,9 +390,7 @@ class VllmEngine:
                 for request in running:
                     await request.done.wait()
             if not all(request.done.is_set() for request in running):
-                await self._process.pause()
-                self._frozen = True
-                self._busy.change(paused=True)
+                await self._set_frozen(True)
         running = [request for request in running if not request.done.is_set()]
         if mode == "abort":
             await self._end(running)
@@ -373,9 +402,7 @@ class VllmEngine:
         if self._flowing.is_set() or self._held or self._asleep or self._partial or self._dropped:
             return
         if self._frozen:
-            await self._process.resume()
-            self._frozen = False
-            self._busy.change(paused=False)
+            await self._set_frozen(False)
         self._flowing.set()
 
     async def reset_prefix_cache(self) -> None:
@@ -393,9 +420,15 @@ class VllmEngine:
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
         """Make the workers receive and verify `update`, while the engine keeps serving the old version.
 
+        An adapter (`update.adapter`) is always staged, and refused if it does not fit the engine's base or slots.
         Cancelling the call stops the transfer.
         """
         self._expect_alive(f"weights of version {update.version}")
+        if update.adapter is not None:
+            if self._adapters is None or self._mixed:
+                why = self._mixed or "the engine was started without room for adapters"
+                raise ValueError(f"adapter: version {update.version} cannot be taken, because {why}")
+            await self._adapters.check(update, update.adapter)
         return await self._updates.prepare(update, lambda: -1 if self._partial or self._dropped else self._version)
 
     async def commit_weights(
@@ -412,6 +445,11 @@ class VllmEngine:
         allocates only the memory of its weights; `wake` allocates the rest. If the load fails (WeightTransferError
         without staging, else EngineBroken), requests in flight and new ones wait until a later version is loaded
         completely, so that no token is generated with a mix of two versions.
+
+        An adapter gets a slot beside the older versions. Requests in flight finish with the version with which they
+        began, and no request is stopped, unless `in_flight` is `abort`. If all slots are taken, the call waits until
+        the requests of an old version have ended; those of a paused engine run on meanwhile. When whole weights replace
+        the base, requests with an adapter begin again.
         """
         self._expect_alive(f"weights of version {version}")
         expect_pause_mode(in_flight)
@@ -425,7 +463,10 @@ class VllmEngine:
                 return CommitReport(version, 0.0, 0.0, 0, 0)
             started = time.perf_counter()
             self._updates.expect(version)
+            if self._updates.is_adapter:
+                return await self._commit_adapter(version, in_flight)
             kept, aborted = await self._freeze(in_flight)
+            await self._withdraw([one for one in self._in_flight.values() if one.adapter is not None])
             stopped = time.perf_counter()
             if self._updates.prepared != version:  # The version was dropped while the engine froze.
                 await self._thaw()
@@ -443,13 +484,69 @@ class VllmEngine:
             except Exception as error:
                 raise await self._break(version, error) from error
             loaded = time.perf_counter()
-            self._version, self._partial, self._dropped = version, "", ""
+            if self._adapters is not None:
+                self._adapters.current = None
+            self._version, self._partial, self._dropped, self._mixed = version, "", "", ""
             await self._thaw()
             return CommitReport(version, stopped - started, loaded - stopped, kept, aborted)
 
+    async def _commit_adapter(self, version: int, in_flight: PauseMode) -> CommitReport:
+        """Put the prepared adapter into service beside the older ones."""
+        adapters, self._unproven = self._adapters, None
+        assert adapters is not None
+        running = [request for request in self._in_flight.values() if request.submitted]
+        aborted = len(running) if in_flight == "abort" else 0
+        if aborted:
+            await self._end(running)
+        await adapters.remove_old()
+        if adapters.full:
+            async with self._vllm_running():
+                while adapters.full:
+                    self._expect_alive(f"weights of version {version}")
+                    await asyncio.sleep(0.01)
+                    await adapters.remove_old()
+        self._updates.expect(version)
+        started = time.perf_counter()
+        held = adapters.new(version)
+        try:
+            if self._asleep and self._process.can_sleep:
+                await self._process.wake("weights")
+            await self._updates.load(version, adapter=held.number)
+            await adapters.serve(held)
+        except Exception as error:
+            await self._freeze("keep")
+            raise await self._break(version, error, held) from error
+        self._version, self._partial, self._dropped = version, "", ""
+        await adapters.remove_old()
+        await self._thaw()
+        kept = sum(not request.done.is_set() for request in running)
+        return CommitReport(version, 0.0, time.perf_counter() - started, kept, aborted)
+
+    @asynccontextmanager
+    async def _vllm_running(self) -> AsyncIterator[None]:
+        """Context manager in which vLLM runs the requests that it has, even if the engine is paused. New requests of a
+        paused engine still wait."""
+        frozen = self._frozen
+        if frozen:
+            await self._set_frozen(False)
+        try:
+            yield
+        finally:
+            if frozen and not self._closed and not self.died:
+                await self._set_frozen(True)
+
+    async def _set_frozen(self, frozen: bool) -> None:
+        await (self._process.pause() if frozen else self._process.resume())
+        self._frozen = frozen
+        self._busy.change(paused=frozen)
+
     async def verify_weights(self, digests: ParameterDigests) -> int:
         """Make each worker compare its weights with the trainer's. Returns the smallest number of weights that a worker
-        has compared: `ModelLoader.served` says which weights can be compared."""
+        has compared: `ModelLoader.served` says which weights can be compared.
+
+        An adapter's tensors are compared as sent and as vLLM keeps them in the slot. Then a fixed prompt must have
+        another log-prob than with the base alone, unless all matrices B are zero; a sleeping engine checks this later.
+        """
         self._expect_alive(f"weights of version {digests.version}")
         return await self._alone(self._verify(digests))
 
@@ -460,22 +557,45 @@ class VllmEngine:
                     f"weights: version {digests.version} cannot be verified, because the engine does not serve it; the "
                     f"last version in service is {self._version}"
                 )
+            held = None if self._adapters is None else self._adapters.current
             try:
-                return await self._updates.verify(digests)
+                count, changes = await self._updates.verify(digests, 0 if held is None else held.number)
             except Exception as error:
                 await self._freeze("keep")
-                raise await self._break(digests.version, error) from error
+                raise await self._break(digests.version, error, held) from error
+            if held is not None and changes:
+                await self._probe(held)
+            return count
 
-    async def _break(self, version: int, error: Exception) -> Exception:
+    async def _probe(self, held: HeldAdapter) -> None:
+        """Check that the adapter changes what the model says, now or when the engine wakes."""
+        assert self._adapters is not None
+        self._unproven = held if self._asleep and self._process.can_sleep else None
+        if self._unproven is not None:
+            return
+        try:
+            async with self._vllm_running():
+                await self._adapters.probe(held)
+        except Exception as error:
+            await self._freeze("keep")
+            raise await self._break(held.version, error, held) from error
+
+    async def _break(self, version: int, error: Exception, adapter: HeldAdapter | None = None) -> Exception:
         """Keep the engine stopped because its weights are wrong. A failed load leaves a mix of two versions; a
         comparison finds weights that differ from the trainer's. Returns the error to raise.
 
-        vLLM stays frozen with the requests in flight, which continue once a complete version has been loaded.
+        vLLM stays frozen with the requests in flight, which continue once a complete version has been loaded. If the
+        version is an adapter, it leaves its slot, and its requests will begin again from their prompts.
         """
         self._partial = f"version {version} was not loaded whole: {error}"
         if died := self.died:
             return EngineDied(f"weights of version {version}: {died}")
         await self._updates.drop(version)
+        if adapter is None or self._adapters is None:
+            self._mixed = self._partial
+        else:
+            await self._withdraw([one for one in self._in_flight.values() if one.adapter is adapter])
+            await self._adapters.remove(adapter)
         if isinstance(error, WeightTransferError):
             return error
         return EngineBroken(f"weights: {self._partial}; requests wait until a whole version is committed")
@@ -494,10 +614,12 @@ class VllmEngine:
         """Wait until requests in flight have ended, then release device memory. A paused engine aborts its requests.
 
         level: 1 keeps a copy of the weights in host memory, 2 drops them, so that requests are refused until a version
-        is committed. On a CPU no memory is released. Idempotent. Raises ValueError for another level.
+        is committed. An engine with room for adapters does 1 for 2, because adapters do not bring back the base. On a
+        CPU no memory is released. Idempotent. Raises ValueError for another level.
         """
         if level not in (1, 2):
             raise ValueError(f"sleep level: got {level}, expected 1 or 2")
+        level = 1 if self._adapters is not None else level
 
         async def sleep() -> None:
             if self._asleep and not self._process.partly_awake:
@@ -525,6 +647,8 @@ class VllmEngine:
                 self._frozen = False
                 self._busy.change(paused=False)
             self._asleep = 0
+            if self._unproven is not None:
+                await self._probe(self._unproven)
             await self._thaw()
 
         await self._alone(wake())
@@ -588,11 +712,14 @@ def _checked(settings: ProcessSettings, *, cpu: bool) -> ProcessSettings:
     if settings.tp < 1 or settings.max_num_seqs < 1:
         raise ValueError(f"rollout: got tp={settings.tp} and max_num_seqs={settings.max_num_seqs}, expected at least 1")
     try:
-        WeightNames(settings.model)
+        linear = WeightNames(settings.model).linear
         model = AutoConfig.from_pretrained(settings.model).to_dict()
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"model: {settings.model!r} could not be loaded as a causal LM: {reason}") from error
+    if settings.adapters is not None:
+        check_slots(settings.adapters)
+        settings = replace(settings, adapted=tuple(sorted({name.rpartition(".")[2] for name in linear})))
     length = settings.max_model_len or model.get("max_position_embeddings") or 0
     per_token = token_bytes(model, value_bytes=settings.dtype.itemsize, tp=settings.tp) if length else None
     if settings.kv_cache_bytes is not None:

@@ -9,6 +9,7 @@ It works with vLLM 0.26 to 0.32; docs/internals/versions.md says where each was 
 from __future__ import annotations
 
 import copy
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +26,7 @@ try:
         import vllm
         from vllm import SamplingParams
         from vllm.config import WeightTransferConfig, set_current_vllm_config
+        from vllm.config.lora import MaxLoRARanks
         from vllm.distributed.weight_transfer.base import (
             WeightTransferEngine,
             WeightTransferInitInfo,
@@ -32,6 +34,7 @@ try:
         )
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.lora.request import LoRARequest
         from vllm.model_executor.layers.attention import Attention
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -61,10 +64,15 @@ __all__ = [
     "WeightTransferEngineFactory",
     "WeightTransferInitInfo",
     "WeightTransferUpdateInfo",
+    "adapter_model",
+    "adapter_request",
+    "adapter_part",
+    "adapter_parts",
     "check_attention",
     "bound_recorder",
     "cpu_worker",
     "create_config",
+    "choose_kernels_without_adapters",
     "engine_process",
     "finalize_layerwise_reload",
     "forget_moe_kernels",
@@ -73,14 +81,18 @@ __all__ = [
     "in_place_hindrance",
     "leave_out_tokenizer",
     "load_tokenizer",
+    "lora_rank",
     "on_cpu",
     "plain_parameters",
     "route_arguments",
     "routes_shape",
     "scheduler_class",
     "set_current_vllm_config",
+    "slot_difference",
+    "spare_slots",
     "take_what_is_free",
     "token_logprobs",
+    "without_adapters",
 ]
 
 MIN_TEMPERATURE = 0.01
@@ -373,3 +385,145 @@ def _changed_layout(module: torch.nn.Module) -> str:
         if hasattr(before, "weight_loader") and not hasattr(now, "weight_loader"):
             return f"{name} lost its loader"
     return ""
+
+
+# ---------------- These functions are about adapters (LoRA).
+
+
+def lora_rank(rank: int) -> int:
+    """Return the smallest size of vLLM's slots that has room for adapters of `rank`. Raises ValueError if there is
+    none."""
+    sizes = typing.get_args(MaxLoRARanks)
+    if rank > max(sizes):
+        raise ValueError(f"trainer.lora.rank: got {rank}, expected at most {max(sizes)}, the largest that vLLM serves")
+    return min(size for size in sizes if size >= rank)
+
+
+def spare_slots() -> int:
+    """Return how many slots must stay empty, beside those for adapters.
+
+    On CPUs, in a step with other requests that have adapters, vLLM 0.26 to 0.32 give requests without one the last
+    slot (index -1 of `lora_ops.bgmv_shrink`). An empty slot changes nothing. Delete this when vLLM leaves them alone.
+    """
+    return 1 if on_cpu() else 0
+
+
+def adapter_request(name: str, number: int) -> Any:
+    """Return vLLM's reference to an adapter, which requests carry. Its path names no file, because `AdapterStore` hands
+    vLLM the tensors. name: part of the hash of cached prefixes. number: id of the adapter in vLLM, above 0."""
+    return LoRARequest(name, number, f"/headrace/no-file/{number}")
+
+
+def choose_kernels_without_adapters() -> None:
+    """Make the workers in this process choose the kernels of experts as if there were no adapters. Does nothing on
+    GPUs.
+
+    vLLM 0.32 computes experts with Triton as soon as LoRA is enabled, even if no expert gets an adapter, and a worker
+    on a CPU dies at its first request. Delete this function when vLLM has CPU kernels for it.
+    """
+    if not on_cpu():
+        return
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method  # Only workers need this module.
+
+    module: Any = unquantized_fused_moe_method
+    select = module.select_unquantized_moe_backend
+
+    def without_adapters(config: Any) -> Any:
+        config = copy.copy(config)
+        config.is_lora_enabled = False
+        return select(config)
+
+    module.select_unquantized_moe_backend = without_adapters
+
+
+def without_adapters(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a view of a model in which layers with room for adapters are the plain layers inside them, as before LoRA
+    was enabled. It shares all parameters with the model; weights are loaded into it under their usual names."""
+    from vllm.lora.layers import BaseLayerWithLoRA  # The import loads kernels, which only workers have.
+
+    views: dict[int, torch.nn.Module] = {}
+
+    def view(module: Any) -> Any:
+        if module is None or isinstance(module, BaseLayerWithLoRA):
+            return module and module.base_layer
+        if id(module) not in views:
+            inner = {name: view(child) for name, child in module._modules.items()}
+            views[id(module)] = module
+            if any(inner[name] is not child for name, child in module._modules.items()):
+                views[id(module)] = made = copy.copy(module)
+                made._modules = inner
+                get_layerwise_info(made).restore_metadata = get_layerwise_info(module).restore_metadata
+        return views[id(module)]
+
+    return view(model)
+
+
+def adapter_parts(manager: Any) -> frozenset[str]:
+    """Return the names in vLLM of all modules that can have an adapter; merged layers count as their parts.
+
+    manager: the WorkerLoRAManager of a worker, here and below.
+    """
+    inner = manager._adapter_manager
+    return frozenset(part for name in inner.modules for part in inner.packed_modules.get(name, [name]))
+
+
+def adapter_part(manager: Any, tensor: str) -> str:
+    """Return the name in vLLM of the module to which an adapter's tensor (PEFT's name) belongs."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    return parse_fine_tuned_lora_name(tensor, _renames(manager))[0]
+
+
+def adapter_model(manager: Any, number: int, rank: int, alpha: float, named: Mapping[str, torch.Tensor]) -> Any:
+    """Return vLLM's LoRAModel with these tensors, on the device and in the dtype of the slots. vLLM scales the tensors
+    of the matrices B in place."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    return LoRAModel.from_lora_tensors(
+        number,
+        dict(named),
+        PEFTHelper(r=rank, lora_alpha=cast(Any, alpha), target_modules=[]),
+        device=str(manager.device),
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=_renames(manager),
+    )
+
+
+def slot_difference(manager: Any, model: Any) -> str:
+    """Compare the slot of an adapter with what vLLM makes of the adapter's tensors: it scales, merges and slices them
+    into an empty copy of each layer's slot. Returns what differs; "" if nothing does.
+
+    model: LoRAModel with the tensors as sent, which is consumed.
+    """
+    inner = manager._adapter_manager
+    if model.id not in inner.lora_index_to_id:
+        return "it is in no slot"
+    slot = inner.lora_index_to_id.index(model.id)
+    inner._create_merged_loras_inplace(model)
+    if lost := sorted(model.loras.keys() - inner.modules.keys()):
+        return f"no layer has the matrices of {lost[0]}"
+    found: dict[str, torch.Tensor] = {}
+    for name, layer in inner.modules.items():
+        twin = copy.copy(layer)
+        twin.lora_a_stacked, twin.lora_b_stacked = (
+            tuple(torch.zeros_like(stacked[:1]) for stacked in side)
+            for side in (layer.lora_a_stacked, layer.lora_b_stacked)
+        )
+        if (lora := model.loras.get(name)) is not None:
+            twin.set_lora(0, lora.lora_a, lora.lora_b)
+        pairs = zip(
+            (*twin.lora_a_stacked, *twin.lora_b_stacked), (*layer.lora_a_stacked, *layer.lora_b_stacked), strict=True
+        )
+        found[name] = torch.stack([(made[0] != kept[slot]).any() for made, kept in pairs]).any()
+    wrong = [name for name, one in zip(found, torch.stack(list(found.values())).tolist(), strict=True) if one]
+    return f"the slot of {wrong[0]} differs ({len(wrong)} of {len(found)} layers do)" if wrong else ""
+
+
+def _renames(manager: Any) -> Any:
+    """Return vLLM's mapper of the names of modules, without the merging of layers; None if nothing is renamed."""
+    mapper = getattr(manager._adapter_manager.model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
+    # vLLM 0.26 has another name for the same method.
+    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()

@@ -55,6 +55,10 @@ OWN_VALUES: Mapping[str, str] = {
     "disable_log_stats": "nothing reads vLLM's own statistics",
     "enable_log_requests": "Headrace submits requests without vLLM's server",
     "aggregate_engine_logging": "nothing reads vLLM's own statistics",
+    **dict.fromkeys(
+        ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
+        "Headrace brings adapters itself, as trainer.lora and sync.adapter say",
+    ),
 }
 """Arguments of vLLM that Headrace sets or that have no effect here: argument -> reason."""
 SIMILAR = 0.6

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from ....codecs import messages
+from ...adapters.spec import AdapterSlots
 from ..protocol import EngineDied
 from . import library
 from .options import arguments
@@ -60,6 +61,8 @@ class VerifyReport:
     """Number of weights that the worker compared."""
     error: str = ""
     """Error text: it names a weight that differs, or says why the comparison failed; "" when no weight differs."""
+    changes: bool = False
+    """True for an adapter that changes the model, because not all its matrices B are zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +73,24 @@ class LoadReport:
     """Seconds that the load took."""
     way: str
     """Way in which the weights were loaded. `in place`: recorded copies into the live parameters were repeated. `in
-    place by the loaders: ` and `layerwise: ` are followed by the reason."""
+    place by the loaders: ` and `layerwise: ` are followed by the reason. `adapter` is a slot beside others."""
     error: str = ""
     """Error that ended the load and left a mix of two versions in the model; "" when the load succeeded."""
     in_transfer: bool = False
     """True if the load failed because the version did not arrive completely."""
+
+
+@dataclass(slots=True, eq=False)
+class HeldAdapter:
+    """A version of an adapter that has a slot in vLLM."""
+
+    version: int
+    number: int
+    """Id of this version in vLLM. It is never used again, not even for the same version."""
+    request: Any
+    """vLLM's reference to the adapter (LoRARequest)."""
+    num_requests: int = 0
+    """Number of requests that began with this version and have not ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +112,10 @@ class ProcessSettings:
     """Further arguments of vLLM's AsyncEngineArgs, by name; they take precedence over the engine's own defaults."""
     routes: bool = False
     """Whether vLLM records the experts that the model's routers choose, and returns them with each sample."""
+    adapters: AdapterSlots | None = None
+    """Room for adapters; None for none."""
+    adapted: tuple[str, ...] = ()
+    """Last parts of the names of the modules that can have an adapter."""
     log: str = ""
     """Path of the file that receives the output of vLLM's processes; "" for a temporary file without a name."""
 
@@ -122,6 +142,7 @@ class VllmProcess:
         self._asleep: set[str] = set()
         """Kinds of device memory that vLLM has released in `sleep` and not taken back yet: `weights`, `kv_cache`."""
         self._tokenizer_lock = asyncio.Lock()
+        self._num_probes = 0
         self._death = ""
         manager: Any = self.llm.engine_core.resources.engine_manager
         self._started = list(manager.processes)
@@ -175,13 +196,40 @@ class VllmProcess:
                     what = f"request {request_id!r}: stop texts need the model's tokenizer"
                     raise ValueError(f"{what}, which cannot be loaded: {' '.join(str(error).split())}") from error
 
-    def generate(self, request_id: str, prompt: list[int], params: library.SamplingParams) -> AsyncGenerator[Any, None]:
+    def generate(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: library.SamplingParams,
+        adapter: HeldAdapter | None = None,
+    ) -> AsyncGenerator[Any, None]:
         """Submit one request and yield vLLM's outputs. The request uses only cached prefixes of requests that were
-        submitted under the same weights. Raises library.EngineDeadError when vLLM's engine process has died."""
-        salt = f"weights {self.versions.current}"
+        submitted under the same weights. adapter: None for the base alone. Raises library.EngineDeadError when vLLM's
+        engine process has died."""
+        salt = f"weights {self.versions.current if adapter is None else adapter.version}"
         # vLLM's renderer makes prompts of this form.
         tokens: Any = {"type": "token", "prompt_token_ids": prompt, "cache_salt": salt}
-        return self.llm.generate(tokens, params, request_id)
+        return self.llm.generate(tokens, params, request_id, lora_request=adapter and adapter.request)
+
+    async def add_adapter(self, adapter: HeldAdapter) -> bool:
+        """Make vLLM load an adapter into a slot, between two steps. Returns whether it did."""
+        return await self._bounded("add_lora", self.llm.add_lora(adapter.request))
+
+    async def probe(self, prompt: list[int], adapter: HeldAdapter | None) -> tuple[int, float]:
+        """Return the most probable token after `prompt`, and its log-prob. It uses no cached prefix. adapter: None for
+        the base alone. vLLM must not be paused."""
+        self._num_probes += 1
+        name = f"probe {self._num_probes}"
+        params = library.SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, ignore_eos=True, detokenize=False)
+        tokens: Any = {"type": "token", "prompt_token_ids": prompt, "cache_salt": name}
+
+        async def answer() -> tuple[int, float]:
+            request = adapter and adapter.request
+            [output] = [one async for one in self.llm.generate(tokens, params, name, lora_request=request)]
+            (token,) = output.outputs[0].token_ids
+            return token, output.outputs[0].logprobs[0][token].logprob
+
+        return await self._bounded("probe", answer())
 
     async def call(self, method: str, *args: Any, returns: type[T] | None = None, **kwargs: Any) -> list[T]:
         """Call a method on all workers and return their results. The engine process does nothing else during the call.
@@ -365,6 +413,15 @@ def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs
     }
     if settings.routes:
         given |= {**library.route_arguments(), "scheduler_cls": SCHEDULER}
+    if settings.adapters is not None:
+        count = settings.adapters.count + library.spare_slots()
+        given |= {
+            "enable_lora": True,
+            "max_loras": count,
+            "max_cpu_loras": count,
+            "max_lora_rank": library.lora_rank(settings.adapters.rank),
+            "lora_target_modules": list(settings.adapted),
+        }
     if settings.max_model_len is not None:
         given["max_model_len"] = settings.max_model_len
     if cpu and settings.tp == 1:

@@ -14,6 +14,7 @@ from ..protocol import Completion, EngineStats, SamplingParams
 from ..stop_tokens import end_tokens, resolve_stops
 from ..token_sampling import checked_prompt, row_keys
 from . import library
+from .process import HeldAdapter
 
 _REASONS = ("stop", "length", "abort")
 
@@ -25,6 +26,10 @@ class RunningRequest:
     def __init__(self, request_id: str, num_samples: int) -> None:
         self.id = request_id
         self.sample_ids = [f"{request_id}#{sample}" for sample in range(num_samples)]
+        self.adapter: HeldAdapter | None = None
+        """Version of the adapter with which the request runs; None while it does not run, and for the base alone."""
+        self.withdrawn = False
+        """True if the request is taken back from vLLM, to begin again from its prompt."""
         self.submitted = False
         """True once the request may be handed to vLLM. Until then, it waits for the engine to accept requests."""
         self.aborted = asyncio.Event()

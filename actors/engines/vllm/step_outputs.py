@@ -248,6 +248,8 @@ class TokenVersions:
         self._spans: dict[str, list[list[int]]] = {}
         """Weight versions of each request's tokens, in order: request id -> list of [version, number of consecutive
         tokens]."""
+        self._own: dict[str, int] = {}
+        """Version of all tokens of a request that has an adapter, by request id."""
         self._routes = RoutesOfSamples()
         self._next_output = core.get_output_async
         core.get_output_async = self._counted_output
@@ -261,13 +263,17 @@ class TokenVersions:
         """Return the ids of the running samples that have no token yet."""
         return {request_id for request_id, spans in self._spans.items() if not spans}
 
-    def open(self, request_id: str) -> None:
-        """Start counting the tokens of `request_id`."""
+    def open(self, request_id: str, version: int | None = None) -> None:
+        """Start counting the tokens of `request_id`. version: version of all its tokens; None if each token has the
+        version that is current when it arrives."""
         self._spans[request_id] = []
+        if version is not None:
+            self._own[request_id] = version
 
     def close(self, request_id: str) -> None:
         """Stop counting the tokens of `request_id` and forget it. Idempotent."""
         self._spans.pop(request_id, None)
+        self._own.pop(request_id, None)
 
     def of(self, request_id: str, num_tokens: int) -> np.ndarray:
         """Return the weight versions of the request's first `num_tokens` tokens, int32 `[num_tokens]`."""
@@ -307,10 +313,12 @@ class TokenVersions:
         for output in outputs.outputs:
             self.num_tokens += len(output.new_token_ids)
             # vLLM appends `-` and eight characters to the id that a request was submitted with.
-            spans = self._spans.get(output.request_id.rpartition("-")[0])
+            request_id = output.request_id.rpartition("-")[0]
+            spans = self._spans.get(request_id)
             if spans is None or not output.new_token_ids:
                 continue
-            if not spans or spans[-1][0] != self._version:
-                spans.append([self._version, 0])
+            version = self._own.get(request_id, self._version)
+            if not spans or spans[-1][0] != version:
+                spans.append([version, 0])
             spans[-1][1] += len(output.new_token_ids)
         return outputs

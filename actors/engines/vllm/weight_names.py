@@ -47,6 +47,11 @@ class WeightNames:
         """One name of each weight that an update must contain, in the model's order: the first name of a tied weight,
         the only name of any other. An update may leave out buffers."""
         self._first_names = frozenset(self.required)
+        head = meta.get_output_embeddings()
+        self.linear = tuple(
+            name for name, module in meta.named_modules() if isinstance(module, torch.nn.Linear) and module is not head
+        )
+        """Names of the linear layers, without the output layer: the modules that can have an adapter."""
         self._stored = self._saved(meta, config.model_type)
 
     def shape(self, name: str) -> tuple[int, ...]:

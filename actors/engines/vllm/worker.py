@@ -29,6 +29,7 @@ from ....codecs.weights.parameter_digests import ParameterDigests, compare_diges
 from ...weight_sync.inbox import WeightInbox
 from ...weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from . import library
+from .adapter_slots import AdapterStore
 from .logprobs import SampledLogprobs
 from .process import BACKEND, LoadReport, PrepareState, VerifyReport
 from .weight_loading import ModelLoader, WeightNames
@@ -68,7 +69,10 @@ class StagedWeightEngine(library.WeightTransferEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.loader = ModelLoader(self.model, self.vllm_config)
+        plain = library.without_adapters(self.model) if self.vllm_config.lora_config else self.model
+        self.loader = ModelLoader(plain, self.vllm_config)
+        self.adapters: AdapterStore | None = None
+        """Adapters of this worker; None if the engine has no room for any."""
         self._engine = ""
         self._inbox: WeightInbox | None = None
         self._names: WeightNames | None = None
@@ -154,10 +158,10 @@ class StagedWeightEngine(library.WeightTransferEngine):
                     self._inbox.read_ahead()
             elif order.load is not None:
                 self._begun = partial(link.answer, order)
-                link.answer(order, report=self._load(order.load))
+                link.answer(order, report=self._load(order.load, order.adapter))
                 self.loader.look()
             elif order.verify is not None:
-                link.answer(order, verified=self._verify(order.verify))
+                link.answer(order, verified=self._verify(order.verify, order.adapter))
 
     def _tell_received(self, num_received: int) -> None:
         """Report to the engine how many buckets have been received, at most once per TELL_EVERY_S seconds."""
@@ -175,7 +179,10 @@ class StagedWeightEngine(library.WeightTransferEngine):
             inbox, names = self._opened()
             inbox.prepare(update)
             if (version := inbox.staged) is not None:
-                names.check(version.named)
+                if update.adapter is None:
+                    names.check(version.named)
+                else:
+                    self._store().check(version.named, update.adapter)
                 staged = True
             if self._stream is not None:
                 self._stream.synchronize()
@@ -191,30 +198,48 @@ class StagedWeightEngine(library.WeightTransferEngine):
         self._state = state
         return state
 
-    def _load(self, version: int) -> LoadReport:
+    def _load(self, version: int, adapter: int) -> LoadReport:
         """Load a prepared version and report the outcome. If loading fails halfway, the report names the error, and the
-        model holds a mix of two versions."""
+        model holds a mix of two versions. adapter: number of an adapter, which is only staged; 0 for whole weights."""
         started = time.perf_counter()
         error, in_transfer = "", False
         try:
             # The last step of requests that have ended can still be running, but its tokens are dropped.
-            self.start_weight_update()
-            self.receive_weights(StagedVersion(version))
-            self.finish_weight_update()
+            if adapter:
+                self._stage(version, adapter)
+            else:
+                self.start_weight_update()
+                self.receive_weights(StagedVersion(version))
+                self.finish_weight_update()
             inbox, _ = self._opened()
             inbox.committed(version)
             self._update = None
         except Exception as failure:  # The engine raises the error, for all workers at once.
             error, in_transfer = f"{type(failure).__name__}: {failure}", isinstance(failure, WeightTransferError)
             try:
-                self.loader.abandon()
+                if not adapter:
+                    self.loader.abandon()
             except Exception as another:
                 error += f"; and on giving up {type(another).__name__}: {another}"
-        return LoadReport(time.perf_counter() - started, self.loader.way, error, in_transfer)
+        way = "adapter" if adapter else self.loader.way
+        return LoadReport(time.perf_counter() - started, way, error, in_transfer)
 
-    def _verify(self, digests: ParameterDigests) -> VerifyReport:
+    def _stage(self, version: int, number: int) -> None:
+        """Stage a prepared adapter for vLLM, which will know it by `number`."""
+        staged, update = self._opened()[0].staged, self._update
+        if staged is None or staged.version != version or update is None or update.adapter is None:
+            raise ValueError(f"adapter: version {version} was not prepared; {self._state.describe()}")
+        with torch.no_grad():
+            self._store().stage(number, version, update.adapter, staged.named)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _verify(self, digests: ParameterDigests, adapter: int) -> VerifyReport:
+        """Compare the weights in service with the digests; those of an adapter if its number is not 0."""
         try:
             with torch.no_grad():
+                if adapter:
+                    return self._store().verify(adapter, digests, self._engine)
                 return VerifyReport(*compare_digests(digests, self.loader.served(), self._engine))
         except Exception as error:  # The engine raises the error, for all workers at once.
             return VerifyReport(0, f"{type(error).__name__}: {error}")
@@ -233,6 +258,16 @@ class StagedWeightEngine(library.WeightTransferEngine):
             if first and got:
                 self._begun()
         names.check_complete(got)
+
+    def open_adapters(self, manager: Any) -> None:
+        """Take over the supply of adapters to vLLM's WorkerLoRAManager."""
+        _, names = self._opened()
+        self.adapters = AdapterStore(manager, names)
+
+    def _store(self) -> AdapterStore:
+        if self.adapters is None:
+            raise RuntimeError("adapter: this worker has no room for adapters")
+        return self.adapters
 
     def _opened(self) -> tuple[WeightInbox, WeightNames]:
         if self._inbox is None or self._names is None:
@@ -267,6 +302,14 @@ class WeightWorker:
         """Forget a prepared version in this worker, or stop receiving it."""
         self.weight_transfer_engine.drop(version)
 
+    def headrace_open_adapters(self) -> None:
+        """Make vLLM get adapters from this worker's `AdapterStore` instead of from files."""
+        self.weight_transfer_engine.open_adapters(self.model_runner.lora_manager)
+
+    def headrace_remove_adapter(self, number: int) -> None:
+        """Remove an adapter, and free its slot."""
+        self.weight_transfer_engine.adapters.remove(number)
+
     def headrace_used_bytes(self) -> bytes:
         """Return the number of bytes in use on this worker's GPU, by all processes together."""
         free, total = torch.cuda.mem_get_info()
@@ -280,3 +323,4 @@ class WeightWorker:
 if BACKEND not in library.WeightTransferEngineFactory._registry:  # vLLM refuses to register a name twice.
     library.WeightTransferEngineFactory.register_engine(BACKEND, StagedWeightEngine)
     library.take_what_is_free()
+    library.choose_kernels_without_adapters()

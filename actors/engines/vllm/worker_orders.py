@@ -47,6 +47,8 @@ class Order:
     """Number of the prepared version to load; None in another order."""
     verify: ParameterDigests | None = None
     """Digests to compare with the weights in service; None in another order."""
+    adapter: int = 0
+    """Number in vLLM of the adapter that is to be loaded or verified; 0 for whole weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,22 +118,25 @@ class WorkerLinks:
         await self._until(lambda: any(one.state and one.state.phase == "failed" for one in self._answers.values()))
         return [one.state for _, one in sorted(self._answers.items()) if one.state is not None]
 
-    async def load(self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]] | None) -> list[LoadReport]:
+    async def load(
+        self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]] | None, adapter: int = 0
+    ) -> list[LoadReport]:
         """Make all workers load the prepared version, and return their reports when all have finished. No model step
         may run during the load.
 
         meanwhile: coroutine function that is called once all workers have begun to load, and awaited; None for no such
-        function. Raises EngineDied if a worker's connection breaks, and any error of `meanwhile`.
+        function. adapter: number of the adapter that the version is; 0 for whole weights. Raises EngineDied if a
+        worker's connection breaks, and any error of `meanwhile`.
         """
-        await self._order(load=version)
+        await self._order(load=version, adapter=adapter)
         await self._until(lambda: len(self._begun | self._answers.keys()) == self._num_workers)
         await all_of(*([] if meanwhile is None else [meanwhile()]), self._until(lambda: False))
         return [one.report for _, one in sorted(self._answers.items()) if one.report is not None]
 
-    async def verify(self, digests: ParameterDigests) -> list[VerifyReport]:
+    async def verify(self, digests: ParameterDigests, adapter: int = 0) -> list[VerifyReport]:
         """Make all workers compare their weights with the trainer's, and return their reports. Raises EngineDied if a
-        worker's connection breaks."""
-        await self._order(verify=digests)
+        worker's connection breaks. adapter: number of the adapter to verify; 0 for whole weights."""
+        await self._order(verify=digests, adapter=adapter)
         await self._until(lambda: False)
         return [one.verified for _, one in sorted(self._answers.items()) if one.verified is not None]
 
@@ -145,7 +150,12 @@ class WorkerLinks:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _order(
-        self, *, prepare: WeightUpdate | None = None, load: int | None = None, verify: ParameterDigests | None = None
+        self,
+        *,
+        prepare: WeightUpdate | None = None,
+        load: int | None = None,
+        verify: ParameterDigests | None = None,
+        adapter: int = 0,
     ) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._lost or len(self._writers) == self._num_workers)
@@ -153,7 +163,7 @@ class WorkerLinks:
         self._begun.clear()
         self._answers.clear()
         self._number += 1
-        data = messages.encode(Order(self._number, prepare, load, verify))
+        data = messages.encode(Order(self._number, prepare, load, verify, adapter))
         for writer in self._writers.values():
             writer.write(_LENGTH.pack(len(data)) + data)
 
@@ -250,8 +260,12 @@ class WorkerLink:
 class WeightUpdates:
     """Drives the weight updates of one engine. At most one version at a time is prepared or being received."""
 
-    def __init__(self, process: VllmProcess, model: str, receiver: ReceiverConfig | None, num_workers: int) -> None:
+    def __init__(
+        self, process: VllmProcess, model: str, receiver: ReceiverConfig | None, num_workers: int, *, adapters: bool
+    ) -> None:
+        """adapters: whether adapters come, too."""
         self._process = process
+        self._adapters = adapters
         self._receiver_info = None if receiver is None else {"receiver": pickle.dumps(receiver), "model": model}
         self._opened = False
         self._links = WorkerLinks(num_workers)
@@ -262,6 +276,8 @@ class WeightUpdates:
         """Version that is being loaded; None when there is none."""
         self.prepared: int | None = None
         """Version that is prepared and can be loaded; None when there is none."""
+        self.is_adapter = False
+        """Whether the prepared version is an adapter."""
         self.way = ""
         """How the last version was loaded: `in place` (written straight into the live parameters), or another way and
         its reason, as in `LoadReport.way`; "" before the first."""
@@ -299,6 +315,8 @@ class WeightUpdates:
             if not self._opened:
                 info = {**self._receiver_info, "link": await self._links.listen()}
                 await self._process.call("init_weight_transfer_engine", init_info=info)
+                if self._adapters:
+                    await self._process.call("headrace_open_adapters")
                 self._opened = True
             if self.prepared is not None:
                 await self.drop(self.prepared)
@@ -310,7 +328,7 @@ class WeightUpdates:
                 raise
             finally:
                 self._arriving = None
-            self.prepared = update.version
+            self.prepared, self.is_adapter = update.version, update.adapter is not None
             return prepared
 
     def expect(self, version: int) -> None:
@@ -325,10 +343,14 @@ class WeightUpdates:
         if self._opened and version != self.loading:
             await self._process.call("headrace_drop", version)
 
-    async def load(self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
-        """Make the workers replace all weights with those of `version`. No model step may run during the call.
+    async def load(
+        self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None, *, adapter: int = 0
+    ) -> None:
+        """Make the workers replace all weights with those of `version`. No model step may run during the call, unless
+        the version is an adapter, which the workers only stage for vLLM.
+
         meanwhile: function for other work of the engine process during the load, see `WorkerLinks.load`; None for no
-        such function.
+        such function. adapter: number that the adapter gets in vLLM; 0 for whole weights.
 
         Raises any error of `meanwhile`, EngineDied if a worker has died, WeightTransferError if the version did not
         arrive completely, and RuntimeError if loading failed otherwise. After the last two, the model holds a mix of
@@ -336,7 +358,7 @@ class WeightUpdates:
         """
         self.prepared, self.loading = None, version
         try:
-            reports = await self._moving(self._links.load(version, meanwhile), CALL_PATIENCE_S)
+            reports = await self._moving(self._links.load(version, meanwhile, adapter), CALL_PATIENCE_S)
         except TimeoutError:
             raise RuntimeError(
                 f"weights of version {version}: the workers did not load them, and no bucket came for "
@@ -353,15 +375,17 @@ class WeightUpdates:
             raise failure(f"weights of version {version}: {told}")
         self.way = reports[0].way
 
-    async def verify(self, digests: ParameterDigests) -> int:
-        """Make the workers compare their weights with the trainer's. Returns the smallest number of weights that a
-        worker has compared; 0 if the weights did not come from an update. Raises EngineDied if a worker has died, and
-        RuntimeError if the workers do not answer in time, or if a weight differs or cannot be read; the error then
-        names the weight."""
+    async def verify(self, digests: ParameterDigests, adapter: int = 0) -> tuple[int, bool]:
+        """Make the workers compare their weights with the trainer's, or an adapter if its number in vLLM is not 0.
+
+        Returns the smallest number of weights that a worker has compared, 0 if the weights did not come from an update;
+        and whether the adapter changes the model. Raises EngineDied if a worker has died, and RuntimeError if the
+        workers do not answer in time, or if a weight differs or cannot be read; the error then names the weight.
+        """
         if not self._opened:
-            return 0
+            return 0, False
         try:
-            reports = await self._moving(self._links.verify(digests), CALL_PATIENCE_S)
+            reports = await self._moving(self._links.verify(digests, adapter), CALL_PATIENCE_S)
         except TimeoutError:
             raise RuntimeError(
                 f"weights of version {digests.version}: the workers have not compared them with the trainer's weights "
@@ -370,7 +394,7 @@ class WeightUpdates:
         failed = [f"worker {worker}: {report.error}" for worker, report in enumerate(reports) if report.error]
         if failed:
             raise RuntimeError("; ".join(failed))
-        return min(report.num_compared for report in reports)
+        return min(report.num_compared for report in reports), any(report.changes for report in reports)
 
     async def close(self) -> None:
         """Close the connections to the workers. Idempotent."""
