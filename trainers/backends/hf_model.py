@@ -78,10 +78,18 @@ def _refusing(attention: Attention, model: str) -> Iterator[None]:
         raise refused_attention(attention, model, error) from error
 
 
-def write_folder(path: str, model: Any, weights: Mapping[str, torch.Tensor], source: str) -> None:
+def write_folder(
+    path: str,
+    model: Any,
+    weights: Mapping[str, torch.Tensor],
+    source: str,
+    *,
+    beside: Callable[[str], None] | None = None,
+) -> None:
     """Write `weights`, the model's config and the tokenizer of the folder or hub id `source` as the HF folder `path`.
 
-    If the folder `source` has no tokenizer, none is written. The number format in the config is that of most weights.
+    If the folder `source` has no tokenizer, none is written. beside: function that writes further files into the
+    unfinished folder, whose path it gets. The number format in the config is that of most weights.
     Only one rank may call this. The folder `path` appears whole or not at all. Raises ValueError when it exists
     already.
     """
@@ -100,6 +108,8 @@ def write_folder(path: str, model: Any, weights: Mapping[str, torch.Tensor], sou
         config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if has_tokenizer(source):
         load_tokenizer(source).save_pretrained(draft_of(path))
+    if beside is not None:
+        beside(draft_of(path))
     publish(path)
 
 
