@@ -122,7 +122,9 @@ class PolicyModel(GPTModel):
         """Return the embeddings of the tokens. As in HF's embedding, no gradient reaches the vector of the padding
         token."""
         assert ids is not None, "the first stage receives token ids"
-        hidden = self.embedding(input_ids=ids, position_ids=None)
+        # `[S, 1, H]` with the strides of a new tensor. With those that Megatron's transposition leaves, torch.matmul
+        # makes S small products with a frozen weight instead of a large one.
+        hidden = self.embedding(input_ids=ids, position_ids=None).flatten(0, 1)[:, None]
         if self.config.recompute_granularity == "full" and torch.is_grad_enabled() and not hidden.requires_grad:
             # Megatron's recomputation passes no gradients to a layer's parameters when its input needs none.
             hidden.requires_grad_()
