@@ -13,11 +13,19 @@ from typing import Generic, TypeVar
 import torch
 
 from ...codecs.weights.parameter_digests import ParameterDigests
+from ..adapters.spec import AdapterSpec
 from ..weight_sync.inbox import WeightInbox
 from ..weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from .protocol import CommitReport, EngineBroken, EngineStats, KeysAndValues, PauseMode, Prepared
 
 Ready = TypeVar("Ready")
+Check = Callable[[Mapping[str, torch.Tensor], AdapterSpec | None], Ready]
+"""Check of a received version, which an engine supplies.
+
+It is called in a thread with the received tensors by Hugging Face (HF) name, and the adapter whose tensors they are;
+None if they are the whole model's. It returns the data that the commit needs, and raises ValueError if the tensors do
+not fit the model.
+"""
 
 DROPPED = "its weights were dropped (sleep level 2), commit a version"
 """Reason, for error messages, why an engine that sleeps at level 2 has no complete version of the weights."""
@@ -28,13 +36,12 @@ class IncomingWeights(Generic[Ready]):
     """Receives versions of the weights for an engine. It holds at most one received version, with the result of the
     engine's check, until that version is committed or dropped. Methods run in the event loop."""
 
-    def __init__(self, receiver: ReceiverConfig | None, check: Callable[[Mapping[str, torch.Tensor]], Ready]) -> None:
+    def __init__(self, receiver: ReceiverConfig | None, check: Check[Ready]) -> None:
         """Set up the receiver. It always holds a new version as a complete second copy beside the served one, so that a
         commit cannot fail half-way.
 
-        check: function that is called in a thread with the received tensors by Hugging Face (HF) name. It returns the
-        data that the commit needs, and raises ValueError if the tensors do not fit the model. receiver: settings of the
-        receiver; None when weights never change.
+        check: the engine's check of a received version. receiver: settings of the receiver; None when weights never
+        change.
         """
         self._inbox: WeightInbox | None = None
         if receiver is not None:
@@ -92,7 +99,7 @@ class IncomingWeights(Generic[Ready]):
         staged = inbox.staged
         if staged is None or staged.version != update.version:
             raise WeightTransferError(f"weights: version {update.version} was dropped while it arrived")
-        return self._check(staged.named)
+        return self._check(staged.named, update.adapter)
 
     def expect(self, version: int) -> Ready:
         """Return the result of the engine's check for `version`. Raises ValueError unless `version` is the prepared
@@ -152,9 +159,7 @@ class InProcessEngine(ABC, Generic[Ready]):
 
     died = ""
 
-    def __init__(
-        self, receiver: ReceiverConfig | None, check: Callable[[Mapping[str, torch.Tensor]], Ready], version: int
-    ) -> None:
+    def __init__(self, receiver: ReceiverConfig | None, check: Check[Ready], version: int) -> None:
         """receiver, check: see `IncomingWeights`. version: policy version of the weights at the start."""
         self._incoming = IncomingWeights(receiver, check)
         self._name = "" if receiver is None else receiver.engine
@@ -199,7 +204,7 @@ class InProcessEngine(ABC, Generic[Ready]):
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
         """Receive and verify the new version `update`, and check it against the model, if there is one. `hf` accepts a
         tied parameter under any of its names, or under several if the values are equal, and converts other float
-        dtypes; `scripted` accepts tensors of any names and shapes."""
+        dtypes; `scripted` accepts tensors of any names and shapes, adapters included."""
         return await self._incoming.prepare(update, lambda: -1 if self._broken or self._differs else self._version)
 
     async def commit_weights(
@@ -207,24 +212,30 @@ class InProcessEngine(ABC, Generic[Ready]):
     ) -> CommitReport:
         """Start serving the prepared `version`. An engine that was paused before stays paused. Requests that the pause
         froze (mode `keep`) stay frozen, unless `in_flight` is `abort`, which ends them with the tokens generated so
-        far. A sleeping engine stays asleep. kv: treatment of the keys and values of requests that continue (see
+        far. An adapter is served beside the version before it, so that without `abort` it affects no request in flight.
+        A sleeping engine stays asleep. kv: treatment of the keys and values of requests that continue (see
         KeysAndValues)."""
         if self._serves(version):
             return CommitReport(version, 0.0, 0.0, 0, 0)
-        self._incoming.expect(version)
+        stops = in_flight == "abort" or self._replaces(self._incoming.expect(version))
         if self._unusable and not self._asleep:
             raise RuntimeError(f"weights: the engine is {self._unusable}")
         clock = time.perf_counter()
         was_paused, running = self._is_paused, self._num_running
-        await self.pause(in_flight)
+        if stops:
+            await self.pause(in_flight)
         paused = time.perf_counter()
         try:
             kept = await self._replace_weights(version, kv)
         finally:
-            if not was_paused:
+            if stops and not was_paused:
                 await self.resume()
         done = time.perf_counter()
         return CommitReport(version, paused - clock, done - paused, kept, running if in_flight == "abort" else 0)
+
+    def _replaces(self, ready: Ready) -> bool:
+        """Return whether a prepared version takes the place of the weights in service, also for requests in flight."""
+        return True
 
     def _serves(self, version: int) -> bool:
         return self._version == version and not self._broken and not self._differs

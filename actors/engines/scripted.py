@@ -87,7 +87,7 @@ class ScriptedEngine(InProcessEngine[dict[str, torch.Tensor]]):
         requests with stop texts. receiver: settings of the receiver of new weights; None when weights never change.
         routes: shape of the routes that the engine makes up (see `scripted_routes`); None to report none.
         """
-        super().__init__(receiver, _copied, version)
+        super().__init__(receiver, lambda named, _: _copied(named), version)
         self._script = script
         self._latency_s = latency_s
         self._latency_sigma = latency_sigma

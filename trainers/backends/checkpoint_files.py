@@ -38,13 +38,17 @@ state of the learning-rate schedule."""
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, steps: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors that training changes, by name: weights, optimizer state and the number of steps.
+    """Return the tensors that training changes, by name: weights, optimizer state and the number of steps. Frozen
+    weights are left out if others are trained.
 
     The result holds the live tensors, sharded if the model is sharded. Hyperparameters are left out on purpose, because
     a resumed run takes them from its config.
     """
     state = {STEPS: steps}
-    state |= {f"model.{name}": value for name, value in model.state_dict().items()}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    trains = any(param.requires_grad for param in params.values())
+    frozen = {name for name, param in params.items() if trains and not param.requires_grad}
+    state |= {f"model.{name}": value for name, value in model.state_dict().items() if name not in frozen}
     for name, param in model.named_parameters():
         state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[param].items()}
     return state

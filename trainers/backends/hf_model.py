@@ -84,14 +84,13 @@ def write_folder(
     weights: Mapping[str, torch.Tensor],
     source: str,
     *,
-    beside: Callable[[str], None] | None = None,
+    add: Callable[[str], None] | None = None,
 ) -> None:
     """Write `weights`, the model's config and the tokenizer of the folder or hub id `source` as the HF folder `path`.
 
-    If the folder `source` has no tokenizer, none is written. beside: function that writes further files into the
-    unfinished folder, whose path it gets. The number format in the config is that of most weights.
+    If the folder `source` has no tokenizer, none is written. The number format in the config is that of most weights.
     Only one rank may call this. The folder `path` appears whole or not at all. Raises ValueError when it exists
-    already.
+    already. add: function that writes further files into the folder, given its path before it appears.
     """
     start_draft(path)
     # Persistent buffers belong to the folder too; a model on the meta device has no values for them.
@@ -108,8 +107,8 @@ def write_folder(
         config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if has_tokenizer(source):
         load_tokenizer(source).save_pretrained(draft_of(path))
-    if beside is not None:
-        beside(draft_of(path))
+    if add is not None:
+        add(draft_of(path))
     publish(path)
 
 

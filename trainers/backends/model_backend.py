@@ -6,20 +6,24 @@ A backend adds the model: how microbatches run through it, how its gradients are
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from ...actors.adapters.spec import AdapterSpec
 from ...actors.protocols import MicroBatch, OffloadReport
 from ..losses.step_loss import build_loss
 from .checkpoint_files import Checkpointer
 from .config import BackendConfig
 from .expert_balance import ExpertBalance
 from .hf_model import collect, export_dtypes, write_folder
+from .lora.adapter import BASE, Adapter
+from .lora.weights import divided, merged
 from .residence import Residence, own_device
 from .router_replay import RouterReplay, require_replay
 from .rows.row_layout import loss_inputs
@@ -36,6 +40,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
     """The part of a `TrainBackend` that does not depend on how the model is divided among the ranks."""
 
     _weights: list[SpreadWeight]
+    """Weights of the model with their pieces, those of an adapter among them."""
 
     def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
         self._config, self._topology = config, config.topology
@@ -48,6 +53,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         )
         self._steps = torch.zeros((), dtype=torch.int64)
         self._residence = Residence(self._device)
+        self._adapter = Adapter.of(config, rank, world, self._device)
         self._replay: ReplayT | None = None
         self._balance: BalanceT | None = None
 
@@ -166,20 +172,43 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
 
     # ---------------- These methods read and write weights and training state.
 
-    def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return the dtype and shape of each weight by HF name, in the HF model's order.
+    @property
+    def adapter(self) -> AdapterSpec | None:
+        """The adapter whose matrices `weights` yields; None if it yields the weights of the whole model."""
+        return self._adapter.spec if self._adapter is not None and self._config.sends_adapter else None
 
-        The dtype is bfloat16 with `mixed_precision`, as in the forward pass, else float32.
+    def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return the dtype and shape of each tensor that `weights` yields, by its name, in the same order.
+
+        The dtype is bfloat16 with `mixed_precision`, as in the forward pass, else float32. Names are those of the HF
+        model, in its order; those of an adapter's matrices are PEFT's.
         """
-        return {weight.name: (weight.dtype, weight.shape) for weight in self._weights}
+        adapter, base = divided(self._weights)
+        sent = adapter if self.adapter is not None else base
+        return {weight.name: (weight.dtype, weight.shape) for weight in sent}
 
     def weights(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the HF name and tensor of each weight, whole on rank 0 and empty on the other ranks. Collective.
 
-        Every rank must iterate to the end (see `stream_weights`). Raises RuntimeError when the backend is offloaded.
+        With an adapter, they are its matrices, or the model's weights with the adapter merged into them. Every rank
+        must iterate to the end (see `stream_weights`). Raises RuntimeError when the backend is offloaded.
         """
         self._residence.require_onloaded("weights")
-        return stream_weights(self._weights, self._own_pieces(), self._rank, self._device)
+        if self.adapter is not None:
+            return self._streamed(divided(self._weights)[0])
+        if self._adapter is None:
+            return self._streamed(self._weights)
+        specs = self.weight_specs()
+        return self._merged(lambda name: specs[name][0])
+
+    def _streamed(self, weights: Sequence[SpreadWeight]) -> Generator[tuple[str, torch.Tensor], None, None]:
+        return stream_weights(weights, self._own_pieces(), self._rank, self._device)
+
+    def _merged(self, dtype_of: Callable[[str], torch.dtype | None]) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield the weights of the model with its adapter merged into them. dtype_of: see `merged`."""
+        assert self._adapter is not None
+        adapter, base = divided(self._weights, whole=True)
+        return merged(self._streamed([*adapter, *base]), self._adapter.spec, dtype_of)
 
     def save(self, path: str, *, wait: bool = True) -> None:
         """Write model, optimizer, schedule and RNG as the sharded checkpoint `path`. Collective.
@@ -191,7 +220,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         self._config.require_trains("save")
         self._step.require_closed("save")
         self._residence.require_onloaded("save")
-        self._checkpointer.save(path, self._state(), wait=wait)
+        self._checkpointer.save(path, {**self._state(), **self._base_state()}, wait=wait)
 
     def wait_saved(self) -> None:
         """Wait until no checkpoint is being written. Raises the error of the last write, once."""
@@ -207,18 +236,35 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         self._config.require_trains("load")
         self._step.require_closed("load")
         self._residence.require_onloaded("load")
+        if self._adapter is not None:
+            stored = {name: torch.zeros_like(value) for name, value in self._adapter.state().items()}
+            self._checkpointer.load(path, stored)
+            self._adapter.expect_base(path, stored[BASE])
         self._load(path)
 
     def export_model(self, path: str) -> None:
         """Write the model as the new HF folder `path` (weights, config, tokenizer) from rank 0. Collective.
 
-        Rank 0 first collects all weights in host memory. Raises ValueError when `path` exists, and RuntimeError when
-        the backend is offloaded.
+        A model with an adapter is written with the adapter merged into it, and the adapter alone as the folder
+        `adapter` in it, in PEFT's format. Rank 0 first collects all weights in host memory. Raises ValueError when
+        `path` exists, and RuntimeError when the backend is offloaded.
         """
         self._residence.require_onloaded("export_model")
         dtype_of = export_dtypes(self._config.trainer.export_dtype, self._config.model)
-        weights = collect(self.weights(), keep=self._rank == 0, dtype_of=dtype_of)
-        self._checkpointer.on_first_rank(lambda: write_folder(path, self._hf_model(), weights, self._config.model))
+        first, apart = self._rank == 0, self._adapter
+        if apart is None:
+            stream, matrices = self._streamed(self._weights), {}
+        else:
+            matrices_stream = self._streamed(divided(self._weights, whole=True)[0])
+            matrices = collect(matrices_stream, keep=first, dtype_of=lambda name: torch.float32)
+            stream = self._merged(dtype_of)
+        weights = collect(stream, keep=first, dtype_of=dtype_of)
+
+        def write() -> None:
+            add = None if apart is None else partial(apart.write, base=self._config.model, tensors=matrices)
+            write_folder(path, self._hf_model(), weights, self._config.model, add=add)
+
+        self._checkpointer.on_first_rank(write)
 
     def offload(self) -> OffloadReport:
         """Move weights and optimizer state, and a reference model that is on the device, to host memory. Gradient
@@ -235,6 +281,9 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
     def onload(self) -> OffloadReport:
         """Undo `offload`. Idempotent."""
         return self._residence.onload()
+
+    def _base_state(self) -> dict[str, torch.Tensor]:
+        return {} if self._adapter is None else self._adapter.state()
 
     # ---------------- A backend implements these methods.
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from ...actors.adapters.spec import AdapterSpec
 from ...actors.protocols import MicroBatch, OffloadReport
 from .checkpoint_files import Checkpointer, draft_of, publish, start_draft
 from .config import BackendConfig
@@ -27,6 +28,8 @@ class ScriptedBackend:
 
     Every step with a token to train on adds 1 to all weights. Log-probs are zeros.
     """
+
+    adapter: AdapterSpec | None = None
 
     def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
         """Create the weights. Raises RuntimeError when `world` > 1 and the default process group does not have `world`

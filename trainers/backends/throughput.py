@@ -48,6 +48,9 @@ class FlopModel:
     scores and values, with n_q query heads of width d."""
     per_logits: int
     """Number of multiply-adds that the logits of one token take: the hidden size times the size of the vocabulary."""
+    frozen: bool = False
+    """True if the weights are not trained, so that the backward pass needs no gradients of them. An adapter's own
+    operations are left out."""
 
     def step(self, lengths: np.ndarray, predicted: int) -> float:
         """Return the FLOPs of a forward and backward pass over rows of `lengths` tokens (int64 `[N]`).
@@ -57,12 +60,13 @@ class FlopModel:
         """
         tokens = float(lengths.sum())
         pairs = float((lengths.astype(np.float64) * (lengths + 1) / 2).sum())
-        adds = self.per_token * tokens + self.per_pair * pairs + self.per_logits * predicted
-        return 2.0 * BACKWARD * adds
+        products = self.per_token * tokens + self.per_logits * predicted
+        return 2.0 * ((BACKWARD - self.frozen) * products + BACKWARD * self.per_pair * pairs)
 
 
-def flop_model(config: Any) -> FlopModel | None:
-    """Return the `FlopModel` of the model with HF config `config`; None for a `model_type` that is not in GATED."""
+def flop_model(config: Any, *, frozen: bool = False) -> FlopModel | None:
+    """Return the `FlopModel` of the model with HF config `config`; None for a `model_type` that is not in GATED.
+    frozen: as in `FlopModel`."""
     config = config.get_text_config()
     if config.model_type not in GATED:
         return None
@@ -72,7 +76,7 @@ def flop_model(config: Any) -> FlopModel | None:
     attention = hidden * (width + 2 * shared) + width * hidden
     blocks = sum(_block(config, layer) for layer in range(config.num_hidden_layers))
     layers = config.num_hidden_layers
-    return FlopModel(layers * attention + blocks, layers * 2 * width, hidden * config.vocab_size)
+    return FlopModel(layers * attention + blocks, layers * 2 * width, hidden * config.vocab_size, frozen)
 
 
 def _block(config: Any, layer: int) -> int:

@@ -288,9 +288,16 @@ def _undecayed(model: nn.Module) -> set[int]:
 def learning_rate(config: TrainerConfig, update: int, total_steps: int, updates_per_step: int = 1) -> float:
     """Return the learning rate of the optimizer update `update`, counted from 0 over the whole run.
 
-    It rises linearly to `lr` in the warm-up. Then it is constant, or falls to `min_lr` along a half cosine or a line,
-    which it reaches after `total_steps` steps of `updates_per_step` updates each.
+    It rises linearly to the peak rate in the warm-up. Then it is constant, or falls to the end's rate along a half
+    cosine or a line, which it reaches after `total_steps` steps of `updates_per_step` updates each. Peak and end are
+    `lr` and `min_lr`, for an adapter times `lora.lr_factor`.
     """
+    factor = config.lora.lr_factor if config.lora.rank else 1.0
+    return factor * _base_rate(config, update, total_steps, updates_per_step)
+
+
+def _base_rate(config: TrainerConfig, update: int, total_steps: int, updates_per_step: int) -> float:
+    """Return the rate of `learning_rate` for a run that trains all weights."""
     warmup, total = config.warmup_steps * updates_per_step, total_steps * updates_per_step
     if update < warmup:
         return config.lr * (update + 1) / warmup

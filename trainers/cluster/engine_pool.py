@@ -29,6 +29,8 @@ class Engine:
     """Number of the engine's processes that receive weights."""
     version: int = 0
     """Version of the weights that the engine serves."""
+    first_version: int = 0
+    """Version that the engine serves when its process starts."""
     left_out: str = ""
     """Reason why the engine gets no requests; "" while it gets requests."""
     dead: bool = False
@@ -48,8 +50,8 @@ class Engine:
     """Call of `ping` that the engine has not answered yet; None if none is outstanding."""
 
     def renew(self) -> None:
-        """Record that a new process has replaced the engine's process. It serves the run's first weights, version 0."""
-        self.version, self.dead, self.broken, self.joins, self.ping = 0, False, False, None, None
+        """Record that a new process has replaced the engine's process. It serves its first version."""
+        self.version, self.dead, self.broken, self.joins, self.ping = self.first_version, False, False, None, None
         self.renewed_s = time.monotonic()
 
     @property

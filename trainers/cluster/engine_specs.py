@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ...actors.adapters.spec import AdapterSlots
 from ...actors.engines.config import ModelConfig
 from ...actors.engines.factory import MODULES, EngineConfig
 from ...actors.rollout.config import RolloutConfig
 from ...actors.weight_sync.config import SyncConfig
 from ...actors.weight_sync.transports.protocol import ReceiverConfig
 from ...dataplane.handle import DataPlaneHandle
+from ..backends.lora.config import LoraConfig
 from ..base_model.prepare import model_modules, route_spec
 from ..config.config import Config, PoolConfig
 from .transport_choice import bucket_mib
@@ -60,9 +62,16 @@ def engine_config(
         max_model_len=config.engine_length,
         log=engine_log(config.run.dir, name),
         seed=config.run.seed,
+        version=config.first_version,
+        adapters=adapter_slots(config.trainer.lora, config.rollout) if config.sends_adapter else None,
         receiver=ReceiverConfig(name, sync, device, handle, handle.store.key),
         routes=route_spec(config.router_replay, config.model),
     )
+
+
+def adapter_slots(lora: LoraConfig, rollout: RolloutConfig) -> AdapterSlots:
+    """Return the room for adapters of an engine: for two versions of each of `rollout.max_adapters` adapters."""
+    return AdapterSlots(lora.rank, 2 * rollout.max_adapters, experts=lora.experts)
 
 
 def neighbour_bytes(pool: PoolConfig, rollout: RolloutConfig, sync: SyncConfig, residual_mib: int) -> int:

@@ -34,6 +34,9 @@ _OF_OTHER_KINDS = {
     "linear_num_value_heads", "mamba_d_state", "mamba_num_heads", "conv_L_cache",
 }  # fmt: skip
 """Keys of a config.json that models have whose layers are not those of Llama."""
+ADAPTER_WIDTH = 1024
+"""Width for which the size of an adapter of all linear layers is estimated, as `2 * rank / width` of the model's
+parameters. Most layers are wider, so that the estimate is too large rather than too small."""
 USABLE = 0.95
 """Share of a GPU's memory that the estimates may fill."""
 CACHED_VERSIONS = 2
@@ -218,10 +221,15 @@ def _pass_parts(trainer: TrainerConfig, model: Mapping[str, Any], params: int) -
 
 def trained_parts(trainer: TrainerConfig, params: int, *, with_reference: bool) -> dict[str, int]:
     """Return the memory of one train worker between two passes: name of a part -> bytes. All parts are in float32,
-    except that a reference model is in bfloat16 with mixed precision. The result accounts for the sharding over ranks.
+    except that a reference model and the base of an adapter are in bfloat16 with mixed precision. The result accounts
+    for the sharding over ranks.
     """
     topology = trainer.topology
     sharded = topology.world if trainer.backend == "fsdp" else topology.tp * topology.pp
+    if trainer.lora.rank:  # The base is the reference, too.
+        matrices = params * 2 * trainer.lora.rank // ADAPTER_WIDTH * 4 // sharded
+        frozen = params * (2 if trainer.mixed_precision else 4) // sharded
+        return {"weights": frozen + matrices, "gradients": matrices, "optimizer": 2 * matrices}
     each = params * 4 // sharded
     moments = 2 * each
     if trainer.backend != "fsdp" and trainer.distributed_optimizer:
@@ -263,7 +271,7 @@ def host_bytes(trainer: TrainerConfig, params: int, *, with_reference: bool, gpu
         return 0
     if not gpus or trainer.offload:
         return trained_bytes(trainer, params, with_reference=with_reference)
-    if not with_reference or (trainer.backend == "fsdp" and trainer.topology.world == 1):
+    if not with_reference or trainer.lora.rank or (trainer.backend == "fsdp" and trainer.topology.world == 1):
         return 0
     # On GPUs the backends keep the reference model in host memory between uses; a single FSDP rank keeps it on its GPU.
     return trained_parts(trainer, params, with_reference=True)["reference"]

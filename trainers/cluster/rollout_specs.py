@@ -97,7 +97,7 @@ _LATER_DATA = (
     "subset", "answer_pattern", "chat_template", "chat_template_kwargs", "system_prompt", "overlong_prompts", "mixture",
     "columns",
 )  # fmt: skip
-_LATER_MODEL = ("attention", "renderer", "renderer_options")
+_LATER_MODEL = ("adapter", "attention", "renderer", "renderer_options")
 _LATER_REWARD = ("per", "runs", "timeout_s", "retries")
 """Keys of section `reward` that are newer than the first journals. The fingerprint contains them only if they differ
 from their defaults."""

@@ -194,12 +194,16 @@ class StartingActors:
         resources: ResourcesConfig,
         max_replaced: int,
         on_started: Started = lambda infos: None,
+        first_version: int = 0,
     ) -> None:
         """max_replaced: largest number of rollout actors and engines that may be replaced. on_started: receives all
-        processes of actors, now and later, before they are built."""
+        processes of actors, now and later, before they are built. first_version: version that engines serve when they
+        start.
+        """
         self._starter = starter
         self._on_started = on_started
         self._timeout_s = resources.start_timeout_s
+        self._first_version = first_version
         self._max_replaced = max_replaced
         self._take_turns = resources.switch_roles == "always"
         placement = starter.placement
@@ -234,7 +238,8 @@ class StartingActors:
         asked = self.rollouts[0].data_notes()
         pairs = zip(self.hosts, _started(counts, "start", timeout_s), strict=True)
         slept, dropped = loan is not None, loan is not None and loan.sleep_level == 2
-        found = [Engine(host, count, asleep=slept, broken=dropped) for host, count in pairs]
+        first = self._first_version
+        found = [Engine(host, count, first, first, asleep=slept, broken=dropped) for host, count in pairs]
         engines = EnginePool(found, self._embedded)
         if not self._embedded:
             _introduce(engines, self.rollouts, timeout_s)

@@ -74,6 +74,8 @@ def backend_config(config: Config, model: str) -> BackendConfig:
         updates_per_step=config.algorithm.updates_per_step,
         prev=_prev_source(config.algorithm),
         columns=config.data.columns,
+        adapter=config.model.adapter,
+        sends_adapter=config.sends_adapter,
         attention=config.model.attention,
         context=config.engine_length,
         with_reference=config.with_reference,

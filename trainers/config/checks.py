@@ -48,9 +48,9 @@ def contradictions(config: Config) -> list[str]:
 def cautions(algorithm: AlgorithmConfig, loss: LossConfig, trainer: TrainerConfig, *, window: int) -> list[str]:
     """Return one line for each allowed setting with an effect on training that users may not expect. window: largest
     number of versions by which a row can be older than the policy being trained."""
+    lines = _adapter_lines(trainer)
     if trainer.backend == "scripted" or loss.kind != "reinforce" or loss.correction != "none":
-        return []
-    lines = []
+        return lines
     if window:
         lines.append(
             f"algorithm.mode={algorithm.mode} with loss.kind=reinforce trains on rows of up to {window} older "
@@ -62,6 +62,17 @@ def cautions(algorithm: AlgorithmConfig, loss: LossConfig, trainer: TrainerConfi
             "step move the policy away from its rows; loss.kind=ppo_clip does"
         )
     return lines
+
+
+def _adapter_lines(trainer: TrainerConfig) -> list[str]:
+    """Return a line about the learning rate of an adapter in a list; [] without one."""
+    lora = trainer.lora
+    if not lora.rank:
+        return []
+    return [
+        f"an adapter of rank {lora.rank} (alpha {lora.chosen_alpha:g}) is trained at a learning rate of "
+        f"{lora.lr_factor * trainer.lr:g}, trainer.lora.lr_factor={lora.lr_factor:g} times trainer.lr={trainer.lr:g}"
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +233,7 @@ def meaning_problems(config: Config) -> Iterator[str]:
     if config.run.replay is not None:
         yield from replay_problems(config.run, config.validation, config.algorithm, window=config.overlap.window)
     yield from group_problems(config.algorithm, config.advantage)
+    yield from lora_problems(config)
     yield from objective_problems(config.loss, config.advantage, config.reward, config.algorithm.prev_logprobs)
     if config.router_replay.enabled:
         yield from route_problems(config.environment, config.rollout)
@@ -403,6 +415,28 @@ def route_problems(environment: EnvironmentConfig, rollout: RolloutConfig) -> li
         for name, fine in NO_ROUTES_WITH.items()
         if name in rollout.vllm and rollout.vllm[name] not in fine
     ]
+
+
+def lora_problems(config: Config) -> Iterator[str]:
+    """Yield one sentence for each setting that does not go together with an adapter, or that needs one."""
+    trainer, lora = config.trainer, config.trainer.lora
+    if not lora.rank:
+        if config.model.adapter is not None:
+            yield (
+                f"model.adapter: got {config.model.adapter!r} with trainer.lora.rank=0, expected trainer.lora.rank to "
+                "be the rank of that adapter"
+            )
+        return
+    if trainer.moe.bias_update_rate:
+        yield (
+            f"trainer.moe.bias_update_rate: got {trainer.moe.bias_update_rate:g} with trainer.lora.rank={lora.rank}, "
+            "expected 0, because the biases of experts belong to the base, which does not change"
+        )
+    if lora.base != "model" and (trainer.backend != "fsdp" or trainer.topology.world != trainer.dp):
+        yield (
+            f"trainer.lora.base: got {lora.base!r}, expected 'model', or trainer.backend='fsdp' with data parallelism "
+            "alone (trainer.tp, trainer.cp, trainer.pp and trainer.ep at 1)"
+        )
 
 
 def group_problems(algorithm: AlgorithmConfig, advantage: AdvantageConfig) -> Iterator[str]:

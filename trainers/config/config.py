@@ -381,6 +381,17 @@ class Config(Section):
         return {"": self.reward} | {name: one.reward for name, one in self.evaluation.items() if one.reward}
 
     @property
+    def sends_adapter(self) -> bool:
+        """True if weight syncs send the matrices of an adapter, which engines keep beside the base model."""
+        return self.trainer.lora.rank > 0 and self.sync.adapter == "only"
+
+    @property
+    def first_version(self) -> int:
+        """Version that engines serve when they start, with the weights of `model.path`. The policy's first version is
+        0, which is another one if it starts with an adapter."""
+        return 0 if self.model.adapter is None else -1
+
+    @property
     def with_reference(self) -> bool:
         """True when train workers keep a frozen copy of the initial weights."""
         return self.loss.kl_coef > 0

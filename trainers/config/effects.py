@@ -217,6 +217,13 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
             "moe.load_metrics",
         )
     },
+    "trainer.lora.rank": (MODEL_BACKENDS,),
+    **{
+        f"trainer.lora.{name}": (_above_zero("trainer.lora.rank"),)
+        for name in ("alpha", "targets", "dropout", "experts", "init", "base", "lr_factor")
+    },
+    "sync.adapter": (_above_zero("trainer.lora.rank"),),
+    "rollout.max_adapters": (_above_zero("trainer.lora.rank"), _is("sync.adapter", "only")),
     "trainer.recompute_layers": (MODEL_BACKENDS, _is("trainer.recompute", "full")),
     "trainer.min_lr": (MODEL_BACKENDS, _is("trainer.schedule", "cosine", "linear")),
     "sync.kv": (_is("sync.in_flight", "keep"), MODEL_ENGINES),

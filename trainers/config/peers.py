@@ -254,10 +254,10 @@ WITHOUT_COUNTERPART = (
 )  # fmt: skip
 """Settings of TRL's GRPOConfig for which there is no key here."""
 
-_LORA = "there is no LoRA yet, all weights of the model are trained"
+_LORA = "adapters are the section trainer.lora, from trainer.lora.rank on"
 _CRITIC = "there is no critic, advantages come from the rewards of a group (advantage.kind)"
 REMARKS: Mapping[str, str] = {
-    **dict.fromkeys(("lora", "lora_alpha", "lora_r", "lora_rank", "peft", "peft_config", "use_peft"), _LORA),
+    **dict.fromkeys(("lora", "peft", "peft_config", "use_peft"), _LORA),
     **dict.fromkeys(("critic", "gae", "lam"), _CRITIC),
     "reward_model": "there is no reward model, a function of reward.functions can call one",
 }
@@ -266,6 +266,11 @@ REMARKS: Mapping[str, str] = {
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "batch_size": ("algorithm.prompts_per_step",),
     "cliprange": ("loss.clip_low", "loss.clip_high"),
+    "lora_alpha": ("trainer.lora.alpha",),
+    "lora_dropout": ("trainer.lora.dropout",),
+    "lora_r": ("trainer.lora.rank",),
+    "lora_rank": ("trainer.lora.rank",),
+    "lora_target_modules": ("trainer.lora.targets",),
     "max_tokens": ("rollout.max_new_tokens",),
     "micro_batch_size": ("trainer.tokens_per_microbatch",),
     "min_lr_rate": ("trainer.min_lr",),

@@ -90,11 +90,13 @@ class WeightSync:
         *,
         lasting: bool,
         in_cache: int | None = None,
+        adapter: bool = False,
     ) -> None:
         """Prepare the syncs of a run. lasting: true if the transport keeps the last versions readable after they were
         sent, so that another attempt needs no train worker. in_cache: version that train rank 0 has in host memory from
-        the start; None without one."""
-        self._config = config
+        the start; None without one. adapter: true if the versions are those of an adapter, which engines keep beside
+        the one with which running requests finish. They are always verified."""
+        self._config, self._adapter = config, adapter
         self._workers = workers
         self._engines = engines
         self._lasting = lasting
@@ -237,7 +239,7 @@ class WeightSync:
     ) -> dict[str, ActorFailed]:
         """Commit the version in the engines that have prepared it, wait until it is sent, and have them verify it.
         Returns the engines that failed: name -> failure."""
-        if self._config.verify == "off":
+        if self._config.verify == "off" and not self._adapter:
             failures = self._commit(version, ready, tally)
             self._wait_sent(version, sends, tally)
             return failures
@@ -270,7 +272,11 @@ class WeightSync:
     def _must_be_held(self, engine: Engine) -> bool:
         """Return whether the engine's running requests must end before a transfer begins. This is the case if in_flight
         is `wait` and the engine receives during its commit, because the sender would otherwise wait for these requests.
-        An engine before its first update is assumed to receive during its commit unless `sync.staging` is `full`."""
+        An engine before its first update is assumed to receive during its commit unless `sync.staging` is `full`. An
+        adapter is never received during a commit.
+        """
+        if self._adapter:
+            return False
         may_join = self._config.staging != "full" if engine.joins is None else engine.joins
         return self._config.in_flight == "wait" and may_join
 
@@ -324,8 +330,10 @@ class WeightSync:
     def _commit(self, version: int, engines: Sequence[Engine], tally: _Tally) -> dict[str, ActorFailed]:
         """Make `engines` load and serve the version that they have prepared. Returns the engines that failed: name ->
         failure."""
-        wall = time.time()
-        calls = [engine.handle.commit_weights(version, self._config.in_flight, self._config.kv) for engine in engines]
+        wall, in_flight, kv = time.time(), self._config.in_flight, self._config.kv
+        if self._adapter:  # Requests in flight keep their version of the adapter.
+            in_flight, kv = "abort" if in_flight == "abort" else "keep", "keep"
+        calls = [engine.handle.commit_weights(version, in_flight, kv) for engine in engines]
         outcomes = gather_moving(calls, "commit", self._bound_s, EngineHandle.progress)
         for engine, report in zip(engines, outcomes, strict=True):
             engine.broken = isinstance(report, ActorFailed) and (engine.broken or bool(engine.joins))
@@ -343,7 +351,8 @@ class WeightSync:
         """Stop `engines` from generating until their weights are verified, so that no wrong version generates a token.
         Returns the engines that failed: name -> failure."""
         started = time.monotonic()
-        failures = self._hold(engines, "wait" if self._config.in_flight == "wait" else "keep")
+        waits = self._config.in_flight == "wait" and not self._adapter
+        failures = self._hold(engines, "wait" if waits else "keep")
         for engine in engines:
             tally.held[engine.name] = tally.held.get(engine.name, 0.0) + time.monotonic() - started
         return failures

@@ -242,7 +242,7 @@ class _Training:
 
         run.actors.on_death.append(replaced)
         checkpoints.load(run.workers, run.rollouts, state)
-        if state.step:
+        if state.step or state.version > self._config.first_version:
             run.rollouts.sync_weights(state.version)
         if state.step or self._restarts:
             folder.resumed(state.step, died=self._died)

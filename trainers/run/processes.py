@@ -151,7 +151,13 @@ class _Launch:
         starter = ActorStarter(
             config, self._meter, self._ending_actors, places.reservation, route, one_host=places.one_host
         )
-        return StartingActors(starter, config.resources, config.run.max_restarts, self._listed.add_actors)
+        return StartingActors(
+            starter,
+            config.resources,
+            config.run.max_restarts,
+            self._listed.add_actors,
+            first_version=config.first_version,
+        )
 
     def plane(self, places: Places) -> Plane:
         """Open the data plane, and the driver's client of it."""
@@ -196,6 +202,7 @@ class _Launch:
             actors.engines,
             lasting=route.lasting,
             in_cache=0 if cached else None,
+            adapter=config.sends_adapter,
         )
         roles: Roles = BothResident(weights)
         if places.roles.take_turns:

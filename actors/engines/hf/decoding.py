@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from ..protocol import Completion, EngineStats, SamplingParams
+from ..protocol import Completion, EngineStats, KeysAndValues, SamplingParams
 from ..token_sampling import StopTexts, sample
+from .adapters import Adapter
 from .model import RouteRecorder, cache_argument
 
 COMPACT_BELOW = 0.75
@@ -85,8 +86,9 @@ class Decoding:
         """Decode until all rows have ended, or stop before the next step once `interrupt` is set. Returns whether all
         rows have ended.
 
-        version: policy version of the model's current weights, which may change only between two calls. The forward
-        pass and the sampling of a token happen within the same call, so the recorded version of each token is exact.
+        version: policy version of the weights that the model computes with, which may change only between two calls.
+        The forward pass and the sampling of a token happen within the same call, so the recorded version of each token
+        is exact.
         Keys and values of earlier tokens are recomputed only after `forget_keys_and_values`.
         """
         rows = self._rows
@@ -329,8 +331,13 @@ class Batch:
     """Requests that are decoded together. Methods are called from the event loop, and never while the decoding thread
     works on the batch (`stepping`)."""
 
-    def __init__(self, pendings: list[Pending]) -> None:
+    def __init__(self, pendings: list[Pending], version: int, adapter: Adapter | None) -> None:
+        """version, adapter: what the engine serves when the batch begins."""
         self.pendings = pendings
+        self.version = version
+        """Policy version of the next token."""
+        self.adapter = adapter
+        """The adapter of that version; None if it is a version of the model's own weights."""
         self.params = pendings[0].params
         """Sampling parameters of the first request. All requests of the batch share them, except for `n` and `seed`."""
         self.decoding: Decoding | None = None
@@ -347,6 +354,13 @@ class Batch:
     @property
     def done(self) -> bool:
         return not self._open
+
+    def continue_with(self, version: int, adapter: Adapter | None, kv: KeysAndValues) -> None:
+        """Generate the next tokens with another version. kv: treatment of the keys and values so far."""
+        assert not self.stepping
+        self.version, self.adapter = version, adapter
+        if kv == "recompute" and self.decoding is not None:
+            self.decoding.forget_keys_and_values()
 
     def settle_aborted(self, stats: EngineStats) -> None:
         """Answer the aborted requests with the tokens generated so far."""

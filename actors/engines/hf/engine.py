@@ -7,8 +7,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 
 from ....codecs.tokens.routes import RouteSpec
 from ....codecs.weights.parameter_digests import ParameterDigests, compare_digests
-from ...adapters.spec import AdapterSlots
+from ...adapters.spec import PREFIX, AdapterSlots, AdapterSpec
 from ...process.memory import ProcessMemory, measure
 from ...weight_sync.transports.protocol import ReceiverConfig
 from ..config import Attention
@@ -25,12 +26,13 @@ from ..protocol import Completion, EngineBroken, KeysAndValues, PauseMode, Sampl
 from ..stop_tokens import end_tokens, resolve_stops
 from ..token_sampling import StopTexts, checked_prompt, row_keys
 from ..tokenizer import find_tokenizer
+from .adapters import Adapter, AdapterLayers
 from .decoding import Batch, DecodeRequest, Decoding, Pending
 from .model import ParameterSet, RouteRecorder, load_model
 from .positions import counts_columns, fix_rotary_length
 
 
-class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
+class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
     """Generation engine for a Hugging Face causal LM. It decodes one batch at a time in one thread; a batch consists of
     waiting requests with the same sampling parameters.
 
@@ -41,6 +43,11 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
     Stop tokens are the model's own end tokens (see `end_tokens`) and `params.stop_token_ids`. Weights can
     change between two decoding steps. A request that continues after such a change either keeps the keys and values
     that the older weights computed for its earlier tokens, or recomputes them, as the commit says.
+
+    With `adapters`, an update may be an adapter instead, which is served beside the version before it: a request has
+    the version that is in service when its batch begins, and keeps it for all its tokens. A version leaves when a newer
+    one is in service and the batch that uses it has ended. New weights of the whole model replace the base model and
+    end the service of all adapters; adapters that come later must still belong to the model that was loaded first.
     """
 
     def __init__(
@@ -64,8 +71,9 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         one whose `n` is larger runs alone. max_model_len: largest number of tokens of a prompt and its answer together;
         None: the model's own limit. Only models whose positions depend on it (see `fix_rotary_length`) refuse longer
         ones. receiver: settings of the receiver of new weights; None when weights never change. version: policy version
-        of the loaded weights. routes: shape of the routes to record; None records no routes. Raises ValueError if there
-        is no such model, if it is not a decoder-only causal LM, or if its routers are of an unknown class.
+        of the loaded weights. routes: shape of the routes to record; None records no routes. adapters: room for
+        adapters; None accepts none. Raises ValueError if there is no such model, if it is not a decoder-only causal LM,
+        or if its routers are of an unknown class.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch: got {max_batch}, expected at least 1")
@@ -73,7 +81,9 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         self._recorder = None if routes is None else RouteRecorder(self._model, routes)
         self._device = torch.device(device)
         self._parameters = ParameterSet(self._model)
-        super().__init__(receiver, self._parameters.match, version)
+        self._layers = None if adapters is None else AdapterLayers(self._model, path, adapters)
+        self._adapter: Adapter | None = None  # This is the adapter in service; None is the model alone.
+        super().__init__(receiver, self._check, version)
         self._max_batch = max_batch
         self._seed = seed
         text_config = self._model.config.get_text_config()
@@ -94,6 +104,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         self._interrupt = threading.Event()  # This event makes the thread return at the next step.
         self._serving: asyncio.Task[None] | None = None
         self._paused = False  # While this is True, new requests wait.
+        self._full = False  # While this is True, a commit waits for room for an adapter, and no batch begins.
         self._frozen = False  # While this is True, no batch is decoded.
 
     @property
@@ -173,45 +184,120 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
 
     # ---------------- These methods change and check weights and free memory.
 
+    def _check(
+        self, named: Mapping[str, torch.Tensor], spec: AdapterSpec | None
+    ) -> list[tuple[str, torch.Tensor]] | Adapter:
+        if spec is None:
+            return self._parameters.match(named)
+        if self._layers is None:
+            raise ValueError(
+                "weights: got an adapter, expected the model's weights, because the engine has no room for any"
+            )
+        return self._layers.check(spec, named)
+
+    def _replaces(self, ready: list[tuple[str, torch.Tensor]] | Adapter) -> bool:
+        return not isinstance(ready, Adapter)
+
     async def _replace_weights(self, version: int, kv: KeysAndValues) -> int:
         kept = self._num_running
         # The swap finishes even if this call is cancelled; otherwise the new weights could be served as the old
         # version.
         await asyncio.shield(self._swap(version, kv))
-        return kept
+        return kept if self._adapter is None else 0
 
     async def _swap(self, version: int, kv: KeysAndValues) -> None:
         async with self._swapping:
             if self._serves(version):
                 return  # An earlier commit has already loaded this version.
-            async with self._incoming.committing(version) as pairs, self._exclusive:
-                if self._asleep:
-                    await self._take_back()
-                await self._in_thread(self._parameters.copy, pairs)
-                self._put_in_service(version)
-                if kv == "recompute" and self._batch is not None and self._batch.decoding is not None:
-                    self._batch.decoding.forget_keys_and_values()
+            try:
+                if not self._replaces(self._incoming.expect(version)):
+                    await self._wait_for_room(version)
+                async with self._incoming.committing(version) as ready:
+                    if isinstance(ready, Adapter):
+                        await self._serve_adapter(version, ready)
+                    else:
+                        await self._serve_weights(version, ready, kv)
+            finally:
+                self._full = False
+                if not self._paused:
+                    self._serve_on()
+
+    async def _serve_weights(self, version: int, pairs: list[tuple[str, torch.Tensor]], kv: KeysAndValues) -> None:
+        """Replace the model's weights. The current batch continues with the new ones, and without an adapter."""
+        async with self._exclusive:
+            if self._asleep:
+                await self._take_back()
+            await self._in_thread(self._parameters.copy, pairs)
+            self._put_in_service(version)
+            self._adapter = None
+            if self._batch is not None:
+                self._batch.continue_with(version, None, kv)
+
+    async def _serve_adapter(self, version: int, adapter: Adapter) -> None:
+        """Serve an adapter to the batches that begin from now on. Only a batch whose own version differs from the
+        trainer's continues with the new one."""
+        if self._asleep:
+            async with self._exclusive:
+                await self._take_back()
+        await asyncio.to_thread(adapter.move, self._device)
+        if self._batch is not None and self._batch_differs:
+            self._batch.continue_with(version, adapter, "recompute")
+        self._adapter = adapter
+        self._put_in_service(version)
+
+    @property
+    def _batch_differs(self) -> bool:
+        return self._batch is not None and bool(self._differs) and self._batch.version == self._version
+
+    async def _wait_for_room(self, version: int) -> None:
+        """Wait until a slot is free for a new adapter, and let no batch begin until then. The adapter in service needs
+        none, because the new one takes its place; the one that the current batch uses does.
+
+        Raises RuntimeError if that batch cannot end, because it is frozen.
+        """
+        assert self._layers is not None
+        room = self._layers.slots.count
+        self._full = True
+        while room < 2 and self._batch is not None and self._batch.adapter is not None and not self._batch_differs:
+            self._serve_on()
+            if self._serving is None or self._serving.done():
+                raise RuntimeError(
+                    f"weights: version {version} finds no room beside version {self._batch.version}, whose requests "
+                    f"are frozen, because the engine holds {room} adapter at a time"
+                )
+            await asyncio.wait({self._serving})
 
     async def verify_weights(self, digests: ParameterDigests) -> int:
         async with self._swapping, self._exclusive:
             self._expect_served(digests)
-            count, self._differs = await self._in_thread(compare_digests, digests, self._parameters.served, self._name)
+            count, self._differs = await self._in_thread(self._verify, digests)
         if self._differs:
             raise EngineBroken(self._differs)
         return count
 
+    def _verify(self, digests: ParameterDigests) -> tuple[int, str]:
+        if self._adapter is not None:
+            assert self._layers is not None
+            return self._layers.verify(self._adapter, digests, self._name)
+        if any(weight.name.startswith(PREFIX) for weight in digests.weights):
+            raise ValueError(
+                f"weights: version {digests.version} cannot be verified, because it is served without an adapter"
+            )
+        return compare_digests(digests, self._parameters.served, self._name)
+
     async def sleep(self, level: int = 1) -> None:
         """Wait for the running batch, unless a pause in mode `keep` has frozen it, and free the memory of the weights.
 
-        Level 1 moves the weights to host memory, which has no effect on the CPU. Level 2 drops them. Keys and values of
-        a frozen batch stay where they are.
+        Level 1 moves the weights to host memory, which has no effect on the CPU. Level 2 drops them, except in an
+        engine with room for adapters: adapters do not bring the base model back, so that level 2 does the same as level
+        1. Keys and values of a frozen batch stay where they are.
         """
         self._fall_asleep(level)
         await self._incoming.free_spare()
         async with self._exclusive:
             if not self._asleep:
                 return
-            if level == 2:
+            if level == 2 and self._layers is None:
                 self._broken = DROPPED
                 self._parameters.drop()
             await self._in_thread(self._move, torch.device("cpu"))
@@ -269,10 +355,14 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         """Number of unanswered requests, not counting those that a pause holds back."""
         return len(self._queue) + (0 if self._batch is None else self._batch.num_open)
 
+    @property
+    def _has_work(self) -> bool:
+        return self._batch is not None or (bool(self._queue) and not self._full)
+
     def _serve_on(self) -> None:
         """Start a task that decodes the waiting requests, unless one is running already. Does nothing if the engine is
         frozen (paused in mode `keep`), asleep, broken or closed."""
-        if (self._batch is None and not self._queue) or self._frozen or not self._usable:
+        if not self._has_work or self._frozen or not self._usable:
             return
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
@@ -281,7 +371,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         """Decode batch after batch until no request is left. A freeze (a pause in mode `keep`), sleep, a fault or
         `close` ends it earlier."""
         await asyncio.sleep(0)  # Calls that were made in the same turn of the event loop join the first batch.
-        while (self._batch is not None or self._queue) and not self._frozen and self._usable:
+        while self._has_work and not self._frozen and self._usable:
             async with self._exclusive:
                 if not self._frozen and self._usable:
                     await self._decode_on()
@@ -290,15 +380,15 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         """Decode the current batch, or start a new one if there is none, until it ends or is interrupted. Then answer
         the requests that have ended."""
         if self._batch is None:
-            if not self._queue:
+            if not self._has_work:
                 return
-            self._batch = Batch(self._take())
+            self._batch = Batch(self._take(), self._version, self._adapter)
         batch = self._batch
         self._interrupt.clear()
         started = time.perf_counter()
         batch.stepping = True
         try:
-            finished = await self._in_thread(self._run, batch, self._version)
+            finished = await self._in_thread(self._run, batch)
         except Exception as error:  # Every caller in the batch gets this error.
             batch.fail(error)
             finished = True
@@ -309,14 +399,15 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         if batch.done:
             self._batch = None
 
-    def _run(self, batch: Batch, version: int) -> bool:
+    def _run(self, batch: Batch) -> bool:
         if batch.decoding is None:
             params = batch.params
             stop_ids = np.union1d(self._stop_ids, np.array(params.stop_token_ids, dtype=np.int64))
             requests = [pending.request for pending in batch.pendings]
             texts = StopTexts(self._tokenizer, params.stop) if params.stop else None
             batch.decoding = Decoding(self._model, requests, params, stop_ids, texts, self._recorder)
-        return batch.decoding.run(version, self._interrupt)
+        with nullcontext() if self._layers is None else self._layers.active(batch.adapter):
+            return batch.decoding.run(batch.version, self._interrupt)
 
     def _take(self) -> list[Pending]:
         """Take the oldest request from the queue, with others that share its sampling parameters, up to max_batch rows.
@@ -341,5 +432,8 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
 
     def _move(self, device: torch.device) -> None:
         self._model.to(device)
+        for adapter in (self._adapter, None if self._batch is None else self._batch.adapter):
+            if adapter is not None:
+                adapter.move(device)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

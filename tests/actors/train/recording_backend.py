@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from headrace.actors.adapters.spec import AdapterSpec
 from headrace.actors.protocols import MicroBatch, OffloadReport
 from headrace.tests.actors.train.replica_ranks import content
 
@@ -25,6 +26,7 @@ class RecordingBackend:
     """Microbatch of the train pass at which it raises."""
     calls: list[str] = field(default_factory=list)
     seen: list[dict[str, Any]] = field(default_factory=list)
+    adapter: AdapterSpec | None = None
 
     def begin_step(self, temperature: float = 1.0) -> None:
         self.calls.append(f"begin {temperature}")

@@ -65,7 +65,7 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("store.kind=shm", "store: unknown key; did you mean dataplane.store?"),
         ("trainers.dp=2", "trainers: unknown key; did you mean trainer?"),
         ("dataplane.store.knd=shm", "dataplane.store.knd: unknown key; did you mean dataplane.store.kind?"),
-        ("trainer.lora=8", "trainer.lora: unknown key; there is no LoRA yet, all weights of the model"),
+        ("use_peft=true", "use_peft: unknown key; adapters are the section trainer.lora"),
         ("rollout.xyz=x", "rollout.xyz: unknown key; rollout has engine, num_engines,"),
         ("trainer.learning_rate=1", "trainer.learning_rate: unknown key; did you mean trainer.lr?"),
         ("trainer.optimizer=sgd", "trainer.betas or trainer.weight_decay? (the optimizer is always AdamW)"),

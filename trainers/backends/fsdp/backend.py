@@ -17,6 +17,8 @@ from ..checkpoint_files import training_state
 from ..config import BackendConfig
 from ..expert_balance import ExpertBalance
 from ..layers import compile_layers, recompute_layers
+from ..lora.layers import LoraSwitch, add_adapter, expect_gradients, target_names
+from ..lora.weights import own_name
 from ..model_backend import ModelBackend
 from ..model_split import check_split, resolved_packing
 from ..router_replay import RouterReplay, route_spec
@@ -25,7 +27,7 @@ from ..rows.row_layout import RowLayout, exactly, lay_out
 from ..throughput import flop_model
 from ..train_step import build_adamw, local_gradients, scale_, square_norm
 from ..weight_stream import OwnPiece
-from .causal_lm import CausalLM, half_parameters, halve_parameters, use_closed_form_norms
+from .causal_lm import CausalLM, half_parameters, halve_frozen, use_closed_form_norms
 from .context_parallel import check_context, require_splittable, split_rows
 from .expert_parallel import holds_experts
 from .hf_routers import balance_experts, replay_routers, router_biases
@@ -67,11 +69,12 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         self._tp = None if self._mesh is None or config.topology.tp == 1 else self._mesh["tp"].get_group()
         source = open_source(config.model, config.attention)
         self._packed = False
+        self._switch: LoraSwitch | None = None
         policy = self._build(source, trained=config.trains)
         self._replay = self._route_replay(policy)
-        flops = flop_model(policy.model.config)
+        flops = flop_model(policy.model.config, frozen=self._adapter is not None)
         self._reference: CausalLM | None = None
-        if config.with_reference:
+        if config.with_reference and self._adapter is None:  # The base of an adapter is the reference.
             reference = self._build(source, trained=False)
             host = config.trainer.offload or self._device.type == "cuda"
             self._reference = self._spread(reference, source, offload=host)
@@ -165,10 +168,11 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
     def _columns(
         self, micros: Iterable[MicroBatch], count: int, reference: bool, temperature: float
     ) -> list[torch.Tensor]:
-        model, replay = (self._reference, None) if reference else (self._policy, self._replay)
-        assert model is not None
+        model, replay = (self._reference or self._policy, None) if reference else (self._policy, self._replay)
+        base = self._switch.off() if reference and self._switch is not None else nullcontext()
         try:
-            return [self._logprobs(model, replay, micro, temperature) for micro in exactly(micros, count)]
+            with base:
+                return [self._logprobs(model, replay, micro, temperature) for micro in exactly(micros, count)]
         finally:
             give_back(model)  # No backward pass needs the gathered weights.
 
@@ -182,7 +186,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
     def _own_pieces(self) -> OwnPiece:
         give_back(self._policy)
         params = {**dict(self._policy.model.named_parameters()), **router_biases(self._policy.model)}
-        return lambda weight: own_piece(params[weight.name])
+        return lambda weight: own_piece(params[own_name(weight.name)])
 
     def _load(self, path: str) -> None:
         self._checkpointer.load(path, self._state())
@@ -213,11 +217,15 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
             use_grouped_experts(model)
         if self._device.type == "cpu" and not self._config.trainer.compile:
             use_closed_form_norms(model)
-        if not trained:
+        head = head_of(model, self._config.trainer.head)
+        if trained and self._adapter is not None:
+            self._switch = add_adapter(model, self._config.trainer.lora)
+            self._adapter.expect_modules(target_names(model))
+        elif not trained:
             model.requires_grad_(False)
-            if self._half:
-                halve_parameters(model)
-        return CausalLM(model, head_of(model, self._config.trainer.head))
+        if self._half:
+            halve_frozen(model)
+        return CausalLM(model, head)
 
     def _spread(self, module: CausalLM, source: WeightSource, *, offload: bool) -> CausalLM:
         """Shard `module` over the mesh, read this rank's pieces of its weights from `source`, and return it.
@@ -228,7 +236,8 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         topology = self._topology
         reshard = self._config.trainer.reshard_after_forward
         spread(module, self._mesh, self._expert_mesh, self._device, half=self._half, offload=offload, reshard=reshard)
-        fill(module, source, topology, self._rank, self._device, host=offload and self._mesh is not None)
+        host = offload and self._mesh is not None
+        fill(module, source, topology, self._rank, self._device, host=host, adapter=self._adapter)
         return module
 
     def _accumulate(self, micro: MicroBatch) -> None:
@@ -240,6 +249,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
                 self._precision(self._policy),
                 _replaying(self._replay, layout),
                 self._balancing(micro, layout.owners),
+                nullcontext() if self._switch is None else self._switch.dropping(),
             ):
                 logprobs, entropy = self._policy(layout, temperature, self._entropy)
                 tokens, counted, reduce_rows = layout.row_tokens, micro.lengths, None
@@ -252,6 +262,8 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
                 ).backward()
 
     def _finish(self) -> dict[str, float]:
+        if self._switch is not None:
+            expect_gradients(self._policy.model)
         if self._tp is not None:
             sum_per_head_gradients(self._policy, self._tp, self._device)
         params = list(self._policy.parameters())

@@ -92,11 +92,11 @@ class CausalLM(nn.Module):
         return found or list(max(lists, key=len))
 
 
-def halve_parameters(module: nn.Module) -> None:
-    """Change the dtype of the parameters of `module` to bfloat16, for a module that is not trained. Passes compute with
-    the same values as those in `half_parameters`."""
+def halve_frozen(module: nn.Module) -> None:
+    """Change the dtype of the parameters of `module` that are not trained to bfloat16. Passes compute with the same
+    values as those in `half_parameters`."""
     for param in module.parameters():
-        if param.is_floating_point():
+        if param.is_floating_point() and not param.requires_grad:
             param.data = param.data.to(torch.bfloat16)
 
 

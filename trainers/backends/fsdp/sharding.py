@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from ....actors.engines.config import Attention
 from ....actors.train.topology import Place, Topology
 from ..hf_model import HfSource, load_causal_lm
+from ..lora.adapter import Adapter
+from ..lora.layers import is_matrix
 from ..weight_stream import Cut, Piece, SpreadWeight, cut_box
 from .causal_lm import CausalLM
 from .expert_parallel import distribute_experts, holds_experts
@@ -245,12 +247,20 @@ def _stored(model: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def fill(
-    module: CausalLM, source: WeightSource, topology: Topology, rank: int, device: torch.device, *, host: bool
+    module: CausalLM,
+    source: WeightSource,
+    topology: Topology,
+    rank: int,
+    device: torch.device,
+    *,
+    host: bool,
+    adapter: Adapter | None = None,
 ) -> None:
     """Give `module` memory for this rank's pieces of its parameters, and read the pieces from `source`.
 
     Before the call the module is on the meta device. Its buffers are filled too and are always on `device`. host: true
-    to keep the pieces of parameters in host memory instead of on `device`.
+    to keep the pieces of parameters in host memory instead of on `device`. adapter: the adapter of the module; None if
+    it has none.
     """
     shared: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
@@ -266,7 +276,11 @@ def fill(
         _compute_buffers(model, source, device)
         for name, param in model.named_parameters():
             ranges = cut_box(param.shape, own_cuts(param, topology, place))
-            if all(part.start < part.stop for part in ranges):
+            if not all(part.start < part.stop for part in ranges):
+                continue
+            if adapter is not None and is_matrix(name):
+                own_piece(param).copy_(adapter.start(name, tuple(param.shape))[ranges])
+            else:
                 _read_into(own_piece(param), source, name, ranges)
 
 

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ....codecs.integers import ceil_div
+from ..lora.layers import with_adapter
 from ..vocab.logprobs import VocabShard
 from .causal_lm import CausalLM
 
@@ -98,6 +99,7 @@ def _apply(style: str, name: str, child: Any, mesh: DeviceMesh, model: Any, *, a
     group = mesh.get_group()
     if style in ("colwise", "colwise_gather_output", "colwise_rep"):
         split(child, mesh, 0)
+        _split_adapter(child, mesh, 0)
         child.forward = functools.partial(_columns, child)
         if alone:
             child.forward = functools.partial(_block, child.forward, group)
@@ -107,6 +109,7 @@ def _apply(style: str, name: str, child: Any, mesh: DeviceMesh, model: Any, *, a
     elif style in ("rowwise", "rowwise_split_input", "rowwise_rep"):
         _require_even(name, child.weight, 1, mesh)
         split(child, mesh, 1)
+        _split_adapter(child, mesh, 1)
         child.forward = functools.partial(_rows, child, group)
         if style != "rowwise":
             child.forward = functools.partial(_of_part, child.forward, group)
@@ -283,11 +286,13 @@ def _with_local(forward: Any, module: nn.Module, names: set[str], *inputs: Any, 
 
 
 def _columns(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    return F.linear(hidden, local_part(linear.weight), None if linear.bias is None else local_part(linear.bias))
+    bias = None if linear.bias is None else local_part(linear.bias)
+    return with_adapter(linear, F.linear(hidden, local_part(linear.weight), bias), hidden)
 
 
 def _rows(linear: nn.Linear, group: dist.ProcessGroup, hidden: torch.Tensor) -> torch.Tensor:
-    total: Any = _Sum.apply(F.linear(hidden, local_part(linear.weight)), group)
+    own = with_adapter(linear, F.linear(hidden, local_part(linear.weight)), hidden)
+    total: Any = _Sum.apply(own, group)
     return total if linear.bias is None else total + linear.bias
 
 
@@ -375,6 +380,15 @@ def split(module: nn.Module, mesh: DeviceMesh, dim: int, only: set[str] | None =
             # Without a source rank, each rank cuts its part from its own copy of the weights, without communication.
             part = distribute_tensor(param.detach(), mesh, [Shard(dim)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(part, requires_grad=param.requires_grad))
+
+
+def _split_adapter(layer: Any, mesh: DeviceMesh, dim: int) -> None:
+    """Split the matrix of an adapter that has the dimension along which the layer is split. Every rank has the other
+    one whole and applies it to its own part, so that its gradients are parts of a sum."""
+    if hasattr(layer, "lora"):
+        own, whole = (layer.lora_B, layer.lora_A) if dim == 0 else (layer.lora_A, layer.lora_B)
+        split(own, mesh, dim)
+        setattr(whole, _PARTIAL, True)
 
 
 def _split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:

@@ -132,13 +132,16 @@ def target_names(model: nn.Module) -> list[str]:
 
 
 def expect_gradients(model: nn.Module) -> None:
-    """Raise ValueError, which names the layer, if a layer's adapter took no part in the passes of a step.
+    """Raise ValueError, which names the layer, if a layer's adapter took no part in the passes of a step, but others
+    did.
 
     Some models read the weight of a layer without calling the layer, so that the adapter would have no effect.
     """
-    for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and module.lora_A.weight.grad is None:
-            others = sorted({one.rpartition(".")[2] for one in target_names(model)} - {name.rpartition(".")[2]})
+    names = target_names(model)
+    idle = [name for name in names if model.get_submodule(f"{name}.lora_B").weight.grad is None]
+    if len(idle) < len(names):
+        for name in idle:
+            others = sorted({one.rpartition(".")[2] for one in set(names) - set(idle)})
             raise ValueError(
                 f"trainer.lora.targets: the adapter of {name!r} took no part in the model's passes, because the model "
                 f"reads the layer's weight itself; expected a list without it, such as {others}"
