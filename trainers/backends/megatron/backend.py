@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....actors.adapters.spec import AdapterSpec
 from ....actors.protocols import MicroBatch
 from ....codecs.tokens.routes import RouteSpec
 from ..config import BackendConfig
-from ..hf_model import HfSource, collect, export_dtypes, write_folder
+from ..hf_model import HfSource
 from ..layers import compile_layers, recompute_layers, uncompiled
 from ..model_backend import ModelBackend
 from ..model_split import resolved_packing
@@ -24,7 +23,7 @@ from ..router_replay import route_spec
 from ..rows.packed_rows import PackedRows, pack_rows, sum_rows, whole_counts
 from ..rows.row_layout import exactly
 from ..throughput import flop_model
-from ..weight_stream import OwnPiece, SpreadWeight, stream_weights
+from ..weight_stream import OwnPiece
 from .architecture import check_fits
 from .gradients import (
     Swapped,
@@ -37,7 +36,7 @@ from .gradients import (
     wrap_model,
 )
 from .library import ChainedOptimizer, DistributedDataParallel, MoELayer, get_forward_backward_func
-from .lora import add_adapter
+from .lora import ModelAdapter
 from .megatron_routers import PipelineBalance, PipelineReplay
 from .mesh import clear_scratch, global_groups, open_mesh
 from .model import build_model
@@ -85,10 +84,12 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
     def _build(self) -> None:
         config, model = self._config, self._source.config
         self._policy = build_model(config, self._source, self._mesh, self._device)
-        self._adapter = add_adapter(config, self._policy, self._source, self._mesh, self._rank, self._world)
-        # With an adapter, the reference model is the base.
-        own_reference = config.with_reference and self._adapter is None
-        self._reference = reference_copy(self._policy) if own_reference else None
+        self._lora: ModelAdapter | None = None
+        if self._adapter is not None:
+            self._lora = ModelAdapter(self._adapter, self._policy, self._source, self._mesh, self._topology)
+        # The base of an adapter is the reference.
+        with_copy = config.with_reference and self._adapter is None
+        self._reference = reference_copy(self._policy) if with_copy else None
         if config.router_replay.enabled:
             spec, topology = route_spec(model), self._topology
             self._replay = PipelineReplay(
@@ -112,14 +113,16 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         self._model: Any = self._policy if self._training is None else self._training.model
         self._pipeline = OpenPipeline(self._model)
         dtype = torch.bfloat16 if self._half else torch.float32
-        self._weights = self._spread(dtype, adapter=config.sends_adapter)
+        self._weights = spread_weights(self._source, self._topology, dtype)
+        if self._lora is not None:
+            self._weights = [*self._lora.spread(self._weights, self._topology.tp), *self._weights]
         first = self._place.cp == 0  # Context-parallel ranks share their rows, so only the first of them counts rows.
-        self._prepare_steps(flop_model(model), self._mesh.tokens, counts_rows=first)
+        self._prepare_steps(flop_model(model, frozen=self._lora is not None), self._mesh.tokens, counts_rows=first)
 
     def _build_training(self) -> _Training:
         wrapped = wrap_model(self._config, self._policy)
         optimizer = build_optimizer(self._config, wrapped)
-        trained = trained_tensors(self._policy, self._source.config) if self._adapter is None else self._adapter.trained
+        trained = trained_tensors(self._policy, self._source.config) if self._lora is None else self._lora.trained
         state = TrainingState(*trained, optimizer, self._steps, self._source.config, self._mesh)
         return _Training(wrapped, optimizer, state)
 
@@ -153,34 +156,6 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         if not self._residence.offloaded:  # Gradient buffers have no memory while offloaded, and are zero afterwards.
             self._clear()
 
-    @property
-    def adapter(self) -> AdapterSpec | None:
-        """The adapter whose matrices `weights` yields; None if it yields the weights of the whole model."""
-        return None if self._adapter is None or not self._config.sends_adapter else self._adapter.spec
-
-    def export_model(self, path: str) -> None:
-        """Write the model as the new HF folder `path`, see `ModelBackend`. Collective.
-
-        With an adapter, the weights are those of the base with the adapter added in float32, and the folder `adapter`
-        in it has the adapter in PEFT's format.
-        """
-        if self._adapter is None:
-            super().export_model(path)
-            return
-        self._residence.require_onloaded("export_model")
-        config, found = self._config, []
-        for adapter in (False, True):
-            spread = self._spread(torch.float32, adapter=adapter)
-            stream = stream_weights(spread, self._pieces(adapter=adapter), self._rank, self._device)
-            chosen = "float32" if adapter else config.trainer.export_dtype
-            dtype_of = export_dtypes(chosen, config.model)
-            found.append(collect(stream, keep=self._rank == 0, dtype_of=dtype_of))
-        weights, matrices = found
-        beside = partial(self._adapter.write, config.model, matrices)
-        self._checkpointer.on_first_rank(
-            lambda: write_folder(path, self._hf_model(), weights, config.model, beside=beside)
-        )
-
     def group_holders(self) -> Sequence[object]:
         """Return the objects that refer to process groups: the backend, and Megatron's global variables."""
         return (self, global_groups())
@@ -212,8 +187,8 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
     ) -> list[torch.Tensor]:
         columns: list[torch.Tensor] = []
         swapped: AbstractContextManager[Any] = nullcontext()
-        if reference and self._adapter is not None:
-            swapped = self._adapter.switch.off()
+        if reference and self._lora is not None:
+            swapped = self._lora.switch.off()
         elif reference and self._reference:
             swapped = Swapped(self._policy, self._reference)
         replay = None if reference else self._replay
@@ -227,38 +202,20 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         self._predict_all(micros, count, partial(self._measure, replay, temperature))
 
     def _own_pieces(self) -> OwnPiece:
-        return self._pieces(adapter=self._config.sends_adapter)
+        own = OwnPieces(self._policy, self._source.config, self._mesh)
+        return own if self._lora is None else partial(self._lora.piece, own)
 
     def _state(self) -> Any:
         with megatron_calls(self._device):
-            return self._parts.state.collect() | self._base_state()
+            return self._parts.state.collect()
 
     def _load(self, path: str) -> None:
-        state = self._parts.state.blank() | self._base_state()
+        state = self._parts.state.blank()
         self._checkpointer.load(path, state)
-        if self._adapter is not None:
-            self._adapter.expect_base(path, state)
         self._parts.state.restore(state)
 
-    def _base_state(self) -> dict[str, torch.Tensor]:
-        return {} if self._adapter is None else self._adapter.base_state()
-
     def _dropping(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._adapter is None else self._adapter.switch.dropping()
-
-    def _spread(self, dtype: torch.dtype, *, adapter: bool) -> list[SpreadWeight]:
-        """List the matrices of the adapter, or the weights of the model, with the ranks that provide their pieces."""
-        weights = spread_weights(self._source, self._topology, dtype)
-        if self._adapter is None or not adapter:
-            return weights
-        return self._adapter.spread(weights, dtype, self._topology.tp)
-
-    def _pieces(self, *, adapter: bool) -> OwnPiece:
-        """Return the function for this rank's pieces of what `_spread` lists."""
-        own = OwnPieces(self._policy, self._source.config, self._mesh)
-        if self._adapter is None:
-            return own
-        return self._adapter.piece if adapter else partial(self._adapter.merged, own)
+        return nullcontext() if self._lora is None else self._lora.switch.dropping()
 
     def _hf_model(self) -> Any:
         return self._source.empty_model()

@@ -11,7 +11,6 @@ of that matrix are in the order of the layer's own weight. With tensor paralleli
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,14 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ....actors.adapters.peft_folder import write_adapter
-from ....actors.adapters.spec import PREFIX
 from ....actors.train.topology import Topology
-from ..config import BackendConfig
 from ..families.megatron import FAMILIES, Split
 from ..hf_model import HfSource
-from ..lora.adapter import BASE, Adapter
+from ..lora.adapter import Adapter
 from ..lora.layers import MATRICES, LoraSwitch, find_targets
+from ..lora.weights import own_name
 from ..weight_stream import OwnPiece, SpreadWeight
 from .library import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from .mesh import Mesh
@@ -134,32 +131,20 @@ def _adapted(layer: Any, own: Any, switch: LoraSwitch, /, **options: Any) -> tor
     return own(**options) + layer.adapter(options["input"], gathered)
 
 
-def add_adapter(
-    config: BackendConfig, model: PolicyModel, source: HfSource, mesh: Mesh, rank: int, world: int
-) -> ModelAdapter | None:
-    """Freeze `model`, a rank's pipeline stage, and add the adapter that `config` describes; None if there is none.
-
-    Collective. Raises what `Adapter.of` and `ModelAdapter` raise.
-    """
-    device = next(model.parameters()).device
-    adapter = Adapter.of(config, rank, world, device)
-    return None if adapter is None else ModelAdapter(adapter, model, source, mesh, config.topology)
-
-
 class ModelAdapter:
     """The adapter of one pipeline stage."""
 
     def __init__(self, adapter: Adapter, model: PolicyModel, source: HfSource, mesh: Mesh, topology: Topology) -> None:
         """Add the adapter to the frozen `model`. Raises ValueError, on every rank, if a target has no layer of Megatron
         or a pipeline stage has no target."""
-        self._adapter, self._config, lora = adapter, source.config, adapter.config
-        self.spec = adapter.spec
+        self._config, lora = source.config, adapter.config
+        self._rank = lora.rank
         self._targets = find_targets(source.empty_model(), lora)
         adapter.expect_modules(self._targets)
         self._check(topology)
         self.switch = LoraSwitch(lora.scaling, lora.dropout)
         model.requires_grad_(False)
-        self.params: dict[str, nn.Parameter] = {}
+        self._params: dict[str, nn.Parameter] = {}
         """Parameters of this stage, by the name `MODULE.lora_A.weight` of the matrix that they are a part of."""
         self._entries: list[Entry] = []
         weights = model.weights()
@@ -176,62 +161,34 @@ class ModelAdapter:
         for module, *pair in zip(made.modules_of, made.first, made.second, strict=True):
             for matrix, param, kind in zip(MATRICES, pair, _kinds(split), strict=True):
                 name = f"{module}.{matrix}.weight"
-                self.params[name] = param
+                self._params[name] = param
                 self._entries.append(Entry(name, (name,), kind))
 
     @property
     def trained(self) -> tuple[Mapping[str, torch.Tensor], Sequence[Entry]]:
         """The tensors that training changes, as `trained_tensors` returns them."""
-        return self.params, self._entries
+        return self._params, self._entries
 
-    def base_state(self) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint has of the base."""
-        return self._adapter.state()
+    def spread(self, base: Sequence[SpreadWeight], num_tp: int) -> list[SpreadWeight]:
+        """Return the matrices of the whole model with the ranks that hold their pieces.
 
-    def expect_base(self, path: str, state: Mapping[str, torch.Tensor]) -> None:
-        """Raise ValueError unless `state`, which was read from the checkpoint `path`, belongs to this base."""
-        self._adapter.expect_base(path, state[BASE])
-
-    def write(self, base: str, matrices: Mapping[str, torch.Tensor], path: str) -> None:
-        """Write the adapter in PEFT's format as the folder `adapter` in the folder `path`.
-
-        base: folder or hub id of the model. matrices: all matrices by their names in PEFT's format.
-        """
-        dropout, spec = self._adapter.config.dropout, self.spec
-        folder = os.path.join(path, "adapter")
-        write_adapter(folder, base=base, rank=spec.rank, alpha=spec.alpha, dropout=dropout, tensors=matrices)
-
-    def spread(self, base: Sequence[SpreadWeight], dtype: torch.dtype, num_tp: int) -> list[SpreadWeight]:
-        """Return the matrices of the whole model under PEFT's names, with the ranks that hold their pieces.
-
-        base: the same for the weights of the model.
+        base: the same for the weights of the base, whose dtype the matrices are streamed in.
         """
         every, found = {weight.name: weight for weight in base}, []
         for module in self._targets:
             weight = every[module + _OWN]
-            rank, first = self.spec.rank, weight.pieces[0].rank
+            rank, first = self._rank, weight.pieces[0].rank
             rows, columns = weight.shape
             split = _row_of(weight.name, self._config).split
             for matrix, shape, kind in zip(MATRICES, ((rank, columns), (rows, rank)), _kinds(split), strict=True):
-                name = f"{PREFIX}{module}.{matrix}.weight"
-                found.append(spread_weight(name, kind, shape, dtype, first, num_tp, 1, 1))
+                name = f"{module}.{matrix}.weight"
+                found.append(spread_weight(name, kind, shape, weight.dtype, first, num_tp, 1, 1))
         return found
 
-    def piece(self, weight: SpreadWeight) -> torch.Tensor:
-        """Return this rank's piece of a matrix, an `OwnPiece`."""
-        return self.params[weight.name.removeprefix(PREFIX)].detach()
-
-    @torch.no_grad()
-    def merged(self, base: OwnPiece, weight: SpreadWeight) -> torch.Tensor:
-        """Return this rank's piece of a weight of the model with the adapter added, an `OwnPiece`. The sum is float32.
-
-        base: function for the piece without the adapter. Both parts of a product are on this rank, as the layer's own.
-        """
-        piece, module = base(weight), weight.name.removesuffix(_OWN)
-        pair = [self.params.get(f"{module}.{matrix}.weight") for matrix in MATRICES]
-        if pair[0] is None or pair[1] is None:
-            return piece
-        return piece.float() + self.switch.scaling * (pair[1] @ pair[0])
+    def piece(self, base: OwnPiece, weight: SpreadWeight) -> torch.Tensor:
+        """Return this rank's piece of a matrix, or of a weight of the base, an `OwnPiece`. base: that of the base."""
+        param = self._params.get(own_name(weight.name))
+        return base(weight) if param is None else param.detach()
 
     def _check(self, topology: Topology) -> None:
         for module in self._targets:
