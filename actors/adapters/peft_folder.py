@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from .spec import PARTS, PREFIX, module_pairs
+from .spec import PARTS, PREFIX
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _REFUSED = {
@@ -19,7 +19,6 @@ _REFUSED = {
     "modules_to_save": "whole modules beside the adapter",
     "rank_pattern": "ranks that differ between modules",
     "alpha_pattern": "scalings that differ between modules",
-    "target_parameters": "adapters of parameters",
     "lora_bias": "biases",
     "trainable_token_indices": "tokens",
 }
@@ -40,12 +39,22 @@ class AdapterFolder:
 
 
 def write_adapter(
-    path: str, *, base: str, rank: int, alpha: float, dropout: float, tensors: Mapping[str, torch.Tensor]
+    path: str,
+    *,
+    base: str,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    tensors: Mapping[str, torch.Tensor],
+    parameters: Iterable[str] = (),
 ) -> None:
     """Write an adapter as the new folder `path`, so that `PeftModel.from_pretrained(model, path)` loads it.
 
     base: folder or hub id of the model to which it belongs. tensors: its matrices by their names in PEFT's format.
+    parameters: names of the weights of stacked experts that have matrices; all others belong to linear layers.
     """
+    parameters = sorted(parameters)
+    stacked = {name.rpartition(".")[0] for name in parameters}
     folder = Path(path)
     folder.mkdir(parents=True)
     config = {
@@ -55,7 +64,8 @@ def write_adapter(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": sorted(module_pairs(tensors, rank)),
+        "target_modules": sorted(one for one in plain_names(tensors) if one.removesuffix(".base_layer") not in stacked),
+        **({"target_parameters": parameters} if parameters else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -90,10 +100,6 @@ def read_adapter(path: str) -> AdapterFolder:
     alpha = float(config["lora_alpha"])
     if config.get("use_rslora"):  # The scaling is alpha / sqrt(rank) there.
         alpha *= rank**0.5
-    try:
-        module_pairs(tensors, rank)
-    except ValueError as error:
-        raise ValueError(f"model.adapter: {path!r}: {error}") from error
     return AdapterFolder(rank, alpha, str(config.get("base_model_name_or_path") or ""), tensors)
 
 

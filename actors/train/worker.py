@@ -191,13 +191,8 @@ class TrainWorker:
         """Publisher of weight updates; None on all ranks except 0."""
         if setup.rank == 0:
             self._specs = self._backend.weight_specs()
-            self._publisher = WeightPublisher(
-                setup.sender(address),
-                setup.sync,
-                setup.bucket_bytes,
-                keep_versions=setup.keep_versions,
-                adapter=self._backend.adapter,
-            )
+            own = {"keep_versions": setup.keep_versions, "adapter": self._backend.adapter}
+            self._publisher = WeightPublisher(setup.sender(address), setup.sync, setup.bucket_bytes, **own)
             self._parts.callback(self._publisher.close)
             self._publisher.reserve(self._specs)
         self._work: _Work | None = None

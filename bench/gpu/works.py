@@ -103,6 +103,9 @@ class Bounds:
 HALF = Bounds(mismatch_mean=0.02, mismatch_max=0.3, grad_norm=10.0)
 """Bounds for bfloat16. Correct runs had means of 0.005 to 0.007, a largest difference of 0.06, and norms of 0.40 to
 0.45; weights of another version give means above 1."""
+WIDE = Bounds(mismatch_mean=0.05, mismatch_max=0.3, grad_norm=10.0)
+"""Bounds for bfloat16 and the 36 layers of `grpo-4b`, where rounding adds up. Correct runs had means of 0.02 with data
+parallelism and 0.028 with two tensor-parallel train ranks, and a largest difference of 0.2."""
 EXACT = Bounds(mismatch_mean=1e-3, mismatch_max=1e-2, grad_norm=10.0)
 """Bounds for float32."""
 
@@ -145,7 +148,7 @@ GRPO_WORKS = {
     "grpo-tiny": GrpoWork("tiny", "gpu-0.6b.yaml", 32, 24, (16, 48), prompts=4, group_size=4, steps=3),
     "grpo-0.6b": GrpoWork("0.6b", "gpu-0.6b.yaml", *_LONG),
     "grpo-1.7b": GrpoWork("1.7b", "gpu-1.7b.yaml", *_LONG, trl_micro=8, trl_memory=0.35),
-    "grpo-4b": GrpoWork("4b", "gpu-4b.yaml", *_LONG, trl_micro=4, trl_memory=0.25, trl_recompute=True),
+    "grpo-4b": GrpoWork("4b", "gpu-4b.yaml", *_LONG, trl_micro=4, trl_memory=0.25, trl_recompute=True, half=WIDE),
 }
 """Name of a work -> its whole runs. `grpo-tiny` also runs without a GPU, to try out the command."""
 

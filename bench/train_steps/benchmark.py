@@ -180,6 +180,7 @@ def summarise(work: str, ranks: Sequence[TrainFigures]) -> dict[str, float]:
         found |= {f"plain.{name}": value for name, value in first.plain.items()}
         found["vs_plain"] = slowest.step_s / first.plain["step_s"]
         found["loss_vs_plain"] = abs(first.first_loss - first.plain["first_loss"])
+    if "first_norm" in first.plain:
         found["grad_norm_vs_plain"] = abs(first.first_norm / first.plain["first_norm"] - 1)
     return {f"gpu.{work}.{name}": value for name, value in found.items() if not _is_nan(value)}
 
@@ -192,7 +193,7 @@ def wrong(figures: TrainFigures, *, half: bool) -> list[str]:
             value = figures.check[f"{name}.{what}_off"]
             if not value <= most:
                 found.append(f"the {what} of the small model ({name}) is {value:.3g} off, expected at most {most:g}")
-    if figures.plain and not abs(figures.first_norm / figures.plain["first_norm"] - 1) <= HALF:
+    if "first_norm" in figures.plain and not abs(figures.first_norm / figures.plain["first_norm"] - 1) <= HALF:
         found.append(
             f"the first gradient norm is {figures.first_norm:.4g}, plain torch's is {figures.plain['first_norm']:.4g}"
         )

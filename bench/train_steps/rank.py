@@ -340,6 +340,7 @@ def _step_off(
     share = 1.0 - trainer.betas[0]
     difference = square = 0.0
     stored = _stored(path)
+    wanted = _of_adapter(wanted, stored, trainer.lora.scaling) if trainer.lora.rank else wanted
     for name, gradient in wanted.items():
         # Megatron's state has a separate dimension for the gate and up matrices of experts.
         ours = stored[f"optimizer.{name}.exp_avg"].reshape(gradient.shape) / share
@@ -347,6 +348,23 @@ def _step_off(
         square += float(gradient.double().square().sum())
     logprob_off = max((float((one - torch.cat(list(columns))).abs().max()) for one in every), default=0.0)
     return abs(metrics["train/loss"] - loss), (difference / square) ** 0.5, logprob_off
+
+
+def _of_adapter(
+    wanted: dict[str, torch.Tensor], stored: dict[str, torch.Tensor], scaling: float
+) -> dict[str, torch.Tensor]:
+    """Return the gradients of the matrices B of an adapter, given those of the weights W of the model.
+
+    A layer computes `(W + scaling B A) x`, so that the gradient of B is `scaling` times that of W times the transpose
+    of A. That of A is 0 in the first step, because B is 0. stored: the checkpoint after that step, with A.
+    """
+    ending = ".lora_A.weight"
+    layers = [name.removeprefix("model.").removesuffix(ending) for name in stored if name.endswith(ending)]
+    layers = [name for name in layers if f"model.{name}{ending}" in stored]
+    return {
+        f"{name}.lora_B.weight": scaling * wanted[f"{name}.weight"] @ stored[f"model.{name}{ending}"].T
+        for name in layers
+    }
 
 
 def _stored(path: str) -> dict[str, torch.Tensor]:
@@ -380,7 +398,9 @@ def _plain(device: torch.device, task: TrainTask, drawn: Sequence[Rows]) -> tupl
         return {}, f"plain torch ran out of memory: {str(error).splitlines()[0]}"
     loss, norm, _ = steps[0]
     seconds = statistics.median(seconds for _, _, seconds in steps[1:])
-    return {"step_s": seconds, "peak_gib": _peak_gib(device), "first_loss": loss, "first_norm": norm}, ""
+    found = {"step_s": seconds, "peak_gib": _peak_gib(device), "first_loss": loss}
+    # Plain torch trains all weights, so that an adapter's gradient has another norm.
+    return found if trainer.lora.rank else {**found, "first_norm": norm}, ""
 
 
 def _wait(device: torch.device) -> None:

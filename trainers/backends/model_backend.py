@@ -23,7 +23,7 @@ from .config import BackendConfig
 from .expert_balance import ExpertBalance
 from .hf_model import collect, export_dtypes, write_folder
 from .lora.adapter import BASE, Adapter
-from .lora.weights import divided, merged
+from .lora.weights import divided, merged, on_wire, wire_specs
 from .residence import Residence, own_device
 from .router_replay import RouterReplay, require_replay
 from .rows.row_layout import loss_inputs
@@ -184,8 +184,9 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         model, in its order; those of an adapter's matrices are PEFT's.
         """
         adapter, base = divided(self._weights)
-        sent = adapter if self.adapter is not None else base
-        return {weight.name: (weight.dtype, weight.shape) for weight in sent}
+        if self.adapter is not None:
+            return wire_specs(adapter)
+        return {weight.name: (weight.dtype, weight.shape) for weight in base}
 
     def weights(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the HF name and tensor of each weight, whole on rank 0 and empty on the other ranks. Collective.
@@ -195,7 +196,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         """
         self._residence.require_onloaded("weights")
         if self.adapter is not None:
-            return self._streamed(divided(self._weights)[0])
+            return on_wire(self._streamed(divided(self._weights)[0]))
         if self._adapter is None:
             return self._streamed(self._weights)
         specs = self.weight_specs()
@@ -208,7 +209,8 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         """Yield the weights of the model with its adapter merged into them. dtype_of: see `merged`."""
         assert self._adapter is not None
         adapter, base = divided(self._weights, whole=True)
-        return merged(self._streamed([*adapter, *base]), self._adapter.spec, dtype_of)
+        stream = self._streamed([*adapter, *base])
+        return merged(stream, self._adapter.spec, dtype_of, transposed=self._experts_transposed)
 
     def save(self, path: str, *, wait: bool = True) -> None:
         """Write model, optimizer, schedule and RNG as the sharded checkpoint `path`. Collective.
@@ -252,16 +254,22 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         self._residence.require_onloaded("export_model")
         dtype_of = export_dtypes(self._config.trainer.export_dtype, self._config.model)
         first, apart = self._rank == 0, self._adapter
+        adapter, _ = divided(self._weights, whole=True)
         if apart is None:
             stream, matrices = self._streamed(self._weights), {}
         else:
-            matrices_stream = self._streamed(divided(self._weights, whole=True)[0])
-            matrices = collect(matrices_stream, keep=first, dtype_of=lambda name: torch.float32)
+            matrices = collect(on_wire(self._streamed(adapter)), keep=first, dtype_of=lambda name: torch.float32)
             stream = self._merged(dtype_of)
         weights = collect(stream, keep=first, dtype_of=dtype_of)
 
         def write() -> None:
-            add = None if apart is None else partial(apart.write, base=self._config.model, tensors=matrices)
+            add = (
+                None
+                if apart is None
+                else partial(
+                    apart.write, base=self._config.model, tensors=matrices, names=[one.name for one in adapter]
+                )
+            )
             write_folder(path, self._hf_model(), weights, self._config.model, add=add)
 
         self._checkpointer.on_first_rank(write)
@@ -311,6 +319,11 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
 
     @abstractmethod
     def _load(self, path: str) -> None: ...
+
+    @property
+    def _experts_transposed(self) -> bool:
+        """True if stacked experts of the model have their inputs before their outputs."""
+        return False
 
     @abstractmethod
     def _hf_model(self) -> Any:

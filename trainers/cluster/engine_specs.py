@@ -58,7 +58,7 @@ def engine_config(
         shared_gpu=shared_gpu,
         kept_free_bytes=0
         if device == "cpu"
-        else neighbour_bytes(config.pool, config.rollout, config.sync, config.resources.residual_mib),
+        else neighbour_bytes(config.pool, config.rollout, config.sync, config.residual_mib),
         max_model_len=config.engine_length,
         log=engine_log(config.run.dir, name),
         seed=config.run.seed,

@@ -154,7 +154,7 @@ def estimate(config: Config, gpu_bytes: int | None = None, size: ModelSize | Non
     held = dict[str, int]()
     if trainer.backend != "scripted":
         held = trained_parts(trainer, params, with_reference=config.with_reference)
-    kept_free = neighbour_bytes(config.pool, config.rollout, sync, config.resources.residual_mib)
+    kept_free = neighbour_bytes(config.pool, config.rollout, sync, config.residual_mib)
     versions = CACHED_VERSIONS * params * (2 if trainer.mixed_precision else 4) if sync.cache else 0
     return GpuMemory(
         trainer={**held, **_pass_parts(trainer, size.shape, params)} if held else {},

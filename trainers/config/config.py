@@ -49,6 +49,10 @@ class PoolConfig(Section):
     run takes longer, the pool ends its processes. The pool counts a larger value than 600 as 600."""
 
 
+POOL_RESIDUAL_MIB, RESIDUAL_MIB = 1536, 4096
+"""GPU memory in MiB that a sleeping process can keep by default: first on the GPUs of a pool, then on a run's own. A
+vLLM engine of four layers of Qwen3-30B-A3B kept 2210 MiB, those of dense models of 0.6 and 2 G parameters less than
+1536."""
 SET_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_-]*$"
 """Regular expression for the names of evaluation sets, which are parts of metric keys."""
 
@@ -231,9 +235,10 @@ class ResourcesConfig(Section):
     engines sleep while the train workers compute, and the train workers keep their state in host memory while the
     engines generate. With `never` both keep their memory. `auto` becomes `always` if the GPUs cannot hold both, else
     `never`, and the run prints the choice at the start. On a machine without GPUs, `auto` is `never`."""
-    residual_mib: Count = 1536
+    residual_mib: Count | None = None
     """Largest GPU memory in MiB that a sleeping engine or an offloaded train worker can keep, for example for its CUDA
-    context. An engine that keeps more is replaced; a train worker that keeps more fails."""
+    context and CUDA graphs. An engine that keeps more is replaced; a train worker that keeps more fails. Unset: 1536 on
+    the GPUs of a pool, where many processes sleep, else 4096."""
     watchdog: bool = True
     """Whether a separate process ends the run, with a report, when a stage exceeds `resources.stage_timeout_s` by more
     than a margin."""
@@ -325,6 +330,13 @@ class Config(Section):
     def processes_per_side(self) -> int:
         """Number of engine processes or of train workers, whichever is larger."""
         return max(self.rollout.num_engines * self.rollout.tp, self.trainer.topology.world)
+
+    @property
+    def residual_mib(self) -> int:
+        """Largest GPU memory in MiB that a sleeping process can keep: `resources.residual_mib`, or its default."""
+        if self.resources.residual_mib is not None:
+            return self.resources.residual_mib
+        return POOL_RESIDUAL_MIB if self.pool.address is not None else RESIDUAL_MIB
 
     @property
     def engine_gpus(self) -> tuple[tuple[int, ...], ...]:

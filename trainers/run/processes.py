@@ -211,7 +211,7 @@ class _Launch:
                 weights,
                 stages,
                 timeout_s=config.resources.stage_timeout_s,
-                residual_bytes=config.resources.residual_mib << 20,
+                residual_bytes=config.residual_mib << 20,
                 bucket_bytes=route.send_buffer_bytes,
             )
         if membership is not None:

@@ -18,7 +18,7 @@ VLLM, HF = EngineKeys(engine="vllm"), EngineKeys()
 
 
 def kept_free(config: Config) -> int:
-    return neighbour_bytes(config.pool, config.rollout, config.sync, config.resources.residual_mib)
+    return neighbour_bytes(config.pool, config.rollout, config.sync, config.residual_mib)
 
 
 def test_weights_are_bfloat16_on_gpus_alone() -> None:

@@ -276,6 +276,19 @@ def test_the_data_plane_may_import_the_samplers_that_the_configuration_names(tmp
     assert both.dataplane.with_sampler(both.resolved_sampler).samplers == ("my:first",)
 
 
+def test_a_sleeping_process_keeps_less_on_the_gpus_of_a_pool() -> None:
+    """An engine of a model with experts kept 2210 MiB asleep, which the limit of a run with its own GPUs allows."""
+    gpus: dict[str, Any] = {"trainer_gpus": [0], "rollout_gpus": [0, 1]}
+    pooled: dict[str, Any] = {
+        "pool": {"address": "a"},
+        "rollout": {"engine": "vllm", "num_engines": 2, "num_actors": 1},
+    }
+    pooled |= {"algorithm": {"mode": "async"}, "sync": {"in_flight": "keep"}}
+    assert build_config({}).residual_mib > 2210 > build_config({**pooled, "resources": gpus}).residual_mib
+    assert build_config({"resources": {"residual_mib": 100}}).residual_mib == 100
+    assert build_config({**pooled, "resources": {**gpus, "residual_mib": 100}}).residual_mib == 100
+
+
 @pytest.mark.parametrize(
     ("sections", "words"),
     [

@@ -17,8 +17,7 @@ from ..checkpoint_files import training_state
 from ..config import BackendConfig
 from ..expert_balance import ExpertBalance
 from ..layers import compile_layers, recompute_layers
-from ..lora.layers import LoraSwitch, add_adapter, expect_gradients, target_names
-from ..lora.weights import own_name
+from ..lora.layers import LoraSwitch, add_adapter, expect_gradients, matrix_names
 from ..model_backend import ModelBackend
 from ..model_split import check_split, resolved_packing
 from ..router_replay import RouterReplay, route_spec
@@ -186,10 +185,14 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
     def _own_pieces(self) -> OwnPiece:
         give_back(self._policy)
         params = {**dict(self._policy.model.named_parameters()), **router_biases(self._policy.model)}
-        return lambda weight: own_piece(params[own_name(weight.name)])
+        return lambda weight: own_piece(params[weight.name])
 
     def _load(self, path: str) -> None:
         self._checkpointer.load(path, self._state())
+
+    @property
+    def _experts_transposed(self) -> bool:
+        return any(getattr(module, "is_transposed", False) for module in self._policy.model.modules())
 
     def _hf_model(self) -> Any:
         return self._policy.model
@@ -211,7 +214,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
             from .causal_lm import use_varlen_attention  # The kernels need a GPU and half precision.
 
             use_varlen_attention(model)
-        if self._half and self._device.type == "cuda":
+        if (self._half and self._device.type == "cuda") or self._config.trainer.lora.experts:
             from .grouped_experts import use_grouped_experts
 
             use_grouped_experts(model)
@@ -220,7 +223,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         head = head_of(model, self._config.trainer.head)
         if trained and self._adapter is not None:
             self._switch = add_adapter(model, self._config.trainer.lora)
-            self._adapter.expect_modules(target_names(model))
+            self._adapter.expect_matrices(matrix_names(model))
         elif not trained:
             model.requires_grad_(False)
         if self._half:

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from ..lora.layers import LoraSwitch
+
 NAME = "headrace_grouped"
 """Name under which transformers knows the function."""
 
@@ -49,12 +51,28 @@ def compute_experts(
         first_bias = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias)[expert]
         last_bias = module.down_proj_bias[expert]
     inner = _products(x, first, ends, first_bias, elsewhere, transposed=module.is_transposed)
+    inner = _with_adapter(module, "gate_up_proj" if module.has_gate else "up_proj", inner, x, ends, elsewhere)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     inner = inner if module.has_bias else inner * shares
     out = _products(inner, module.down_proj, ends, last_bias, elsewhere, transposed=module.is_transposed)
+    out = _with_adapter(module, "down_proj", out, inner, ends, elsewhere)
     out = out * shares if module.has_bias else out
     back = permute(out, inverse, order)
     return back.view(-1, top_k, back.shape[-1]).sum(1).to(hidden_states.dtype)
+
+
+def _with_adapter(
+    module: Any, name: str, out: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, elsewhere: torch.Tensor | None
+) -> torch.Tensor:
+    """Return `out`, the products of the rows of each expert with the weight `name`, with those of its adapter added, if
+    it has one and its switch is on."""
+    switch: LoraSwitch | None = getattr(module, "lora", None)
+    if switch is None or not switch.on:
+        return out
+    first, second = (getattr(module, f"{name}_lora_{matrix}") for matrix in "AB")
+    rows = F.dropout(rows, switch.dropout, training=switch.drops)
+    inner = _products(rows, first, ends, None, elsewhere, transposed=False)
+    return out + _products(inner, second, ends, None, elsewhere, transposed=False) * switch.scaling
 
 
 def _products(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from ....actors.adapters.base_digest import base_digest
 from ....actors.adapters.peft_folder import read_adapter, write_adapter
-from ....actors.adapters.spec import AdapterSpec, tensor_names
+from ....actors.adapters.spec import AdapterSpec
 from ..config import BackendConfig
 from .config import LoraConfig
-from .layers import MATRICES, module_of
 from .start import start_value
+from .weights import from_wire, target_of, wire_module, wire_name
 
 BASE = "lora.base"
 """Name of the digest of the base in a checkpoint."""
@@ -49,12 +49,11 @@ class Adapter:
         spec = AdapterSpec(lora.rank, lora.chosen_alpha, digest)
         return Adapter(lora, spec, None if config.adapter is None else _given(config.adapter, lora))
 
-    def expect_modules(self, names: list[str]) -> None:
-        """Raise ValueError unless the folder `model.adapter`, if there is one, has matrices for exactly these target
-        layers."""
+    def expect_matrices(self, names: Iterable[str]) -> None:
+        """Raise ValueError unless the folder `model.adapter`, if there is one, has exactly these matrices."""
         if self.given is None:
             return
-        wanted = {tensor for name in names for tensor in tensor_names(name)}
+        wanted = set(map(wire_name, names))
         other = sorted(wanted ^ self.given.keys())
         if other:
             what = "has no" if other[0] in wanted else "has a"
@@ -66,19 +65,18 @@ class Adapter:
     def start(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the whole start value of the parameter `name`, float32 of `shape`. Raises ValueError if the folder
         `model.adapter` has a matrix of another shape."""
-        module, matrix = module_of(name), name.split(".")[-2]
         if self.given is not None:
-            value = self.given[tensor_names(module)[MATRICES.index(matrix)]]
-            if tuple(value.shape) != tuple(shape):
-                raise ValueError(f"model.adapter: {name!r} has shape {tuple(value.shape)}, expected {tuple(shape)}")
-            return value
-        if matrix == MATRICES[1]:
+            try:
+                return from_wire(name, self.given[wire_name(name)], tuple(shape))
+            except ValueError as error:
+                raise ValueError(f"model.adapter: {error}") from error
+        if target_of(name)[1] == "B":
             return torch.zeros(shape)
-        return start_value(module, tuple(shape), self.config.init, _SEED, self.config.rank)
+        return start_value(wire_module(name), tuple(shape), self.config.init, _SEED, self.config.rank)
 
-    def write(self, path: str, *, base: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def write(self, path: str, *, base: str, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
         """Write the adapter as the folder `adapter` in the folder `path`. base: model to which it belongs. tensors: its
-        matrices by their names in PEFT's format."""
+        matrices by their names in PEFT's format. names: their names in training."""
         write_adapter(
             os.path.join(path, "adapter"),
             base=base,
@@ -86,6 +84,7 @@ class Adapter:
             alpha=self.spec.alpha,
             dropout=self.config.dropout,
             tensors=tensors,
+            parameters={target_of(name)[0] for name in names if not name.endswith(".weight")},
         )
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ....actors.engines.hf.model import find_experts
 from .config import ALL_LINEAR, LoraConfig
+from .weights import is_matrix, target_of
 
 MATRICES = ("lora_A", "lora_B")
 """Names of the two children of a target layer."""
@@ -101,7 +103,32 @@ def add_adapter(model: Any, config: LoraConfig) -> LoraSwitch:
         layer.lora = switch
         kind = type(layer)
         layer.__class__ = type(kind.__name__, (_Adapted, kind), {"__module__": kind.__module__})
+    if config.experts:
+        _add_to_experts(model, config, switch)
     return switch
+
+
+def _add_to_experts(model: Any, config: LoraConfig, switch: LoraSwitch) -> None:
+    """Give all weights of all stacked experts of a model the matrices of an adapter. Raises ValueError if it has no
+    experts, or none that are computed by a function that can be replaced."""
+    found = find_experts(model)
+    if not found or not all(hasattr(experts, "is_transposed") and hasattr(experts, "has_gate") for _, experts in found):
+        raise ValueError(
+            f"trainer.lora.experts: got true, expected false for {type(model).__name__}, which has "
+            f"{'experts with code of their own' if found else 'no stacked experts'}"
+        )
+    for _, experts in found:
+        layer: Any = experts
+        layer.lora = switch
+        for name, param in list(layer.named_parameters(recurse=False)):
+            if param.ndim == 3:
+                count, outputs, inputs = param.shape
+                outputs, inputs = (inputs, outputs) if layer.is_transposed else (outputs, inputs)
+                options: dict[str, Any] = {"dtype": torch.float32, "device": param.device}
+                for matrix, size in (("A", (config.rank, inputs)), ("B", (outputs, config.rank))):
+                    layer.register_parameter(
+                        f"{name}_lora_{matrix}", nn.Parameter(torch.empty(count, *size, **options))
+                    )
 
 
 class _Adapted(nn.Module):
@@ -126,9 +153,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def target_names(model: nn.Module) -> list[str]:
-    """Return the names of the layers that have an adapter."""
-    return [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+def matrix_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters of a model that are matrices of its adapter."""
+    return [name for name, _ in model.named_parameters() if is_matrix(name)]
 
 
 def expect_gradients(model: nn.Module) -> None:
@@ -137,22 +164,12 @@ def expect_gradients(model: nn.Module) -> None:
 
     Some models read the weight of a layer without calling the layer, so that the adapter would have no effect.
     """
-    names = target_names(model)
-    idle = [name for name in names if model.get_submodule(f"{name}.lora_B").weight.grad is None]
-    if len(idle) < len(names):
-        for name in idle:
-            others = sorted({one.rpartition(".")[2] for one in set(names) - set(idle)})
-            raise ValueError(
-                f"trainer.lora.targets: the adapter of {name!r} took no part in the model's passes, because the model "
-                f"reads the layer's weight itself; expected a list without it, such as {others}"
-            )
-
-
-def is_matrix(name: str) -> bool:
-    """Return whether the parameter `name` belongs to an adapter."""
-    return name.split(".")[-2] in MATRICES if "." in name else False
-
-
-def module_of(name: str) -> str:
-    """Return the name of the target layer of the parameter `name` of an adapter."""
-    return name.rsplit(".", 2)[0]
+    params = {name: param for name, param in model.named_parameters() if is_matrix(name)}
+    idle = [name for name, param in params.items() if param.grad is None]
+    if idle and len(idle) < len(params):
+        target, _ = target_of(idle[0])
+        left = {target_of(name)[0].split(".")[-2] for name in params.keys() - set(idle)}
+        raise ValueError(
+            f"trainer.lora.targets: the adapter of {target!r} took no part in the model's passes, because the model "
+            f"reads this weight itself; expected a list without it, such as {sorted(left)}"
+        )

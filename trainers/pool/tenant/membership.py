@@ -81,7 +81,7 @@ class PoolMembership:
         return self.tenant.holding(role, self._wait)
 
     def expect_freed(self, handles: Sequence[EngineHandle | TrainHandle]) -> None:
-        config, residual_bytes = self._config, self._config.resources.residual_mib << 20
+        config, residual_bytes = self._config, self._config.residual_mib << 20
 
         def limit(handle: EngineHandle | TrainHandle, held: ProcessMemory) -> int | None:
             processes = config.rollout.tp if isinstance(handle, EngineHandle) else 1
@@ -99,7 +99,7 @@ class PoolMembership:
         """Return the operations on the memory of the borrowed GPUs. client: data-plane client that no other object
         uses. bucket_bytes: GPU memory that a train worker may keep in addition, for the buffers from which it sends
         weights."""
-        config, residual_bytes = self._config, self._config.resources.residual_mib << 20
+        config, residual_bytes = self._config, self._config.residual_mib << 20
         shards = Shards(
             actors,
             weights,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig
 from transformers.pytorch_utils import Conv1D
 
 from headrace.actors.adapters.base_digest import base_digest
-from headrace.actors.adapters.spec import AdapterSlots, AdapterSpec, module_pairs, tensor_names
+from headrace.actors.adapters.spec import AdapterSlots, AdapterSpec, tensor_names
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.hf.model import find_experts
 from headrace.actors.engines.protocol import PauseMode
@@ -27,6 +28,7 @@ from headrace.tests.actors.weight_sync.weight_streams import specs
 from headrace.tests.actors.weight_sync.weight_updates import ENGINE, receiver
 
 RANK, ALPHA = 4, 8.0
+T = TypeVar("T")
 Named = dict[str, torch.Tensor]
 
 
@@ -50,46 +52,56 @@ class Trainer:
         assert await engine.verify_weights(self.publisher.digests(version)) == len(named)
 
 
-def build(folder: str, count: int = 2, **options: Any) -> HfEngine:
-    return HfEngine(folder, receiver=receiver(), adapters=AdapterSlots(2 * RANK, count, experts=True), **options)
+def run(
+    test: Callable[[HfEngine, Trainer], Coroutine[Any, Any, T]],
+    folder: str,
+    sync: Path,
+    *,
+    count: int = 2,
+    endless: bool = False,
+    **options: Any,
+) -> T:
+    """Run a test with an engine and a trainer. endless: whether no token ends a request."""
+    slots = AdapterSlots(2 * RANK, count, experts=True)
+    engine, trainer = HfEngine(folder, receiver=receiver(), adapters=slots, **options), Trainer(sync, folder)
+    if endless:
+        engine._stop_ids = np.array([], dtype=np.int64)
+    with asyncio.Runner() as runner:
+        result = runner.run(test(engine, trainer))
+        runner.run(engine.close())
+    trainer.publisher.close()
+    return result
 
 
-def save_gpt2(folder: Path) -> str:
-    """A model whose linear layers are of transformers' class Conv1D, which stores its weight as [in, out]."""
-    config = GPT2Config(
-        vocab_size=len(VOCAB), n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.2,
+def model_of(kind: str, folder: Path, tiny: str) -> str:
+    """Folder of a random model. gpt2: its linear layers store their weights as [in, out], and so do, for each expert,
+    the stacked experts of gpt_oss; those of moe store them as [out, in]."""
+    if kind in ("qwen3", "moe"):
+        return tiny if kind == "qwen3" else save_moe(folder)
+    sizes: dict[str, Any] = dict(
+        vocab_size=len(VOCAB), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
+        initializer_range=0.2, layer_types=["full_attention"] * 2, rope_parameters={"rope_type": "default"},
         pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        GPT2LMHeadModel(config).save_pretrained(folder)
+        config = GPT2Config(**sizes) if kind == "gpt2" else GptOssConfig(**sizes)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     save_tokenizer(folder)
     return str(folder)
 
 
-def model_of(kind: str, folder: Path, tiny: str) -> str:
-    return {"qwen3": lambda: tiny, "gpt2": lambda: save_gpt2(folder), "moe": lambda: save_moe(folder)}[kind]()
-
-
-@dataclass
-class _Sizes:
-    weight: torch.Tensor
-    inputs: int
-    outputs: int
-    experts: int = 1
-
-
-def _targets(model: Any) -> dict[str, _Sizes]:
-    """Every linear layer but the head, and the experts' two parameters under PEFT's names."""
+def _targets(model: Any) -> dict[str, torch.Tensor]:
+    """The weights of every linear layer but the head, `[1, out, in]`, and the experts' two under PEFT's names."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.Linear, Conv1D)) and name != "lm_head":
-            weight = module.weight.T if isinstance(module, Conv1D) else module.weight
-            found[name] = _Sizes(weight, weight.shape[1], weight.shape[0])
+            found[name] = (module.weight.T if isinstance(module, Conv1D) else module.weight)[None]
     for name, experts in find_experts(model):
-        for key, inner in (("gate_up_proj", ".base_layer"), ("down_proj", "")):
-            weight: Any = getattr(experts, key)
-            found[name + inner] = _Sizes(weight, weight.shape[2], weight.shape[1], weight.shape[0])
+        dims = (1, 2) if getattr(experts, "is_transposed", False) else (1, 1)
+        stacked = (experts.gate_up_proj.transpose(*dims), experts.down_proj.transpose(*dims))
+        found |= dict(zip((f"{name}.base_layer", name), stacked, strict=True))
     return found
 
 
@@ -97,27 +109,20 @@ def adapter(folder: str, seed: int, *, zero: bool = False, dtype: torch.dtype = 
     """A random adapter for all targets; zero: whether the matrices B are zeros, as at the start of training."""
     generator = torch.Generator().manual_seed(seed)
     named: Named = {}
-    for module, sizes in _targets(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)).items():
+    for module, weight in _targets(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)).items():
+        experts, outputs, inputs = weight.shape
         first, second = tensor_names(module)
-        stacked = RANK * sizes.experts
-        named[first] = (torch.randn(stacked, sizes.inputs, generator=generator) / sizes.inputs**0.5).to(dtype)
-        named[second] = (0.1 * torch.randn(sizes.outputs, stacked, generator=generator)).to(dtype)
-        if zero:
-            named[second].zero_()
+        named[first] = (torch.randn(RANK * experts, inputs, generator=generator) / inputs**0.5).to(dtype)
+        named[second] = ((not zero) * 0.1 * torch.randn(outputs, RANK * experts, generator=generator)).to(dtype)
     return named
 
 
 @torch.no_grad()
-def merged(folder: str, named: Mapping[str, torch.Tensor]) -> Any:
+def merged(folder: str, named: Named) -> Any:
     """The model with the product of each pair added to its weight, as PEFT merges it."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    for module, sizes in _targets(model).items():
-        of_module = {name: named[name].float() for name in tensor_names(module)}
-        ((first, second),) = module_pairs(of_module, RANK * sizes.experts).values()
-        if sizes.weight.ndim == 3:
-            stacked = first.view(sizes.experts, RANK, -1), second.view(-1, RANK, sizes.experts)
-            delta = torch.einsum("eri,ore->eoi", *stacked)
-        else:
-            delta = second @ first
-        sizes.weight += ALPHA / RANK * delta
+    for module, weight in _targets(model).items():
+        first, second = (named[name].float() for name in tensor_names(module))
+        stacked = first.view(len(weight), RANK, -1), second.view(-1, RANK, len(weight))
+        weight += ALPHA / RANK * torch.einsum("eri,ore->eoi", *stacked)
     return model

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from headrace.actors.adapters.spec import tensor_names
+from headrace.actors.engines.hf.adapters import Adapter
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import Completion, EngineBroken, SamplingParams
-from headrace.codecs.tokens.routes import RouteSpec
-from headrace.tests.actors.engines.hf.adapter_updates import RANK, Named, Trainer, adapter, build, merged, model_of
+from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.tests.actors.engines.hf.adapter_updates import RANK, Trainer, adapter, merged, model_of, run
 from headrace.tests.actors.engines.hf.hf_steps import PROMPTS, Steps, forward_logprobs
 from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver, scaled
 from headrace.tests.waiting import until
@@ -40,81 +41,45 @@ def versions(answers: list[list[Completion]]) -> set[int]:
     return {version for answer in answers for one in answer for version in one.versions.tolist()}
 
 
-def endless(engine: HfEngine) -> HfEngine:
-    engine._stop_ids = np.array([], dtype=np.int64)  # all run to their full length
-    return engine
+async def begin(engine: HfEngine) -> tuple[Steps, asyncio.Task[list[Completion]]]:
+    """Begin a request, whose fourth step waits to be allowed."""
+    steps = Steps(engine)
+    running = asyncio.create_task(engine.generate("running", [5], PARAMS))
+    steps.allow(3)
+    await until(lambda: steps.begun == 4)
+    return steps, running
+
+
+async def freeze(engine: HfEngine, steps: Steps) -> None:
+    pausing = asyncio.create_task(engine.pause("keep"))
+    await until(engine._interrupt.is_set)
+    steps.allow(1)
+    await pausing
 
 
 @pytest.mark.parametrize("sent", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "moe"])
-def test_log_probs_are_those_of_merged_weights(model_folder: str, tmp_path: Path, kind: str, sent: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "moe", "gpt_oss"])
+def test_an_adapter_of_zeros_changes_no_bit_and_another_equals_merged_weights(
+    model_folder: str, tmp_path: Path, kind: str, sent: torch.dtype
+) -> None:
     folder = model_of(kind, tmp_path / "model", model_folder)
     named = adapter(folder, 1, dtype=sent)
 
-    async def main() -> None:
-        engine, trainer = build(folder), Trainer(tmp_path / "sync", folder)
+    async def main(engine: HfEngine, trainer: Trainer) -> None:
         base = await generate(engine)
-        await trainer.serve(engine, 1, named)
+        await trainer.serve(engine, 1, adapter(folder, 1, zero=True, dtype=sent))
+        zero = await generate(engine)
+        assert flat(zero) == flat(base) and (versions(base), versions(zero)) == ({0}, {1})
+        await trainer.serve(engine, 2, named)
         served = await generate(engine)
-        assert engine.version == 1 and versions(base) == {0} and versions(served) == {1}
-        assert flat(served) != flat(base)
+        assert engine.version == 2 and versions(served) == {2} and flat(served) != flat(base)
         reference = merged(folder, named)
         for prompt, answer in zip(PROMPTS, served, strict=True):
             for one in answer:
                 expected = forward_logprobs(reference, prompt, one.token_ids, 1.0)
                 np.testing.assert_allclose(one.logprobs, expected, atol=1e-5)
-        await engine.close()
-        trainer.publisher.close()
 
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "moe"])
-def test_an_adapter_of_zeros_changes_no_bit(model_folder: str, tmp_path: Path, kind: str) -> None:
-    folder = model_of(kind, tmp_path / "model", model_folder)
-
-    async def main() -> None:
-        engine, trainer = build(folder), Trainer(tmp_path / "sync", folder)
-        base = await generate(engine)
-        await trainer.serve(engine, 1, adapter(folder, 1, zero=True))
-        served = await generate(engine)
-        assert flat(served) == flat(base) and versions(served) == {1}
-        await engine.close()
-        trainer.publisher.close()
-
-    asyncio.run(main())
-
-
-def test_routes_are_those_of_the_adapter(tmp_path: Path) -> None:
-    folder = model_of("moe", tmp_path / "model", "")
-
-    async def main() -> None:
-        reference = merged(folder, adapter(folder, 1))
-        spec = RouteSpec.of(reference.config)
-        assert spec is not None
-        engine, trainer = build(folder, routes=spec), Trainer(tmp_path / "sync", folder)
-        await trainer.serve(engine, 1, adapter(folder, 1))
-        (one,) = await engine.generate("a", [5, 6, 7], SamplingParams(max_new_tokens=12))
-        ids = torch.tensor([[5, 6, 7, *one.token_ids.tolist()[:-1]]])
-        with torch.no_grad():
-            logits = reference(input_ids=ids, output_router_logits=True).router_logits
-        expected = torch.stack([layer.topk(spec.top_k).indices for layer in logits], dim=1).sort(-1).values
-        assert one.routes is not None
-        np.testing.assert_array_equal(np.sort(one.routes, axis=-1), expected.numpy())
-        await engine.close()
-        trainer.publisher.close()
-
-    asyncio.run(main())
-
-
-async def undisturbed(folder: str, tmp: Path, named: Named, requests: dict[str, int]) -> list[list[Completion]]:
-    """What an engine that serves only this adapter answers to requests of one token, each alone."""
-    engine, trainer = endless(build(folder)), Trainer(tmp, folder)
-    await trainer.serve(engine, 1, named)
-    answers = [await engine.generate(name, [token], PARAMS) for name, token in requests.items()]
-    await engine.close()
-    trainer.publisher.close()
-    return answers
+    run(main, folder, tmp_path / "sync")
 
 
 @pytest.mark.parametrize("pause", ["none", "keep"])
@@ -123,51 +88,42 @@ def test_a_request_keeps_the_version_with_which_it_began(
     model_folder: str, tmp_path: Path, pause: str, in_flight: Any
 ) -> None:
     old, new = adapter(model_folder, 1), adapter(model_folder, 2)
+    queued_params = replace(PARAMS, max_new_tokens=11)
 
-    async def main() -> None:
-        engine, trainer = endless(build(model_folder)), Trainer(tmp_path / "sync", model_folder)
+    async def main(engine: HfEngine, trainer: Trainer) -> list[list[Completion]]:
         await trainer.serve(engine, 1, old)
-        steps = Steps(engine)
-        running = asyncio.create_task(engine.generate("running", [5], PARAMS))
-        steps.allow(3)
-        await until(lambda: steps.begun == 4)
-        queued = asyncio.create_task(engine.generate("queued", [6], replace(PARAMS, max_new_tokens=11)))
+        steps, running = await begin(engine)
+        queued = asyncio.create_task(engine.generate("queued", [6], queued_params))
         await asyncio.sleep(0)
         await engine.prepare_weights(trainer.publish(2, new))
         if pause == "keep":
-            pausing = asyncio.create_task(engine.pause("keep"))
-            await until(engine._interrupt.is_set)
-            steps.allow(1)
-            await pausing
+            await freeze(engine, steps)
         report = await engine.commit_weights(2, in_flight)  # No step is allowed: the commit waits for none.
         assert (engine.version, report.kept, report.aborted) == (2, 0, 0)
-        late = asyncio.create_task(engine.generate("late", [7], replace(PARAMS, max_new_tokens=10)))
+        late = asyncio.create_task(engine.generate("late", [7], PARAMS))
         await asyncio.sleep(0)
         assert not running.done()
         steps.allow(200)
         if pause == "keep":
             assert await engine.verify_weights(trainer.publisher.digests(2)) == len(new)
             await engine.resume()
-        assert versions([await running]) == {1} and versions([await queued, await late]) == {2}
-        expected = await undisturbed(model_folder, tmp_path / "old", old, {"running": 5})
-        assert flat([await running]) == flat(expected)
-        expected = await undisturbed(model_folder, tmp_path / "new", new, {"queued": 6, "late": 7})
-        for got, full in zip(flat([await queued, await late]), flat(expected), strict=True):
-            assert got == (full[0][: len(got[0])], full[1][: len(got[1])])
-        await engine.close()
-        trainer.publisher.close()
+        return [await running, await queued, await late]
 
-    asyncio.run(main())
+    async def alone(engine: HfEngine, trainer: Trainer) -> list[list[Completion]]:
+        await trainer.serve(engine, 1, old)
+        first = await engine.generate("running", [5], PARAMS)
+        await trainer.serve(engine, 2, new)
+        return [first, await engine.generate("queued", [6], queued_params), await engine.generate("late", [7], PARAMS)]
+
+    got = run(main, model_folder, tmp_path / "a", endless=True)
+    assert [versions([one]) for one in got] == [{1}, {2}, {2}]
+    assert flat(got) == flat(run(alone, model_folder, tmp_path / "b", endless=True))
 
 
 def test_an_abort_ends_requests_and_later_ones_have_the_new_version(model_folder: str, tmp_path: Path) -> None:
-    async def main() -> None:
-        engine, trainer = endless(build(model_folder)), Trainer(tmp_path, model_folder)
+    async def main(engine: HfEngine, trainer: Trainer) -> None:
         await trainer.serve(engine, 1, adapter(model_folder, 1))
-        steps = Steps(engine)
-        running = asyncio.create_task(engine.generate("running", [5], PARAMS))
-        steps.allow(3)
-        await until(lambda: steps.begun == 4)
+        steps, running = await begin(engine)
         await engine.prepare_weights(trainer.publish(2, adapter(model_folder, 2)))
         commit = asyncio.create_task(engine.commit_weights(2, "abort"))
         await until(engine._interrupt.is_set)
@@ -176,28 +132,19 @@ def test_an_abort_ends_requests_and_later_ones_have_the_new_version(model_folder
         assert [(len(one.token_ids), one.finish_reason) for one in await running] == [(4, "abort")] * 2
         assert versions([await running]) == {1}
         assert versions([await engine.generate("late", [5], PARAMS)]) == {2}
-        await engine.close()
-        trainer.publisher.close()
 
-    asyncio.run(main())
+    run(main, model_folder, tmp_path, endless=True)
 
 
 def test_a_version_leaves_with_its_last_request_and_a_commit_waits_for_room(model_folder: str, tmp_path: Path) -> None:
-    async def main() -> None:
-        engine, trainer = endless(build(model_folder, count=1)), Trainer(tmp_path, model_folder)
+    async def main(engine: HfEngine, trainer: Trainer) -> None:
         await trainer.serve(engine, 1, adapter(model_folder, 1))
         assert engine._adapter is not None
         old = weakref.ref(engine._adapter.pairs[Q_PROJ][0])
-        steps = Steps(engine)
-        running = asyncio.create_task(engine.generate("running", [5], PARAMS))
-        steps.allow(3)
-        await until(lambda: steps.begun == 4)
+        steps, running = await begin(engine)
         queued = asyncio.create_task(engine.generate("queued", [6], replace(PARAMS, max_new_tokens=11)))
         await engine.prepare_weights(trainer.publish(2, adapter(model_folder, 2)))
-        pausing = asyncio.create_task(engine.pause("keep"))
-        await until(engine._interrupt.is_set)
-        steps.allow(1)
-        await pausing
+        await freeze(engine, steps)
         with pytest.raises(RuntimeError, match="version 2 finds no room beside version 1, whose requests are frozen"):
             await engine.commit_weights(2, "keep")
         await engine.resume()
@@ -211,10 +158,8 @@ def test_a_version_leaves_with_its_last_request_and_a_commit_waits_for_room(mode
         assert versions([await running]) == {1} and versions([await queued]) == {2}
         gc.collect()
         assert old() is None
-        await engine.close()
-        trainer.publisher.close()
 
-    asyncio.run(main())
+    run(main, model_folder, tmp_path, endless=True, count=1)
 
 
 @pytest.mark.parametrize(
@@ -245,49 +190,53 @@ def test_an_adapter_that_does_not_fit_is_refused(
     if change is not None:
         change(named)
 
-    async def main() -> None:
-        engine, trainer = build(folder), Trainer(tmp_path / "bad", folder, **spec)
+    async def main(engine: HfEngine, good: Trainer) -> None:
+        trainer = Trainer(tmp_path / "bad", folder, **spec)
         with pytest.raises(ValueError, match=message) as raised:
             await engine.prepare_weights(trainer.publish(1, named))
         assert "\n" not in str(raised.value) and str(raised.value).startswith("adapter: ")
         with pytest.raises(ValueError, match="got version 1 to commit, expected the prepared one, none"):
             await engine.commit_weights(1)
         assert engine.version == 0 and versions([await engine.generate("a", [5], PARAMS)]) == {0}
-        good = Trainer(tmp_path / "good", folder)
         await good.serve(engine, 1, adapter(folder, 1))
-        await engine.close()
-        for one in (trainer, good):
-            one.publisher.close()
-
-    asyncio.run(main())
-
-
-def test_engines_without_room_refuse_adapters(model_folder: str, tmp_path: Path) -> None:
-    async def main() -> None:
-        trainer, engine = Trainer(tmp_path, model_folder), HfEngine(model_folder, receiver=receiver())
-        with pytest.raises(
-            ValueError, match="got an adapter, expected the model.s weights, because the engine has no room"
-        ):
-            await engine.prepare_weights(trainer.publish(1, adapter(model_folder, 1)))
-        await engine.close()
         trainer.publisher.close()
 
-    asyncio.run(main())
+    run(main, folder, tmp_path / "good")
 
 
-def damage(engine: HfEngine) -> None:
-    assert engine._adapter is not None
-    engine._adapter.pairs[Q_PROJ][1].view(-1)[7] += 0.125
+def test_engines_without_room_refuse_adapters_and_the_scripted_one_takes_any(model_folder: str, tmp_path: Path) -> None:
+    named = adapter(model_folder, 1)
+
+    async def main(engine: HfEngine, trainer: Trainer) -> None:
+        plain, scripted = (
+            HfEngine(model_folder, receiver=receiver()),
+            ScriptedEngine(lambda *_: [1], receiver=receiver()),
+        )
+        trainer.publish(0, named)
+        with pytest.raises(ValueError, match="version 0 cannot be verified, because it is served without an adapter"):
+            await engine.verify_weights(trainer.publisher.digests(0))
+        update = trainer.publish(1, named)
+        with pytest.raises(ValueError, match="got an adapter, expected the model's weights, because the engine has no"):
+            await plain.prepare_weights(update)
+        await scripted.prepare_weights(update)
+        await scripted.commit_weights(1)
+        assert await scripted.verify_weights(trainer.publisher.digests(1)) == len(named)
+        await plain.close()
+        await scripted.close()
+
+    run(main, model_folder, tmp_path)
 
 
-def lose(engine: HfEngine) -> None:
-    assert engine._adapter is not None
-    del engine._adapter.pairs[Q_PROJ]
+def damage(served: Adapter) -> None:
+    served.pairs[Q_PROJ][1].view(-1)[7] += 0.125
 
 
-def silence(engine: HfEngine) -> None:
-    assert engine._adapter is not None
-    engine._adapter.scaling = 0.0
+def lose(served: Adapter) -> None:
+    del served.pairs[Q_PROJ]
+
+
+def silence(served: Adapter) -> None:
+    served.scaling = 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -300,18 +249,18 @@ def silence(engine: HfEngine) -> None:
     ],
 )
 def test_an_adapter_that_is_not_served_as_sent_serves_nothing(
-    model_folder: str, tmp_path: Path, dtype: torch.dtype, harm: Callable[[HfEngine], None], message: str
+    model_folder: str, tmp_path: Path, dtype: torch.dtype, harm: Callable[[Adapter], None], message: str
 ) -> None:
     named = adapter(model_folder, 1)
 
-    async def main() -> None:
-        engine, trainer = endless(build(model_folder, dtype=dtype)), Trainer(tmp_path, model_folder)
+    async def main(engine: HfEngine, trainer: Trainer) -> None:
         await trainer.serve(engine, 1, named)
         before = await engine.generate("a", [5], PARAMS)
         running = asyncio.create_task(engine.generate("running", [6], PARAMS))
         await until(lambda: engine._batch is not None)
         await engine.pause("keep")
-        harm(engine)
+        assert engine._adapter is not None
+        harm(engine._adapter)
         with pytest.raises(EngineBroken, match=message):
             await engine.verify_weights(trainer.publisher.digests(1))
         await engine.resume()
@@ -321,27 +270,12 @@ def test_an_adapter_that_is_not_served_as_sent_serves_nothing(
         await trainer.serve(engine, 2, named)
         assert flat([await waiting]) == flat([before]) and versions([await waiting]) == {2}
         assert 2 in versions([await running])  # The request that began with the bad version continues with the good.
-        await engine.close()
-        trainer.publisher.close()
 
-    asyncio.run(main())
-
-
-def test_an_engine_without_an_adapter_is_not_verified_as_if_it_had_one(model_folder: str, tmp_path: Path) -> None:
-    async def main() -> None:
-        engine, trainer = build(model_folder), Trainer(tmp_path, model_folder)
-        trainer.publish(0, adapter(model_folder, 1))
-        with pytest.raises(ValueError, match="version 0 cannot be verified, because it is served without an adapter"):
-            await engine.verify_weights(trainer.publisher.digests(0))
-        await engine.close()
-        trainer.publisher.close()
-
-    asyncio.run(main())
+    run(main, model_folder, tmp_path, endless=True, dtype=dtype)
 
 
 def test_sleep_keeps_the_base_and_the_adapter(model_folder: str, tmp_path: Path) -> None:
-    async def main() -> None:
-        engine, trainer = build(model_folder), Trainer(tmp_path, model_folder)
+    async def main(engine: HfEngine, trainer: Trainer) -> None:
         await trainer.serve(engine, 1, adapter(model_folder, 1))
         first = await generate(engine)
         await engine.sleep(2)
@@ -354,23 +288,17 @@ def test_sleep_keeps_the_base_and_the_adapter(model_folder: str, tmp_path: Path)
         await engine.wake()
         second = await generate(engine)
         assert versions(second) == {2} and flat(second) != flat(first)
-        await engine.close()
-        trainer.publisher.close()
 
-    asyncio.run(main())
+    run(main, model_folder, tmp_path)
 
 
 def test_weights_of_the_whole_model_replace_the_base(model_folder: str, tmp_path: Path) -> None:
-    async def main() -> None:
-        engine, trainer = endless(build(model_folder)), Trainer(tmp_path / "sync", model_folder)
+    async def main(engine: HfEngine, trainer: Trainer) -> None:
         publisher = Publisher(tmp_path / "whole")
         base = await generate(engine)
         await trainer.serve(engine, 1, adapter(model_folder, 1))
         adapted = await generate(engine)
-        steps = Steps(engine)
-        running = asyncio.create_task(engine.generate("running", [5], PARAMS))
-        steps.allow(3)
-        await until(lambda: steps.begun == 4)
+        steps, running = await begin(engine)
         await engine.prepare_weights(publisher.publish(2, scaled(model_folder, 1.0)))
         commit = asyncio.create_task(engine.commit_weights(2, "keep"))
         await until(engine._interrupt.is_set)
@@ -381,8 +309,6 @@ def test_weights_of_the_whole_model_replace_the_base(model_folder: str, tmp_path
         assert flat(whole) == flat(base) and versions(whole) == {2}
         await trainer.serve(engine, 3, adapter(model_folder, 1))
         assert flat(await generate(engine)) == flat(adapted)
-        await engine.close()
         publisher.close()
-        trainer.publisher.close()
 
-    asyncio.run(main())
+    run(main, model_folder, tmp_path / "sync", endless=True)

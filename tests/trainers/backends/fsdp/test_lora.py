@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from headrace.trainers.backends.lora.layers import find_targets
 
 RANK = 4
 LORA: dict[str, Any] = {"rank": RANK, "lr_factor": 1.0}
+MODEL_OF = {"experts": "moe"}
+"""Name of an adapter -> name of its model, where they differ."""
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -46,8 +49,12 @@ def settings(model: str) -> dict[str, Any]:
     return {**LORA, "targets": ATTENTION} if Path(model).name == "moe" else LORA
 
 
-def save_adapter(folder: Path, model: str) -> str:
-    """Write a random adapter of all target layers of `model`, whose matrices B are not zero."""
+EXPERTS = [f"model.layers.1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+
+
+def save_adapter(folder: Path, model: str, parameters: Sequence[str] = ()) -> str:
+    """Write a random adapter of all target layers of `model`, whose matrices B are not zero. parameters: weights of
+    stacked experts that have matrices, too."""
     whole = AutoModelForCausalLM.from_pretrained(model)
     torch.manual_seed(11)
     tensors = {}
@@ -56,7 +63,13 @@ def save_adapter(folder: Path, model: str) -> str:
         first, second = tensor_names(name)
         tensors[first] = torch.randn(RANK, layer.in_features) * 0.2
         tensors[second] = torch.randn(layer.out_features, RANK) * 0.2
-    write_adapter(str(folder), base=model, rank=RANK, alpha=2.0 * RANK, dropout=0.0, tensors=tensors)
+    for name in parameters:
+        experts, rows, columns = whole.get_parameter(name).shape
+        first, second = tensor_names(name.rpartition(".")[0] + ("" if name.endswith("down_proj") else ".base_layer"))
+        tensors[first] = torch.randn(experts * RANK, columns) * 0.2
+        tensors[second] = torch.randn(rows, experts * RANK) * 0.2
+    settings_: dict[str, Any] = {"rank": RANK, "alpha": 2.0 * RANK, "dropout": 0.0}
+    write_adapter(str(folder), base=model, tensors=tensors, parameters=parameters, **settings_)
     return str(folder)
 
 
@@ -80,7 +93,8 @@ class PeftTrainer(ReferenceTrainer):
 
 @pytest.fixture(scope="module")
 def adapters(folder: Path) -> dict[str, str]:
-    return {name: save_adapter(folder / f"adapter-{name}", str(folder / name)) for name in ("tied", "biased", "moe")}
+    found = {name: save_adapter(folder / f"adapter-{name}", str(folder / name)) for name in ("tied", "biased", "moe")}
+    return {**found, "experts": save_adapter(folder / "adapter-experts", str(folder / "moe"), EXPERTS)}
 
 
 def build(model: str, adapter: str | None = None, *, lora: dict[str, Any] | None = None, **changes: Any) -> FsdpBackend:
@@ -105,11 +119,12 @@ def assert_as_peft(found: dict[str, Any], steps: list[tuple[float, float]], matr
         torch.testing.assert_close(value, matrices[name], rtol=0, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("name", ["tied", "biased", "moe"])
+@pytest.mark.parametrize("name", ["tied", "biased", "moe", "experts"])
 def test_steps_are_those_of_peft(folder: Path, adapters: dict[str, str], name: str) -> None:
     """Eight updates have PEFT's losses, gradient norms and matrices, padded and packed."""
-    trainer = PeftTrainer(str(folder / name), adapters[name])
-    backends = [build(str(folder / name), adapters[name], packing=packing) for packing in ("none", "packed")]
+    model, lora = str(folder / MODEL_OF.get(name, name)), {"experts": name == "experts"}
+    trainer = PeftTrainer(model, adapters[name])
+    backends = [build(model, adapters[name], lora=lora, packing=packing) for packing in ("none", "packed")]
     for step in range(8):
         rows = random_rows(step, NUM_ROWS)
         loss, norm = trainer.step(rows)
@@ -146,11 +161,11 @@ def test_the_reference_is_the_base(folder: Path, adapters: dict[str, str]) -> No
     assert (logprobs_of(backend, micro) - logprobs_of(base, micro)).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", ["tied", "moe"])
+@pytest.mark.parametrize("name", ["tied", "moe", "experts"])
 def test_folders(folder: Path, tmp_path: Path, adapters: dict[str, str], name: str) -> None:
     """PEFT reads our folder, and transformers the merged one, with our log-probs."""
-    model, rows = str(folder / name), random_rows(3, 6)
-    backend = build(model, adapters[name])
+    model, rows, lora = str(folder / MODEL_OF.get(name, name)), random_rows(3, 6), {"experts": name == "experts"}
+    backend = build(model, adapters[name], lora=lora)
     run_step(backend, [rows])
     backend.export_model(str(tmp_path / "out"))
     ours = logprobs_of(backend, micro_batch(rows))
@@ -160,7 +175,7 @@ def test_folders(folder: Path, tmp_path: Path, adapters: dict[str, str], name: s
     for trainer in (peft, merged):
         theirs = torch.cat([trainer.row_logprobs(row, 1.0) * torch.from_numpy(row.mask) for row in rows])
         torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-5)
-    again = build(model, str(tmp_path / "out" / "adapter"))
+    again = build(model, str(tmp_path / "out" / "adapter"), lora=lora)
     assert torch.equal(logprobs_of(again, micro_batch(rows)), ours)
 
 
@@ -251,13 +266,15 @@ CASES = [
     "fsdp tied dp2", "fsdp tied dp2 packed", "fsdp tied tp2", "fsdp tied tp2 packed recompute offload",
     "fsdp biased tp2", "fsdp moe tp2", "fsdp moe dp2 ep2",
 ]  # fmt: skip
+EXPERT_CASES = ["fsdp moe dp2 ep2 packed", "fsdp moe tp2 padded", "fsdp moe dp2 recompute"]
 
 
-def on_ranks(rank: int, world: int, folder: str, adapters: dict[str, str], names: list[str]) -> dict[str, Any]:
+def on_ranks(rank: int, world: int, folder: str, adapters: dict[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in names:
-        model = name.split()[1]
-        changes = {"lora": settings(model), "adapter": adapters[model], "sends_adapter": True}
+    for name in (*CASES, *EXPERT_CASES):
+        model, experts = name.split()[1], name in EXPERT_CASES
+        lora = {**settings(model), "experts": experts}
+        changes = {"lora": lora, "adapter": adapters["experts" if experts else model], "sends_adapter": True}
         found[name] = run_case(rank, Case(name, changes), folder)
     case = Case("fsdp tied dp2", {"lora": LORA, "adapter": adapters["tied"], "mixed_precision": True})
     with contextlib.closing(case.build(rank, folder)) as backend:
@@ -270,11 +287,12 @@ def on_ranks(rank: int, world: int, folder: str, adapters: dict[str, str], names
 @pytest.mark.processes
 def test_meshes(folder: Path, tmp_path: Path, adapters: dict[str, str]) -> None:
     """On each mesh, steps, matrices and the reference are those of PEFT on one rank."""
-    ranks = run_on_ranks(on_ranks, 2, tmp_path, str(folder), adapters, CASES)
+    ranks = run_on_ranks(on_ranks, 2, tmp_path, str(folder), adapters)
     assert ranks[0]["bytes"] < 0.75 * 2 * ranks[0]["params"], "the base takes two bytes per parameter, sharded"
-    for name in CASES:
+    for name in (*CASES, *EXPERT_CASES):
         model = name.split()[1]
-        assert_as_peft(ranks[0][name], *expected(folder, model, adapters[model]))
+        adapter = adapters["experts" if name in EXPERT_CASES else model]
+        assert_as_peft(ranks[0][name], *expected(folder, model, adapter))
         base = build(str(folder / model))
         alone = logprobs_of(base, micro_batch(random_rows(50, NUM_ROWS)[:6]), temperature=1.3)
         np.testing.assert_allclose(ranks[0][name]["reference"][0], alone, rtol=0, atol=1e-5)
