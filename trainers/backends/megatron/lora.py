@@ -24,7 +24,6 @@ from ..families.megatron import FAMILIES, Split
 from ..hf_model import HfSource
 from ..lora.adapter import Adapter
 from ..lora.layers import MATRICES, LoraSwitch, find_targets
-from ..lora.weights import own_name
 from ..weight_stream import OwnPiece, SpreadWeight
 from .library import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from .mesh import Mesh
@@ -140,7 +139,7 @@ class ModelAdapter:
         self._config, lora = source.config, adapter.config
         self._rank = lora.rank
         self._targets = find_targets(source.empty_model(), lora)
-        adapter.expect_modules(self._targets)
+        adapter.expect_matrices(f"{module}.{matrix}.weight" for module in self._targets for matrix in MATRICES)
         self._check(topology)
         self.switch = LoraSwitch(lora.scaling, lora.dropout)
         model.requires_grad_(False)
@@ -187,7 +186,7 @@ class ModelAdapter:
 
     def piece(self, base: OwnPiece, weight: SpreadWeight) -> torch.Tensor:
         """Return this rank's piece of a matrix, or of a weight of the base, an `OwnPiece`. base: that of the base."""
-        param = self._params.get(own_name(weight.name))
+        param = self._params.get(weight.name)
         return base(weight) if param is None else param.detach()
 
     def _check(self, topology: Topology) -> None:
