@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ....codecs.tokens.routes import is_expert_layer, num_experts
-from ..config import BackendConfig
+from ..config import BackendConfig, TrainerConfig
 from ..families.megatron import FAMILIES, require_family, settings_of
 from ..model_split import check_split, expert_tensor_size, mesh_problems
 from .library import MLATransformerConfig, TransformerConfig
@@ -30,6 +30,26 @@ def _check_model(config: BackendConfig, model: Any) -> None:
     if config.trainer.head == "full":
         raise ValueError("trainer.head: got 'full', expected 'auto' or 'selected' with trainer.backend = 'megatron'")
     require_family(config.model, model)
+    if config.trainer.lora.rank:
+        _check_adapter(config.trainer)
+
+
+def _check_adapter(trainer: TrainerConfig) -> None:
+    lora = trainer.lora
+    if lora.experts:
+        raise ValueError("trainer.lora.experts: got True, expected False with trainer.backend = 'megatron'")
+    if lora.base != "model":
+        raise ValueError(f"trainer.lora.base: got {lora.base!r}, expected 'model' with trainer.backend = 'megatron'")
+    if trainer.moe.bias_update_rate:
+        raise ValueError(
+            f"trainer.moe.bias_update_rate: got {trainer.moe.bias_update_rate}, expected 0 with trainer.lora.rank = "
+            f"{lora.rank}, because an adapter leaves the biases of the base as they are"
+        )
+    if lora.dropout and trainer.recompute == "selective":
+        raise ValueError(
+            f"trainer.lora.dropout: got {lora.dropout}, expected 0 with trainer.recompute = 'selective', which would "
+            "drop other inputs when it computes them again"
+        )
 
 
 def head_width(model: Any) -> int:

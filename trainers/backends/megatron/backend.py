@@ -36,10 +36,11 @@ from .gradients import (
     wrap_model,
 )
 from .library import ChainedOptimizer, DistributedDataParallel, MoELayer, get_forward_backward_func
+from .lora import ModelAdapter
 from .megatron_routers import PipelineBalance, PipelineReplay
 from .mesh import clear_scratch, global_groups, open_mesh
 from .model import build_model
-from .pieces import OwnPieces, TrainingState, spread_weights
+from .pieces import OwnPieces, TrainingState, spread_weights, trained_tensors
 from .pipeline import OpenPipeline
 from .without_cuda import megatron_calls
 
@@ -83,7 +84,12 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
     def _build(self) -> None:
         config, model = self._config, self._source.config
         self._policy = build_model(config, self._source, self._mesh, self._device)
-        self._reference = reference_copy(self._policy) if config.with_reference else None
+        self._lora: ModelAdapter | None = None
+        if self._adapter is not None:
+            self._lora = ModelAdapter(self._adapter, self._policy, self._source, self._mesh, self._topology)
+        # The base of an adapter is the reference.
+        with_copy = config.with_reference and self._adapter is None
+        self._reference = reference_copy(self._policy) if with_copy else None
         if config.router_replay.enabled:
             spec, topology = route_spec(model), self._topology
             self._replay = PipelineReplay(
@@ -103,18 +109,22 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
             compile_layers(layers)
         if config.trainer.recompute == "selective":  # Megatron itself implements `full`.
             recompute_layers(layers, "selective")
-        self._training: _Training | None = None
-        if config.trains:
-            wrapped = wrap_model(config, self._policy)
-            optimizer = build_optimizer(config, wrapped)
-            state = TrainingState(self._policy, optimizer, self._steps, model, self._mesh)
-            self._training = _Training(wrapped, optimizer, state)
+        self._training = self._build_training() if config.trains else None
         self._model: Any = self._policy if self._training is None else self._training.model
         self._pipeline = OpenPipeline(self._model)
         dtype = torch.bfloat16 if self._half else torch.float32
         self._weights = spread_weights(self._source, self._topology, dtype)
+        if self._lora is not None:
+            self._weights = [*self._lora.spread(self._weights, self._topology.tp), *self._weights]
         first = self._place.cp == 0  # Context-parallel ranks share their rows, so only the first of them counts rows.
-        self._prepare_steps(flop_model(model), self._mesh.tokens, counts_rows=first)
+        self._prepare_steps(flop_model(model, frozen=self._lora is not None), self._mesh.tokens, counts_rows=first)
+
+    def _build_training(self) -> _Training:
+        wrapped = wrap_model(self._config, self._policy)
+        optimizer = build_optimizer(self._config, wrapped)
+        trained = trained_tensors(self._policy, self._source.config) if self._lora is None else self._lora.trained
+        state = TrainingState(*trained, optimizer, self._steps, self._source.config, self._mesh)
+        return _Training(wrapped, optimizer, state)
 
     # ---------------- These methods run one train step.
 
@@ -134,7 +144,7 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
                 first = [next(given)]
                 self._predict_all(first, 1, partial(self._measure, self._replay, temperature))
                 given = chain(first, given)
-            with megatron_calls(self._device):
+            with megatron_calls(self._device), self._dropping():
                 self._pipeline.run(given, count, partial(self._train, temperature))
 
     def abort_step(self) -> None:
@@ -176,7 +186,11 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         self, micros: Iterable[MicroBatch], count: int, reference: bool, temperature: float
     ) -> list[torch.Tensor]:
         columns: list[torch.Tensor] = []
-        swapped = Swapped(self._policy, self._reference) if reference and self._reference else nullcontext()
+        swapped: AbstractContextManager[Any] = nullcontext()
+        if reference and self._lora is not None:
+            swapped = self._lora.switch.off()
+        elif reference and self._reference:
+            swapped = Swapped(self._policy, self._reference)
         replay = None if reference else self._replay
         with swapped:
             self._predict_all(micros, count, partial(self._predict, replay, temperature, columns))
@@ -188,7 +202,8 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         self._predict_all(micros, count, partial(self._measure, replay, temperature))
 
     def _own_pieces(self) -> OwnPiece:
-        return OwnPieces(self._policy, self._source.config, self._mesh)
+        own = OwnPieces(self._policy, self._source.config, self._mesh)
+        return own if self._lora is None else partial(self._lora.piece, own)
 
     def _state(self) -> Any:
         with megatron_calls(self._device):
@@ -198,6 +213,9 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         state = self._parts.state.blank()
         self._checkpointer.load(path, state)
         self._parts.state.restore(state)
+
+    def _dropping(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._lora is None else self._lora.switch.dropping()
 
     def _hf_model(self) -> Any:
         return self._source.empty_model()
@@ -307,10 +325,11 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         self._config.require_trains("finish_step")
         with megatron_calls(self._device):
             training = self._parts
-            self._pipeline.drain()
+            with self._dropping():
+                self._pipeline.drain()
             for queues in filter(None, (self._replay, self._balance)):
                 queues.check_drained()
-            norm = sum_gradients(training.model, training.optimizer)
+            norm = sum_gradients(training.model, training.optimizer, self._mesh.tp)
             # The norm already covers all ranks, so only the first rank contributes it to the sum.
             whole = norm**2 if dist.get_rank(self._mesh.tokens) == 0 else 0.0
             totals = self._step.finish(torch.tensor(whole, dtype=torch.float64, device=self._device))

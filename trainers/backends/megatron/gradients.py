@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..config import BackendConfig
 from ..train_step import ADAM_EPS, scale_
@@ -76,13 +77,23 @@ def resident_tensors(
 
 
 @torch.no_grad()
-def sum_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer) -> float:
+def sum_gradients(
+    model: DistributedDataParallel, optimizer: ChainedOptimizer, tensor_ranks: dist.ProcessGroup
+) -> float:
     """Sum the gradients over all ranks that share a parameter, and return the norm of the whole gradient. Collective.
+    tensor_ranks: group of the tensor-parallel ranks.
 
     The function is called once per step. Megatron's schedules and DDP do not divide gradients
     (`calculate_per_token_loss`), so the results are sums over all microbatches and ranks, with each token counted once.
     In the norm, a parameter counts once even if several ranks hold copies of it.
     """
+    # Megatron has no mark for the matrices of an adapter, whose gradients the tensor-parallel ranks have in parts.
+    parts = [param.main_grad for param in model.parameters() if getattr(param, "in_parts", False)]
+    if parts and tensor_ranks.size() > 1:
+        every = torch.cat([part.flatten() for part in parts])
+        dist.all_reduce(every, group=tensor_ranks)
+        for part, whole in zip(parts, every.split([part.numel() for part in parts]), strict=True):
+            part.copy_(whole.view_as(part))
     finalize_model_grads([model])
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())

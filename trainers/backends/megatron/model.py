@@ -112,15 +112,22 @@ class PolicyModel(GPTModel):
         return [layer.mlp.router for layer in self.decoder.layers if hasattr(layer.mlp, "router")]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return all tensors that a HF folder contains, by name: parameters, then the biases of experts."""
+        """Return all tensors that a HF folder contains, by name: parameters, then the biases of experts. Those of an
+        adapter are left out."""
         biases = {name: value for name, value in self.named_buffers() if name.endswith(".expert_bias")}
-        return {**dict(self.named_parameters()), **biases}
+        own = {name: value for name, value in self.named_parameters() if ".adapter." not in name}
+        return {**own, **biases}
 
     def _embed(self, ids: torch.Tensor | None) -> torch.Tensor:
         """Return the embeddings of the tokens. As in HF's embedding, no gradient reaches the vector of the padding
         token."""
         assert ids is not None, "the first stage receives token ids"
-        hidden = self.embedding(input_ids=ids, position_ids=None)
+        # `[S, 1, H]` with the strides of a new tensor. With those that Megatron's transposition leaves, torch.matmul
+        # makes S small products with a frozen weight instead of a large one.
+        hidden = self.embedding(input_ids=ids, position_ids=None).flatten(0, 1)[:, None]
+        if self.config.recompute_granularity == "full" and torch.is_grad_enabled() and not hidden.requires_grad:
+            # Megatron's recomputation passes no gradients to a layer's parameters when its input needs none.
+            hidden.requires_grad_()
         if self._padding is None:
             return hidden
         fixed = ids[0] == self._padding

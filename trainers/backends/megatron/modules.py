@@ -205,4 +205,8 @@ class WholeLinear(nn.Linear):
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the projection of `hidden`, `[..., hidden]`, and no bias."""
-        return super().forward(hidden), None
+        return self._forward_impl(input=hidden), None
+
+    def _forward_impl(self, **options: torch.Tensor) -> torch.Tensor:
+        """Return the product for `input`, as the function of this name of Megatron's own layers does."""
+        return super().forward(options["input"])

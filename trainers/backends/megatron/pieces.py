@@ -7,7 +7,7 @@ distributed optimizer keeps flat pieces of each parameter on the data-parallel r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +109,13 @@ class OwnPieces:
         return next(box for name, box in self._rest if name == weight.name)
 
 
+def trained_tensors(model: PolicyModel, config: Any) -> tuple[dict[str, torch.Tensor], list[Entry]]:
+    """Return the tensors of a rank's `model` that training changes if it has no adapter, by name, and their entries.
+    config: HF config."""
+    params = model.weights()
+    return params, entries_of(list(params), model.first_layer, config)
+
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -128,17 +135,18 @@ class TrainingState:
     """Collects and restores one rank's tensors that training changes: weights, optimizer state and step count."""
 
     def __init__(
-        self, model: PolicyModel, optimizer: ChainedOptimizer, steps: torch.Tensor, config: Any, mesh: Mesh
-    ) -> None:
+        self, params: Mapping[str, torch.Tensor], entries: Sequence[Entry], optimizer: ChainedOptimizer,
+        steps: torch.Tensor, config: Any, mesh: Mesh,
+    ) -> None:  # fmt: skip
         """Allocate the optimizer's state, so that even a checkpoint before the first step contains the full state.
 
-        `config` is the HF config.
+        `params` are the tensors of the rank that training changes, by the names in `entries`. `config` is the HF
+        config.
         """
-        self._params = model.weights()
-        self._entries = entries_of(list(self._params), model.first_layer, config)
+        self._params, self._entries = params, entries
         self._steps, self._config, self._mesh = steps, config, mesh
         self._optimizer = optimizer
-        self._shares = _shares(optimizer, list(model.parameters()))
+        self._shares = _shares(optimizer, [value for value in params.values() if isinstance(value, torch.nn.Parameter)])
         device = next(iter(self._params.values())).device
         self._meshes = {
             is_expert: DeviceMesh.from_group(group, device.type)
