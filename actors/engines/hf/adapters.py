@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from ....codecs.memory import flat_bytes
 from ....codecs.weights.parameter_digests import ParameterDigest, ParameterDigests, compare_digests
 from ...adapters.base_digest import base_digest
-from ...adapters.spec import PREFIX, AdapterSlots, AdapterSpec, module_pairs, tensor_names
+from ...adapters.spec import PREFIX, AdapterSlots, AdapterSpec, module_pairs, must_show, tensor_names
 from .model import find_experts
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -38,8 +38,8 @@ class Adapter:
     sent: dict[str, torch.Tensor]
     """Copies, on the CPU, of the tensors that were sent in a dtype that the served tensors cannot be converted back to,
     by name."""
-    is_zero: bool
-    """True if the matrices B are zeros, so that the adapter has no effect."""
+    must_show: bool
+    """True if the matrices are so large that the adapter must have an effect (`must_show`)."""
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
@@ -140,11 +140,11 @@ class AdapterLayers:
             )
         if spec.rank > self.slots.rank:
             raise ValueError(f"adapter: got rank {spec.rank}, expected at most {self.slots.rank}, the room in a slot")
-        adapter = Adapter(spec.scaling, {}, {}, True)
+        adapter = Adapter(spec.scaling, {}, {}, False)
         for module, pair in self._pairs(spec.rank, named).items():
             target = self._targets[module]
             adapter.pairs[module] = self._loaded(adapter, target, module, pair)
-            adapter.is_zero = adapter.is_zero and not pair[1].any()
+            adapter.must_show = adapter.must_show or must_show(spec, *pair, target.weight.dtype)
         return adapter
 
     def _pairs(self, rank: int, named: Mapping[str, torch.Tensor]) -> dict[str, Pair]:
@@ -186,15 +186,15 @@ class AdapterLayers:
         """Compare an adapter as it is served with the trainer's digests, and probe its effect. Returns the number of
         tensors compared, and an error text; "" if nothing is wrong.
 
-        The probe is a forward pass over fixed tokens. Unless the matrices B are zeros, its logits must differ from
-        those of the base model. engine: the engine's name, for the text.
+        The probe is a forward pass over fixed tokens. If the matrices are large enough to show (`must_show`), its
+        logits must differ from those of the base model. engine: the engine's name, for the text.
         """
         count, differs = compare_digests(digests, adapter.served, engine)
         about = f"{engine}: adapter of version {digests.version}"
         unlike = sorted({weight.name for weight in digests.weights} ^ set(adapter.named))
         if not differs and unlike:
             differs = f"{about} differs from the trainer's: {unlike[0]!r} is in one of them only"
-        if not differs and not adapter.is_zero and torch.equal(self._probe(adapter), self._probe(None)):
+        if not differs and adapter.must_show and torch.equal(self._probe(adapter), self._probe(None)):
             differs = f"{about} has no effect: {NUM_PROBED} tokens have the same logits as without it"
         return count, differs
 

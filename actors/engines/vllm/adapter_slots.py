@@ -22,7 +22,7 @@ import torch
 
 from ....codecs.weights.parameter_digests import ParameterDigest, ParameterDigests, compare_digests
 from ...adapters.base_digest import base_digest
-from ...adapters.spec import PARTS, AdapterSlots, AdapterSpec, module_pairs, tensor_names
+from ...adapters.spec import PARTS, AdapterSlots, AdapterSpec, module_pairs, must_show, tensor_names
 from ...weight_sync.transports.protocol import WeightUpdate
 from . import library
 from .process import HeldAdapter, VerifyReport, VllmProcess
@@ -202,7 +202,9 @@ class AdapterStore:
         if not error:
             wrong = library.slot_difference(self._manager, self._model(number, kept.spec, kept.named))
             error = wrong and f"{engine}: adapter of version {kept.version}: {wrong}"
-        changes = any(bool(tensor.any()) for name, tensor in kept.named.items() if name.endswith(PARTS[1]))
+        pairs = module_pairs(kept.named, kept.spec.rank).values()
+        dtype = self._manager.lora_config.lora_dtype
+        changes = any(must_show(kept.spec, *pair, dtype) for pair in pairs)
         return VerifyReport(count, error, changes)
 
     def _model(self, number: int, spec: AdapterSpec, named: Mapping[str, torch.Tensor]) -> Any:

@@ -62,7 +62,7 @@ class VerifyReport:
     error: str = ""
     """Error text: it names a weight that differs, or says why the comparison failed; "" when no weight differs."""
     changes: bool = False
-    """True for an adapter that changes the model, because not all its matrices B are zero."""
+    """True for an adapter whose matrices are so large that the model must say something else with it."""
 
 
 @dataclass(frozen=True, slots=True)
