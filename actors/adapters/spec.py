@@ -47,11 +47,10 @@ class AdapterSlots:
 
 
 def must_show(spec: AdapterSpec, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the matrices A (`first`) and B (`second`) of a module are large enough to change what an engine
-    says that computes in `dtype`.
+    """Return whether the matrices of a module must change what an engine says that computes in `dtype`.
 
-    An engine adds their product to results of about 1. A sum in bfloat16 can be the same if a number of the product
-    cannot exceed the dtype's precision, 0.8 %, although B is not zero.
+    first, second: the matrices A and B. An engine adds their product to results of about 1. A sum in bfloat16 can be
+    the same if a number of the product cannot exceed the dtype's precision, 0.8 %, although B is not zero.
     """
     largest = spec.scaling * spec.rank * float(first.abs().max()) * float(second.abs().max())
     return largest > torch.finfo(dtype).eps

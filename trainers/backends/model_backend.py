@@ -23,7 +23,7 @@ from .config import BackendConfig
 from .expert_balance import ExpertBalance
 from .hf_model import collect, export_dtypes, write_folder
 from .lora.adapter import BASE, Adapter
-from .lora.weights import divided, merged, on_wire, wire_specs
+from .lora.matrices import divided, merged, on_wire, wire_specs
 from .residence import Residence, own_device
 from .router_replay import RouterReplay, require_replay
 from .rows.row_layout import loss_inputs

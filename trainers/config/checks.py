@@ -233,7 +233,7 @@ def meaning_problems(config: Config) -> Iterator[str]:
     if config.run.replay is not None:
         yield from replay_problems(config.run, config.validation, config.algorithm, window=config.overlap.window)
     yield from group_problems(config.algorithm, config.advantage)
-    yield from lora_problems(config)
+    yield from lora_problems(config.trainer, config.model.adapter)
     yield from objective_problems(config.loss, config.advantage, config.reward, config.algorithm.prev_logprobs)
     if config.router_replay.enabled:
         yield from route_problems(config.environment, config.rollout)
@@ -417,13 +417,14 @@ def route_problems(environment: EnvironmentConfig, rollout: RolloutConfig) -> li
     ]
 
 
-def lora_problems(config: Config) -> Iterator[str]:
-    """Yield one sentence for each setting that does not go together with an adapter, or that needs one."""
-    trainer, lora = config.trainer, config.trainer.lora
+def lora_problems(trainer: TrainerConfig, adapter: str | None) -> Iterator[str]:
+    """Yield one sentence for each setting that does not go together with an adapter, or that needs one. adapter: value
+    of `model.adapter`."""
+    lora = trainer.lora
     if not lora.rank:
-        if config.model.adapter is not None:
+        if adapter is not None:
             yield (
-                f"model.adapter: got {config.model.adapter!r} with trainer.lora.rank=0, expected trainer.lora.rank to "
+                f"model.adapter: got {adapter!r} with trainer.lora.rank=0, expected trainer.lora.rank to "
                 "be the rank of that adapter"
             )
         return

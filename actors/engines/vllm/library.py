@@ -437,8 +437,11 @@ def choose_kernels_without_adapters() -> None:
 
 
 def without_adapters(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a view of a model in which layers with room for adapters are the plain layers inside them, as before LoRA
-    was enabled. It shares all parameters with the model; weights are loaded into it under their usual names."""
+    """Return a view of a model in which its layers are plain, as before LoRA was enabled.
+
+    Layers with room for adapters contain the plain ones. The view shares all parameters with the model; weights are
+    loaded into it under their usual names.
+    """
     from vllm.lora.layers import BaseLayerWithLoRA  # The import loads kernels, which only workers have.
 
     views: dict[int, torch.nn.Module] = {}
@@ -491,10 +494,10 @@ def adapter_model(manager: Any, number: int, rank: int, alpha: float, named: Map
 
 
 def slot_difference(manager: Any, model: Any) -> str:
-    """Compare the slot of an adapter with what vLLM makes of the adapter's tensors: it scales, merges and slices them
-    into an empty copy of each layer's slot. Returns what differs; "" if nothing does.
+    """Compare the slot of an adapter with what vLLM makes of the adapter's tensors. Returns what differs, or "".
 
-    model: LoRAModel with the tensors as sent, which is consumed.
+    vLLM scales, merges and slices the tensors; here it does so into an empty copy of each layer's slot. model: LoRAModel
+    with the tensors as sent, which is consumed.
     """
     inner = manager._adapter_manager
     if model.id not in inner.lora_index_to_id:

@@ -17,7 +17,7 @@ from ..checkpoint_files import training_state
 from ..config import BackendConfig
 from ..expert_balance import ExpertBalance
 from ..layers import compile_layers, recompute_layers
-from ..lora.layers import LoraSwitch, add_adapter, expect_gradients, matrix_names
+from ..lora.adapted_layers import LoraSwitch, add_adapter, expect_gradients, matrix_names
 from ..model_backend import ModelBackend
 from ..model_split import check_split, resolved_packing
 from ..router_replay import RouterReplay, route_spec

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ..lora.layers import LoraSwitch
+from ..lora.adapted_layers import LoraSwitch
 
 NAME = "headrace_grouped"
 """Name under which transformers knows the function."""
@@ -64,8 +64,10 @@ def compute_experts(
 def _with_adapter(
     module: Any, name: str, out: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, elsewhere: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return `out`, the products of the rows of each expert with the weight `name`, with those of its adapter added, if
-    it has one and its switch is on."""
+    """Return `out` with the products of the weight's adapter added, if it has one and its switch is on.
+
+    out: products of the rows of each expert, which end at `ends`, with the weight `name`. elsewhere: as in `_products`.
+    """
     switch: LoraSwitch | None = getattr(module, "lora", None)
     if switch is None or not switch.on:
         return out

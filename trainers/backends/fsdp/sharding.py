@@ -23,7 +23,7 @@ from ....actors.engines.config import Attention
 from ....actors.train.topology import Place, Topology
 from ..hf_model import HfSource, load_causal_lm
 from ..lora.adapter import Adapter
-from ..lora.weights import is_matrix
+from ..lora.matrices import is_matrix
 from ..weight_stream import Cut, Piece, SpreadWeight, cut_box
 from .causal_lm import CausalLM
 from .expert_parallel import distribute_experts, holds_experts

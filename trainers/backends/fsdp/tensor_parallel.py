@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ....codecs.integers import ceil_div
-from ..lora.layers import with_adapter
+from ..lora.adapted_layers import with_adapter
 from ..vocab.logprobs import VocabShard
 from .causal_lm import CausalLM
 

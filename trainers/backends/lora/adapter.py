@@ -14,8 +14,8 @@ from ....actors.adapters.peft_folder import read_adapter, write_adapter
 from ....actors.adapters.spec import AdapterSpec
 from ..config import BackendConfig
 from .config import LoraConfig
+from .matrices import from_wire, target_of, wire_module, wire_name
 from .start import start_value
-from .weights import from_wire, target_of, wire_module, wire_name
 
 BASE = "lora.base"
 """Name of the digest of the base in a checkpoint."""

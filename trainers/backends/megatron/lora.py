@@ -22,8 +22,8 @@ from torch import nn
 from ....actors.train.topology import Topology
 from ..families.megatron import FAMILIES, Split
 from ..hf_model import HfSource
+from ..lora.adapted_layers import MATRICES, LoraSwitch, find_targets
 from ..lora.adapter import Adapter
-from ..lora.layers import MATRICES, LoraSwitch, find_targets
 from ..weight_stream import OwnPiece, SpreadWeight
 from .library import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from .mesh import Mesh

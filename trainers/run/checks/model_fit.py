@@ -32,8 +32,8 @@ from ...backends.fsdp.expert_parallel import require_experts
 from ...backends.fsdp.output_checks import head_of
 from ...backends.fsdp.row_checks import token_counts
 from ...backends.hf_model import build_empty
+from ...backends.lora.adapted_layers import find_targets
 from ...backends.lora.config import LoraConfig
-from ...backends.lora.layers import find_targets
 from ...backends.model_split import check_split, mesh_problems, resolved_packing
 from ...cluster.gpu_memory import CONTEXT_BYTES, USABLE, GpuMemory, ModelSize, estimate
 from ...config.config import Config
@@ -147,8 +147,10 @@ def _about(hf: Any, model: Any, size: ModelSize) -> Iterator[Finding]:
 
 
 def _lora_targets(model: Any, stacked: Sequence[nn.Module]) -> Finding:
-    """Return the names of the layers that get an adapter with `trainer.lora.targets=all-linear`, and those of the
-    stacked experts that do with `trainer.lora.experts=true`."""
+    """Return the names of the layers that get an adapter with `trainer.lora.targets=all-linear`.
+
+    Those of stacked experts, which get one with `trainer.lora.experts=true`, follow.
+    """
     try:
         names = sorted({name.rpartition(".")[2] for name in find_targets(model, LoraConfig(rank=1))})
     except ValueError as error:

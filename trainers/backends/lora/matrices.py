@@ -1,8 +1,8 @@
 """Names the matrices of an adapter as PEFT does, and merges them into the weights of a model as they are streamed.
 
 In training, the matrices of a linear layer are the parameters `LAYER.lora_A.weight` `[rank, in]` and `.lora_B.weight`
-`[out, rank]`. Those of stacked experts are `EXPERTS.WEIGHT_lora_A` `[experts, rank, in]` and `_lora_B` `[experts, out,
-rank]`. PEFT numbers the rows of such an A by expert first, and the columns of B by rank first.
+`[out, rank]`. Those of stacked experts are `EXPERTS.WEIGHT_lora_A` `[experts, rank, in]` and `EXPERTS.WEIGHT_lora_B`
+`[experts, out, rank]`. PEFT numbers the rows of such an A by expert first, and the columns of B by rank first.
 """
 
 from __future__ import annotations

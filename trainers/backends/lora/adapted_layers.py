@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ....actors.engines.hf.model import find_experts
 from .config import ALL_LINEAR, LoraConfig
-from .weights import is_matrix, target_of
+from .matrices import is_matrix, target_of
 
 MATRICES = ("lora_A", "lora_B")
 """Names of the two children of a target layer."""
@@ -90,8 +90,11 @@ def _fits(name: str, target: str) -> bool:
 
 
 def add_adapter(model: Any, config: LoraConfig) -> LoraSwitch:
-    """Freeze a HF causal LM and give its target layers the matrices of an adapter, in float32 on the device of the
-    layer and without values. Returns the switch of the adapter. Raises what `find_targets` raises."""
+    """Freeze a HF causal LM and give its target layers the matrices of an adapter. Returns the adapter's switch.
+
+    The matrices are in float32, on the device of the layer, and have no values yet. Raises what `find_targets` raises,
+    and ValueError, which names the key, for experts that cannot have an adapter.
+    """
     names = find_targets(model, config)
     model.requires_grad_(False)
     switch = LoraSwitch(config.scaling, config.dropout)
@@ -139,8 +142,10 @@ class _Adapted(nn.Module):
 
 
 def with_adapter(layer: Any, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Return `out`, the result of a linear layer for `hidden`, with that of the layer's adapter added, if it has one
-    and its switch is on. With tensor parallelism, `out` and the matrices are this rank's parts."""
+    """Return `out` with the result of the layer's adapter added, if it has one and its switch is on.
+
+    out: result of the linear layer for `hidden`. With tensor parallelism, it and the matrices are this rank's parts.
+    """
     switch: LoraSwitch | None = getattr(layer, "lora", None)
     if switch is None or not switch.on:
         return out
@@ -159,10 +164,10 @@ def matrix_names(model: nn.Module) -> list[str]:
 
 
 def expect_gradients(model: nn.Module) -> None:
-    """Raise ValueError, which names the layer, if a layer's adapter took no part in the passes of a step, but others
-    did.
+    """Raise ValueError if the adapter of a layer took no part in the passes of a step, but others did.
 
-    Some models read the weight of a layer without calling the layer, so that the adapter would have no effect.
+    The error names the layer. Some models read the weight of a layer without calling the layer, so that the adapter
+    would have no effect.
     """
     params = {name: param for name, param in model.named_parameters() if is_matrix(name)}
     idle = [name for name, param in params.items() if param.grad is None]
