@@ -496,8 +496,8 @@ def adapter_model(manager: Any, number: int, rank: int, alpha: float, named: Map
 def slot_difference(manager: Any, model: Any) -> str:
     """Compare the slot of an adapter with what vLLM makes of the adapter's tensors. Returns what differs, or "".
 
-    vLLM scales, merges and slices the tensors; here it does so into an empty copy of each layer's slot. model: LoRAModel
-    with the tensors as sent, which is consumed.
+    vLLM scales, merges and slices the tensors; here it does so into an empty copy of each layer's slot. model:
+    LoRAModel with the tensors as sent, which is consumed.
     """
     inner = manager._adapter_manager
     if model.id not in inner.lora_index_to_id:
