@@ -57,6 +57,7 @@ CASES = {
     "fsdp lora -> hf, store": ("tied", (*HF, *LORA, "sync.transport=store"), 20),
     "megatron tp2 lora -> hf, ipc": ("tied", (*HF, *LORA, *MEGATRON, "trainer.tp=2", "sync.transport=ipc"), 20),
     "fsdp lora -> vllm, ipc": ("tied", (*VLLM, *LORA, "sync.transport=ipc"), SHORT),
+    "fsdp moe lora -> vllm, ipc": ("moe", (*VLLM, *LORA, "sync.transport=ipc"), 20),
     "fsdp tp2 lora -> vllm tp2, collective": (
         "untied", (*VLLM, *LORA, "trainer.tp=2", "rollout.tp=2", "sync.transport=collective"), 20,
     ),

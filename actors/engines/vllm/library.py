@@ -428,12 +428,12 @@ def choose_kernels_without_adapters() -> None:
     module: Any = unquantized_fused_moe_method
     select = module.select_unquantized_moe_backend
 
-    def without_adapters(config: Any) -> Any:
-        config = copy.copy(config)
-        config.is_lora_enabled = False
-        return select(config)
+    def plain_backend(moe_config: Any) -> Any:
+        plain = copy.copy(moe_config)
+        plain.is_lora_enabled = False
+        return select(moe_config=plain)
 
-    module.select_unquantized_moe_backend = without_adapters
+    module.select_unquantized_moe_backend = plain_backend
 
 
 def without_adapters(model: torch.nn.Module) -> torch.nn.Module:
