@@ -24,6 +24,7 @@ from ....actors.train.topology import Place, Topology
 from ..hf_model import HfSource, load_causal_lm
 from ..lora.adapter import Adapter
 from ..lora.layers import is_matrix
+from ..lora.rounded_layers import rounded_layers
 from ..weight_stream import Cut, Piece, SpreadWeight, cut_box
 from .causal_lm import CausalLM
 from .expert_parallel import distribute_experts, holds_experts
@@ -127,8 +128,8 @@ def _sum_gradients(module: FSDPModule) -> None:
 
 
 def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtype) -> list[SpreadWeight]:
-    """List the parameters of a HF model that `spread` has sharded, and the biases of its experts. Each parameter comes
-    with the ranks that have its pieces; every rank has all biases.
+    """List the parameters of a HF model that `spread` has sharded, the biases of its experts, and its rounded weights.
+    Each comes with the ranks that have its pieces; every rank has all biases and rounded weights.
 
     Tied parameters are listed once. `dtype` is the dtype in which floating-point parameters are streamed; biases keep
     their own.
@@ -136,6 +137,8 @@ def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtyp
     found = [
         SpreadWeight(name, bias.dtype, tuple(bias.shape), (Piece(0),)) for name, bias in router_biases(model).items()
     ]
+    for name, layer in rounded_layers(model).items():
+        found.append(SpreadWeight(name, dtype, (layer.out_features, layer.in_features), (Piece(0),)))
     for name, param in model.named_parameters():
         alike = split_dim(param) is None and not holds_experts(param)
         replicas = [(dp, cp) for dp in range(topology.dp) for cp in range(topology.cp)]

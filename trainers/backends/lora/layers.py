@@ -89,13 +89,13 @@ def _fits(name: str, target: str) -> bool:
 
 def add_adapter(model: Any, config: LoraConfig) -> LoraSwitch:
     """Freeze a HF causal LM and give its target layers the matrices of an adapter, in float32 on the device of the
-    layer and without values. Returns the switch of the adapter. Raises what `find_targets` raises."""
+    model and without values. Returns the switch of the adapter. Raises what `find_targets` raises."""
     names = find_targets(model, config)
     model.requires_grad_(False)
-    switch = LoraSwitch(config.scaling, config.dropout)
+    switch, device = LoraSwitch(config.scaling, config.dropout), next(model.parameters()).device
     for name in names:
         layer: Any = model.get_submodule(name)
-        options: dict[str, Any] = {"bias": False, "dtype": torch.float32, "device": layer.weight.device}
+        options: dict[str, Any] = {"bias": False, "dtype": torch.float32, "device": device}
         layer.lora_A = nn.Linear(layer.in_features, config.rank, **options)
         layer.lora_B = nn.Linear(config.rank, layer.out_features, **options)
         layer.lora = switch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -22,16 +22,20 @@ def own_name(name: str) -> str:
     return name.removeprefix(PREFIX)
 
 
-def divided(weights: Iterable[SpreadWeight], *, whole: bool = False) -> tuple[list[SpreadWeight], list[SpreadWeight]]:
+def divided(
+    weights: Iterable[SpreadWeight], *, whole: bool = False, rounded: Container[str] = ()
+) -> tuple[list[SpreadWeight], list[SpreadWeight]]:
     """Divide the weights of a model into those of its adapter, under their names in PEFT's format, and those of the
-    base. whole: true to have the matrices of the adapter in float32, as they are trained."""
+    base. whole: true to have the matrices of the adapter in float32, as they are trained, and the weights of the
+    base that are among `rounded`, too."""
     adapter, base = [], []
     for weight in weights:
         if is_matrix(weight.name):
             dtype = torch.float32 if whole else weight.dtype
             adapter.append(replace(weight, name=wire_name(weight.name), dtype=dtype))
         else:
-            base.append(weight)
+            exact = whole and weight.name in rounded
+            base.append(replace(weight, dtype=torch.float32) if exact else weight)
     return adapter, base
 
 
@@ -43,8 +47,7 @@ def merged(
     """Yield the weights of a model with its adapter merged into them, on rank 0; other ranks get empty tensors.
 
     stream: the tensors of the adapter, under their names in PEFT's format, then those of the base. A sum is computed in
-    float32 and rounded once, to `dtype_of(name)`; None stands for the dtype in which the weight is streamed. A tensor
-    without an adapter is passed on as it is.
+    float32 and rounded once, to `dtype_of(name)`; None stands for the dtype in which the weight is streamed.
     """
     adapter: dict[str, torch.Tensor] = {}
     pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -56,12 +59,11 @@ def merged(
             if pairs is None:
                 whole = all(part.numel() for part in adapter.values())
                 pairs = module_pairs(adapter, spec.rank) if whole else {}
+            own = tensor.dtype
             first_second = pairs.get(name.rpartition(".")[0]) if name.endswith(".weight") else None
             if first_second is not None:
                 first, second = first_second
-                own = tensor.dtype
                 tensor = tensor.to(torch.float32) + spec.scaling * (second @ first)
-                tensor = tensor.to(dtype_of(name) or own)
-            yield name, tensor
+            yield name, tensor.to(dtype_of(name) or own)
     finally:
         stream.close()
