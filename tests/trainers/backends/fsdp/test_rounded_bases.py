@@ -20,7 +20,6 @@ from headrace.actors.adapters.peft_folder import write_adapter
 from headrace.actors.adapters.spec import tensor_names
 from headrace.dataplane.imports import MissingExtra
 from headrace.tests.trainers.backends.backend_ranks import (
-    VOCAB,
     ReferenceTrainer,
     assert_same_step,
     backend_config,
@@ -299,5 +298,6 @@ def test_two_replicas_train_as_one(
     for got, wanted in zip(two["steps"], one["steps"], strict=True):
         assert_same_step(got, wanted)
     for name, value in two["weights"].items():
-        d=(value-one["weights"][name]).abs(); print(name, d.max().item(), (d>1e-6).sum().item(), d.numel())
-    assert 0 and VOCAB and len(two["weights"]) == len(one["weights"]) > 0
+        # AdamW divides by the root of a gradient's square, so that the last bits of tiny gradients show: one of 4096.
+        torch.testing.assert_close(value, one["weights"][name], rtol=0, atol=5e-5, msg=name)
+    assert len(two["weights"]) == len(one["weights"]) > 0
