@@ -192,8 +192,7 @@ class HfSource:
         return self._files
 
     def stored_name(self, name: str) -> str:
-        """Return the name in the files of the tensor `name`. Raises ValueError if it does not exist, or if the files
-        have parts of it."""
+        """Return the name in the files of the tensor `name`. Raises ValueError if they do not have it as a whole."""
         stored = self._found(name)
         if stored.stacked:
             raise ValueError(f"model.path: {self._model!r} has the tensor {name!r} in parts")

@@ -92,8 +92,7 @@ def prepare_model(wanted: ModelConfig, training: WarmupConfig, seed: int, folder
 
 
 def prepare_base(model: str, lora: LoraConfig, folder: RunFolder, progress: Progress) -> str:
-    """Return the path or hub id of the model with which engines start: `model`, or the base of an adapter with rounded
-    weights.
+    """Return the path or hub id of the model with which engines start: `model`, or that with rounded weights.
 
     The rounded base is made in the run folder (`rounded_base/`), where a resumed run finds it. Raises UserError if the
     model cannot be rounded or the folder is damaged, and MissingExtra if the library that rounds is not installed.

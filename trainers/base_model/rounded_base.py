@@ -28,13 +28,12 @@ _COPIED = {".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"}
 
 
 def write_rounded(model: str, kind: Rounding, path: Path, progress: Progress) -> None:
-    """Write the folder `path`, which appears whole or not at all: the model folder or hub id `model` with rounded
-    weights.
+    """Write the model folder or hub id `model` with rounded weights as the folder `path`.
 
-    The weight of each linear layer of the decoder, without routers and the output layer, is what remains of it after
-    rounding, in float32. No more than one file of weights is in memory. Raises UserError if the model has no
-    safetensors files, or if they do not contain such a weight as the model uses it, and MissingExtra if the library
-    that rounds is not installed.
+    The folder appears whole or not at all. The weight of each linear layer of the decoder, without routers and the
+    output layer, is what remains of it after rounding, in float32. No more than one file of weights is in memory.
+    Raises UserError if the model has no safetensors files, or if they do not contain such a weight as the model uses
+    it, and MissingExtra if the library that rounds is not installed.
     """
     try:
         source = HfSource(model)

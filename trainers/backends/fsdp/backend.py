@@ -13,14 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from ....actors.engines.hf.positions import fix_rotary_length
 from ....actors.protocols import MicroBatch
-from ..checkpoint_files import on_first_rank, training_state
+from ..checkpoint_files import training_state
 from ..config import BackendConfig
 from ..expert_balance import ExpertBalance
-from ..hf_model import HfSource
 from ..layers import compile_layers, recompute_layers
 from ..lora.layers import LoraSwitch, add_adapter, expect_gradients, target_names
-from ..lora.rounded_layers import expect_rounded, fill_rounded, restored, round_layers, rounded_layers
-from ..lora.weights import own_name
+from ..lora.rounded_layers import fill_rounded, round_layers
 from ..model_backend import ModelBackend
 from ..model_split import check_split, resolved_packing
 from ..router_replay import RouterReplay, route_spec
@@ -28,11 +26,11 @@ from ..rows.packed_rows import sum_rows, whole_counts
 from ..rows.row_layout import RowLayout, exactly, lay_out
 from ..throughput import flop_model
 from ..train_step import build_adamw, local_gradients, scale_, square_norm
-from ..weight_stream import OwnPiece, SpreadWeight
+from ..weight_stream import OwnPiece
 from .causal_lm import CausalLM, half_parameters, halve_frozen, use_closed_form_norms
 from .context_parallel import check_context, require_splittable, split_rows
 from .expert_parallel import holds_experts
-from .hf_routers import balance_experts, replay_routers, router_biases
+from .hf_routers import balance_experts, replay_routers
 from .output_checks import head_of
 from .row_checks import check_rows
 from .sharding import (
@@ -45,6 +43,7 @@ from .sharding import (
     give_back_unfinished,
     open_source,
     own_piece,
+    own_pieces,
     spread,
     spread_weights,
 )
@@ -83,7 +82,9 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         layers = policy.layers()  # The layers are found first, because FSDP renames their classes.
         self._policy = self._spread(policy, source, offload=config.trainer.offload)
         if config.rounded is not None:
-            self._round(config.rounded)
+            self._rounded = fill_rounded(
+                self._policy.model, config.model, config.rounded, device=self._device, rank=rank, world=world
+            )
         group = None if self._mesh is None else self._mesh["dp"].get_group()
         if config.trainer.moe.active:
             self._balance = balance_experts(self._policy.model, config, self._device, group)
@@ -105,18 +106,6 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         self._weights = spread_weights(self._policy.model, config.topology, dtype)
         self._optimizer = build_adamw(self._policy.model, config.trainer)
         self._prepare_steps(flops, group, counts_rows=True)
-
-    def _round(self, folder: str) -> None:
-        """Give the policy its rounded weights, and compare them on rank 0 with the folder of the engines. Collective.
-        Raises ValueError on every rank if they differ."""
-        model, original = self._policy.model, HfSource(self._config.model)
-        fill_rounded(model, original, self._device)
-        self._rounded = rounded_layers(model)
-
-        def compare() -> None:
-            expect_rounded(model, original, HfSource(folder), folder)
-
-        on_first_rank(compare, self._rank, self._world, None)
 
     def _route_replay(self, policy: CausalLM) -> RouterReplay | None:
         if not self._config.router_replay.enabled:
@@ -201,14 +190,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
 
     def _own_pieces(self) -> OwnPiece:
         give_back(self._policy)
-        params = {**dict(self._policy.model.named_parameters()), **router_biases(self._policy.model)}
-        layers = rounded_layers(self._policy.model)
-
-        def own(weight: SpreadWeight) -> torch.Tensor:
-            layer = layers.get(weight.name)
-            return own_piece(params[own_name(weight.name)]) if layer is None else restored(layer, weight.dtype)
-
-        return own
+        return own_pieces(self._policy.model)
 
     def _load(self, path: str) -> None:
         self._checkpointer.load(path, self._state())

@@ -24,8 +24,9 @@ from ....actors.train.topology import Place, Topology
 from ..hf_model import HfSource, load_causal_lm
 from ..lora.adapter import Adapter
 from ..lora.layers import is_matrix
-from ..lora.rounded_layers import rounded_layers
-from ..weight_stream import Cut, Piece, SpreadWeight, cut_box
+from ..lora.rounded_layers import restored, rounded_layers
+from ..lora.weights import own_name
+from ..weight_stream import Cut, OwnPiece, Piece, SpreadWeight, cut_box
 from .causal_lm import CausalLM
 from .expert_parallel import distribute_experts, holds_experts
 from .hf_routers import router_biases
@@ -165,6 +166,17 @@ def own_cuts(param: torch.Tensor, topology: Topology, place: Place) -> tuple[Cut
 def own_piece(param: torch.Tensor) -> torch.Tensor:
     """Return this rank's piece of a parameter, without gradient. It shares memory with the parameter."""
     return (param.to_local() if isinstance(param, DTensor) else param).detach()
+
+
+def own_pieces(model: torch.nn.Module) -> OwnPiece:
+    """Return the function that returns this rank's piece of each weight that `spread_weights` lists."""
+    params, layers = {**dict(model.named_parameters()), **router_biases(model)}, rounded_layers(model)
+
+    def own(weight: SpreadWeight) -> torch.Tensor:
+        layer = layers.get(weight.name)
+        return own_piece(params[own_name(weight.name)]) if layer is None else restored(layer, weight.dtype)
+
+    return own
 
 
 _log = logging.getLogger(__name__)

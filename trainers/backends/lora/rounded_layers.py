@@ -6,27 +6,25 @@ A layer keeps its class and its name. Instead of the parameter `weight` it has t
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..checkpoint_files import on_first_rank
+from ..hf_model import HfSource
 from ..layers import uncompiled
 from .config import LoraConfig
 from .layers import find_targets, is_matrix
 from .rounding import Rounding, restore_weight, round_weight
 
 
-class Source(Protocol):
-    """Interface for reading a whole weight of a HF model, in host memory and in the dtype of the model's files."""
-
-    def tensor(self, name: str) -> torch.Tensor: ...
-
-
 def round_layers(model: Any, kind: Rounding, dtype: torch.dtype) -> None:
-    """Make all linear layers of the decoder of a HF causal LM, without routers and the output layer, layers with
-    rounded weights. They have no values before `fill_rounded`. dtype: dtype in which passes compute."""
+    """Take the weights of the linear layers of a HF causal LM's decoder away, so that `fill_rounded` can round them.
+
+    Routers and the output layer keep theirs. dtype: dtype in which passes compute.
+    """
     for name in find_targets(model, LoraConfig()):
         layer: Any = model.get_submodule(name)
         del layer.weight
@@ -75,21 +73,31 @@ def rounded_layers(model: nn.Module) -> dict[str, Any]:
     return {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, _Rounded)}
 
 
-def fill_rounded(model: nn.Module, source: Source, device: torch.device) -> None:
-    """Read the weights of the layers with rounded weights from `source`, the model as it was before rounding, round
-    them on the CPU, and keep them on `device`."""
-    for name, layer in rounded_layers(model).items():
+def fill_rounded(
+    model: nn.Module, original: str, rounded: str, *, device: torch.device, rank: int, world: int
+) -> frozenset[str]:
+    """Give the layers of `model` their rounded weights on `device`, and return the names of these weights. Collective.
+
+    original: folder or hub id of the model before rounding, whose weights each rank reads and rounds on the CPU.
+    rounded: folder of the engines' weights, with which rank 0 compares them. Raises ValueError on every rank, which
+    names the weight, if one of them differs.
+    """
+    layers, source = rounded_layers(model), HfSource(original)
+    for name, layer in layers.items():
         data, scale = round_weight(source.tensor(name), layer.rounding)
         # They are no part of checkpoints and folders.
         layer.register_buffer("rounded_data", data.to(device), persistent=False)
         layer.register_buffer("rounded_scale", scale.to(device), persistent=False)
+    on_first_rank(lambda: _expect_rounded(model, source, rounded), rank, world)
+    return frozenset(layers)
 
 
-def expect_rounded(model: nn.Module, original: Source, rounded: Source, folder: str) -> None:
-    """Raise ValueError, which names the weight, unless `rounded`, from which engines read their weights, has bit by bit
-    those of `model`: restored ones in float32 and in the dtype of passes, all others as in `original`. folder: the
-    folder of `rounded`."""
-    layers = rounded_layers(model)
+def _expect_rounded(model: nn.Module, original: HfSource, folder: str) -> None:
+    """Raise ValueError unless the folder of the engines has the weights of `model`, bit by bit.
+
+    Rounded weights are compared in float32 and in the dtype of passes, all others with those of `original`.
+    """
+    layers, rounded = rounded_layers(model), HfSource(folder)
     kept = [name for name, _ in model.named_parameters() if not is_matrix(name)]
     for name in (*layers, *kept):
         stored, layer = rounded.tensor(name), layers.get(name)

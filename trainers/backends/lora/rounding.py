@@ -45,8 +45,10 @@ def round_weight(weight: torch.Tensor, kind: Rounding) -> tuple[torch.Tensor, to
 def restore_weight(
     data: torch.Tensor, scale: torch.Tensor, kind: Rounding, shape: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the weight of `shape` for which `data` and `scale` stand (see `round_weight`), in `dtype`, on their
-    device. In bfloat16 it is the rounded float32 value."""
+    """Return the weight of `shape` for which `data` and `scale` stand (see `round_weight`), in `dtype`.
+
+    It is on their device. In bfloat16 it is the rounded float32 value.
+    """
     library = _library(kind)
     if kind == "int8":
         return library.Int8Tensor(data, scale, [1, shape[1]], dtype).dequantize(dtype)
