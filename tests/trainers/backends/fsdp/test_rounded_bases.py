@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from headrace.actors.adapters.base_digest import base_digest
-from headrace.actors.adapters.peft_folder import write_adapter
+from headrace.actors.adapters.peft_folder import read_adapter, write_adapter
 from headrace.actors.adapters.spec import tensor_names
 from headrace.dataplane.imports import MissingExtra
 from headrace.tests.trainers.backends.backend_ranks import (
@@ -39,6 +37,7 @@ from headrace.trainers.backends.lora.config import ROUNDED_BYTES, LoraConfig
 from headrace.trainers.backends.lora.layers import find_targets
 from headrace.trainers.backends.lora.rounded_layers import restored, rounded_layers
 from headrace.trainers.backends.lora.rounding import BLOCK, Rounding, restore_weight, round_weight, rounded_weight
+from headrace.trainers.base_model.prepare import prepare_base
 from headrace.trainers.base_model.rounded_base import write_rounded
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError, UserError
@@ -50,8 +49,8 @@ PAIRS = [("tied", "int8"), ("tied", "nf4"), ("biased", "nf4"), ("moe", "int8")]
 """Models and the kinds of rounding with which they are tested."""
 
 
-def lora(kind: str, **changes: Any) -> dict[str, Any]:
-    return {"rank": RANK, "lr_factor": 1.0, "base": kind, **changes}
+def lora(kind: str) -> dict[str, Any]:
+    return {"rank": RANK, "lr_factor": 1.0, "base": kind}
 
 
 def write(model: Path, kind: Rounding, path: Path) -> str:
@@ -117,8 +116,7 @@ def test_a_rounded_weight_is_its_integers_times_their_scales(kind: Rounding, sha
 def test_the_base_is_that_of_the_engines(
     folder: Path, bases: dict[tuple[str, str], str], adapters: dict[str, str], name: str, kind: str
 ) -> None:
-    """The trainer's weights are those of the folder. Its log-probs are those of transformers on the folder with B = 0,
-    and on the merged folder with a random B."""
+    """Log-probs are those of transformers on the folder with B = 0, and on the merged folder with a random B."""
     base, rows = bases[name, kind], random_rows(1, 6)
     stored, original, whole = tensors_of(base), tensors_of(folder / name), AutoModelForCausalLM.from_pretrained(base)
     backend = build(folder / name, kind, base)
@@ -138,9 +136,7 @@ def test_the_base_is_that_of_the_engines(
         reference = ReferenceTrainer(path)
         theirs = torch.cat([reference.row_logprobs(row, 1.0) * torch.from_numpy(row.mask) for row in rows])
         torch.testing.assert_close(logprobs_of(ours, micro_batch(rows)), theirs.detach(), rtol=0, atol=1e-4)
-    assert json.loads(Path(out, "adapter", "adapter_config.json").read_text())["base_model_name_or_path"] == str(
-        folder / name
-    )
+    assert read_adapter(f"{out}/adapter").base == str(folder / name)
     reference = logprobs_of(trained, micro_batch(rows), reference=True)
     assert torch.equal(reference, logprobs_of(backend, micro_batch(rows)))
 
@@ -151,13 +147,11 @@ def test_gradients_are_those_of_a_base_with_the_same_weights(
     folder: Path, bases: dict[tuple[str, str], str], adapters: dict[str, str], name: str, kind: str, half: bool
 ) -> None:
     base, micros = bases[name, kind], [micro_batch(random_rows(0, 8)), micro_batch(random_rows(1, 5))]
-    ours = build(folder / name, kind, base, adapters[name], mixed_precision=half)
     plain = build(base, "model", None, adapters[name], mixed_precision=half)
-    assert ours.adapter == plain.adapter, "the digest of the base is the same"
     wanted = gradients_of(plain, micros)
-    for recompute in ("none", "selective", "full"):
-        if recompute != "none":
-            ours = build(folder / name, kind, base, adapters[name], mixed_precision=half, recompute=recompute)
+    for recompute in ("selective", "full", "none"):
+        ours = build(folder / name, kind, base, adapters[name], mixed_precision=half, recompute=recompute)
+        assert ours.adapter == plain.adapter, "the digest of the base is the same"
         found = gradients_of(ours, micros)
         assert found.keys() == wanted.keys() and all(value.any() for value in found.values())
         for key, value in found.items():
@@ -215,6 +209,20 @@ def test_several_files_in_bfloat16(folder: Path, tmp_path: Path) -> None:
     engine = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     for name, layer in rounded_layers(backend._policy.model).items():
         assert torch.equal(layer.weight, engine.get_parameter(name)), name
+
+
+def test_a_resumed_run_finds_its_base(folder: Path, tmp_path: Path) -> None:
+    run, progress = cast(Any, SimpleNamespace(path=tmp_path)), Progress("test", 1, enabled=False)
+    model, settings = str(folder / "tied"), LoraConfig.model_validate(lora("int8"))
+    assert prepare_base(model, LoraConfig(rank=RANK), run, progress) == model
+    base = prepare_base(model, settings, run, progress)
+    assert base == str(tmp_path / "rounded_base") and [path.name for path in tmp_path.iterdir()] == ["rounded_base"]
+    file = Path(base, "model.safetensors")
+    written = file.stat().st_mtime_ns
+    assert prepare_base(model, settings, run, progress) == base and file.stat().st_mtime_ns == written
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(UserError, match="is not a complete safetensors file"):
+        prepare_base(model, settings, run, progress)
 
 
 def spoiled(base: str, path: Path, name: str | None) -> str:
@@ -278,10 +286,9 @@ def test_refusals(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def on_ranks(rank: int, world: int, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
     found = run_case(rank, Case(f"fsdp tied dp{world} packed", changes), folder)
-    wrong = dataclasses.replace(Case("fsdp tied dp2", {**changes, "rounded": f"{folder}/spoiled"}))
-    with contextlib.suppress(ValueError):
-        wrong.build(rank, folder)
-        raise AssertionError("a damaged folder was accepted")
+    wrong = Case("fsdp tied dp2", {**changes, "rounded": f"{folder}/spoiled"})
+    with pytest.raises(ValueError, match="q_proj.weight' in .* is not the rounded weight"):
+        wrong.build(rank, folder)  # Every rank raises the error.
     return found
 
 
