@@ -16,6 +16,10 @@ from .lora.config import LoraConfig
 
 Head = Literal["auto", "selected", "full"]
 Recompute = Literal["none", "selective", "full"]
+ROUNDED_MESH = (
+    "trainer.backend='fsdp' with data parallelism alone (trainer.tp, trainer.cp, trainer.pp and trainer.ep at 1)"
+)
+"""What a rounded base of an adapter needs, in words."""
 PrevSource = Literal["rollout", "recompute", "train_pass", "fixed"]
 
 
@@ -165,6 +169,9 @@ class BackendConfig:
     log-probs of the forward pass otherwise. The driver leaves the column out only in the step's first update."""
     columns: tuple[ColumnConfig, ...] = ()
     """User-defined columns of numbers that the loss reads."""
+    rounded: str | None = None
+    """Folder with the model's weights as `trainer.lora.base` rounds them, which is the base of the adapter and the
+    engines' model; None if they are not rounded."""
     adapter: str | None = None
     """Folder of an adapter in PEFT's format with which training starts; None for a new one."""
     sends_adapter: bool = False
@@ -187,6 +194,20 @@ class BackendConfig:
                 f"with_reference: got False, expected True with loss.kl_coef = {self.loss.kl_coef}, which needs a "
                 "reference model"
             )
+
+        lora = self.trainer.lora
+        if (self.rounded is not None) != lora.rounds:
+            raise ValueError(
+                f"rounded: got {self.rounded!r} with trainer.lora.rank={lora.rank} and trainer.lora.base="
+                f"{lora.base!r}, expected the folder of a rounded base with an adapter of one, else None"
+            )
+        if self.rounded is not None and (self.trainer.backend != "fsdp" or self.topology.world != self.topology.dp):
+            raise ValueError(f"trainer.lora.base: got {lora.base!r}, expected 'model', or {ROUNDED_MESH}")
+
+    @property
+    def base(self) -> str:
+        """Folder or hub id of the weights to which an adapter is added."""
+        return self.rounded or self.model
 
     @property
     def topology(self) -> Topology:

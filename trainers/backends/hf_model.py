@@ -186,6 +186,18 @@ class HfSource:
         `pieces` can then read it."""
         return name in self._stored
 
+    @property
+    def files(self) -> dict[str, str]:
+        """The path of the safetensors file that contains each tensor, by the tensor's name in the files."""
+        return self._files
+
+    def stored_name(self, name: str) -> str:
+        """Return the name in the files of the tensor `name`. Raises ValueError if they do not have it as a whole."""
+        stored = self._found(name)
+        if stored.stacked:
+            raise ValueError(f"model.path: {self._model!r} has the tensor {name!r} in parts")
+        return stored.parts[0][0]
+
     def dtype(self, name: str) -> torch.dtype | None:
         """Return the dtype of the tensor `name` in the files.
 

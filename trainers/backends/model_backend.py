@@ -6,7 +6,7 @@ A backend adds the model: how microbatches run through it, how its gradients are
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -41,6 +41,8 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
 
     _weights: list[SpreadWeight]
     """Weights of the model with their pieces, those of an adapter among them."""
+    _rounded: Container[str] = ()
+    """Names of the weights of an adapter's base that are rounded to fewer bits."""
 
     def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
         self._config, self._topology = config, config.topology
@@ -208,7 +210,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
     def _merged(self, dtype_of: Callable[[str], torch.dtype | None]) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the weights of the model with its adapter merged into them. dtype_of: see `merged`."""
         assert self._adapter is not None
-        adapter, base = divided(self._weights, whole=True)
+        adapter, base = divided(self._weights, whole=True, rounded=self._rounded)
         stream = self._streamed([*adapter, *base])
         return merged(stream, self._adapter.spec, dtype_of, transposed=self._experts_transposed)
 

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from ...actors.engines.config import BUILTIN_MODELS, ModelConfig, RouterReplayConfig
 from ...codecs.tokens.routes import RouteSpec
+from ..backends.lora.config import LoraConfig
 from ..backends.model_split import check_split
 from ..config.checks import StoreDemand
 from ..config.config import Config, WarmupConfig
@@ -51,6 +52,9 @@ TINY_QWEN3_MOE: dict[str, Any] = {
 """Qwen3MoeConfig of `builtin:tiny-qwen3-moe`. The two experts of a token are together as wide as the MLP of
 `builtin:tiny-qwen3`."""
 
+ROUNDED = "rounded_base"
+"""Name of the folder in the run folder with the rounded base of an adapter."""
+
 
 def prepare_model(wanted: ModelConfig, training: WarmupConfig, seed: int, folder: RunFolder, progress: Progress) -> str:
     """Return the path or hub id of the model to start from. The model must have passed `check_model`.
@@ -85,6 +89,29 @@ def prepare_model(wanted: ModelConfig, training: WarmupConfig, seed: int, folder
     draft.rename(path)
     folder.metrics.event("warmup", 0, seconds=round(time.perf_counter() - start, 2), **fields)
     return str(path)
+
+
+def prepare_base(model: str, lora: LoraConfig, folder: RunFolder, progress: Progress) -> str:
+    """Return the path or hub id of the model with which engines start: `model`, or that with rounded weights.
+
+    The rounded base is made in the run folder (`rounded_base/`), where a resumed run finds it. Raises UserError if the
+    model cannot be rounded or the folder is damaged, and MissingExtra if the library that rounds is not installed.
+    """
+    if not lora.rounds:
+        return model
+    path = folder.path / ROUNDED
+    if path.exists():
+        check_weight_files(path)
+    else:
+        from . import rounded_base  # It imports torch and transformers.
+
+        rounded_base.write_rounded(model, lora.base, path, progress)
+    return str(path)
+
+
+def unrounded(model: ModelConfig, rounded: str) -> str:
+    """Return the folder or hub id of the model whose rounded weights are in the folder `rounded` of a run folder."""
+    return str(Path(rounded).with_name("base_model")) if model.builtin else model.path
 
 
 def model_config(model: ModelConfig) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ...actors.process.memory import assumed_machine, gpu_sizes
 from ...actors.rollout.config import RolloutConfig
 from ...codecs.integers import ceil_div
 from ..backends.config import TrainerConfig
+from ..backends.lora.config import ROUNDED_BYTES
 from ..backends.vocab.logprobs import GPU_LOGIT_ELEMENTS
 from ..base_model.prepare import model_config
 from ..config.checks import switch_obstacles
@@ -37,6 +38,9 @@ _OF_OTHER_KINDS = {
 ADAPTER_WIDTH = 1024
 """Width for which the size of an adapter of all linear layers is estimated, as `2 * rank / width` of the model's
 parameters. Most layers are wider, so that the estimate is too large rather than too small."""
+TABLES = 0.15
+"""Share of a model's parameters in its tables of tokens (embeddings and output layer), which are never rounded, for the
+estimate of an adapter's rounded base. It is a tenth in models of 4 billion parameters, and more in smaller ones."""
 USABLE = 0.95
 """Share of a GPU's memory that the estimates may fill."""
 CACHED_VERSIONS = 2
@@ -221,14 +225,17 @@ def _pass_parts(trainer: TrainerConfig, model: Mapping[str, Any], params: int) -
 
 def trained_parts(trainer: TrainerConfig, params: int, *, with_reference: bool) -> dict[str, int]:
     """Return the memory of one train worker between two passes: name of a part -> bytes. All parts are in float32,
-    except that a reference model and the base of an adapter are in bfloat16 with mixed precision. The result accounts
-    for the sharding over ranks.
+    except that a reference model and the base of an adapter are in bfloat16 with mixed precision, and rounded weights
+    of such a base take a byte or less. The result accounts for the sharding over ranks.
     """
     topology = trainer.topology
     sharded = topology.world if trainer.backend == "fsdp" else topology.tp * topology.pp
     if trainer.lora.rank:  # The base is the reference, too.
         matrices = params * 2 * trainer.lora.rank // ADAPTER_WIDTH * 4 // sharded
         frozen = params * (2 if trainer.mixed_precision else 4) // sharded
+        if trainer.lora.base != "model":  # No rank shards rounded weights.
+            whole = (1 - TABLES) * params * ROUNDED_BYTES[trainer.lora.base]
+            frozen = int(TABLES * frozen + whole)
         return {"weights": frozen + matrices, "gradients": matrices, "optimizer": 2 * matrices}
     each = params * 4 // sharded
     moments = 2 * each

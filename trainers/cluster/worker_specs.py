@@ -16,7 +16,7 @@ from ...dataplane.handle import DataPlaneHandle
 from ..backends.config import BackendConfig, PrevSource, TrainerConfig
 from ..backends.factory import MODULES, build_backend
 from ..backends.model_split import resolved_packing
-from ..base_model.prepare import model_config, model_modules, route_spec
+from ..base_model.prepare import model_config, model_modules, route_spec, unrounded
 from ..config.config import AlgorithmConfig, Config
 from .engine_specs import threads
 from .rollout_specs import sample_file
@@ -63,9 +63,11 @@ def worker_modules(kind: str, model: ModelConfig) -> tuple[str, ...]:
 
 
 def backend_config(config: Config, model: str) -> BackendConfig:
-    """Return the configuration of the train backend, the same for every rank. model: local folder or hub id."""
+    """Return the configuration of the train backend, the same for every rank. model: local folder or hub id of the
+    model with which engines start."""
+    rounds = config.trainer.lora.rounds
     return BackendConfig(
-        model,
+        unrounded(config.model, model) if rounds else model,
         config.trainer,
         config.loss.with_length_norm(config.rollout.max_new_tokens),
         config.scripted,
@@ -74,6 +76,7 @@ def backend_config(config: Config, model: str) -> BackendConfig:
         updates_per_step=config.algorithm.updates_per_step,
         prev=_prev_source(config.algorithm),
         columns=config.data.columns,
+        rounded=model if rounds else None,
         adapter=config.model.adapter,
         sends_adapter=config.sends_adapter,
         attention=config.model.attention,

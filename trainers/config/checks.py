@@ -15,7 +15,7 @@ from ...actors.train.topology import Topology
 from ...actors.weight_sync.config import SyncConfig
 from ...codecs.integers import ceil_div, round_up
 from ..advantages.config import AdvantageConfig
-from ..backends.config import TrainerConfig
+from ..backends.config import ROUNDED_MESH, TrainerConfig
 from ..backends.model_split import mesh_problems
 from ..losses.config import LossConfig
 from .config import AlgorithmConfig, Config, ResourcesConfig, RunConfig
@@ -434,10 +434,7 @@ def lora_problems(trainer: TrainerConfig, adapter: str | None) -> Iterator[str]:
             "expected 0, because the biases of experts belong to the base, which does not change"
         )
     if lora.base != "model" and (trainer.backend != "fsdp" or trainer.topology.world != trainer.dp):
-        yield (
-            f"trainer.lora.base: got {lora.base!r}, expected 'model', or trainer.backend='fsdp' with data parallelism "
-            "alone (trainer.tp, trainer.cp, trainer.pp and trainer.ep at 1)"
-        )
+        yield (f"trainer.lora.base: got {lora.base!r}, expected 'model', or {ROUNDED_MESH}")
 
 
 def group_problems(algorithm: AlgorithmConfig, advantage: AdvantageConfig) -> Iterator[str]:

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ...dataplane.errors import DataPlaneError
-from ..base_model.prepare import check_model, model_has_experts, prepare_model
+from ..base_model.prepare import check_model, model_has_experts, prepare_base, prepare_model
 from ..cluster.calls import ActorFailed
 from ..cluster.ray_cluster import Cluster
 from ..cluster.start_times import StartTimes
@@ -176,12 +176,14 @@ class _Training:
             self._notes = [*read.notes, *read.changed_since(self._folder.path)]
 
     def _prepare(self) -> str:
-        """Return the model to start from, a local folder or hub id. Makes the built-in model if necessary."""
+        """Return the model to start from, a local folder or hub id. Makes the built-in model, and the rounded base of
+        an adapter, if necessary."""
         # There is no time limit, because the warm-up can take long.
         self._watch.heartbeat.enter("preparing the model", math.inf)
         config = self._config
         check_model(config)
         model = prepare_model(config.model, config.warmup, config.run.seed, self._folder, self._progress)
+        model = prepare_base(model, config.trainer.lora, self._folder, self._progress)
         self._progress.phase("building the actors")
         return model
 

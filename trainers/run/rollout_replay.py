@@ -26,7 +26,7 @@ from ...actors.rollout.journal import GroupJournal, JournalConfig, JournaledGrou
 from ...codecs.batch import Batch, Jagged, Ragged
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.factory import connect, open_data_plane
-from ..base_model.prepare import route_spec
+from ..base_model.prepare import ROUNDED, route_spec
 from ..cluster.rollout_specs import fingerprint, rollout_setup, sampling
 from ..config.config import Config, RunConfig
 from ..config.load import load_config
@@ -95,6 +95,8 @@ def _policy(first: ModelConfig, run_dir: Path, model: str | None, version: int |
             raise UserError(
                 f"--version: got {version} without --model, expected --model with the folder of that version's weights"
             )
+        if (run_dir / ROUNDED).is_dir():
+            return str(run_dir / ROUNDED), 0
         return (str(run_dir / "base_model") if first.builtin else first.path), 0
     if model == BEST:
         figures = run_dir / f"{BEST}.json"

@@ -70,6 +70,19 @@ def test_less_is_needed_with_recomputation_and_more_with_a_full_head(tmp_path: P
     )
 
 
+def test_a_rounded_base_takes_a_byte_or_less_per_weight(tmp_path: Path) -> None:
+    """No rank shards it, other than the tables of tokens, which stay in bfloat16."""
+
+    def weights(base: str, dp: int) -> float:
+        chosen = config(tmp_path, trainer={"lora": {"rank": 8, "base": base}, "dp": dp})
+        memory, params = estimate(chosen), parameters(chosen.model)
+        assert memory is not None and params is not None
+        return (memory.trainer["weights"] - params * 2 * 8 // 1024 * 4 // dp) / params
+
+    assert [weights(base, 1) for base in ("model", "int8", "nf4")] == pytest.approx([2, 1.15, 0.778], abs=1e-3)
+    assert [weights(base, 2) for base in ("model", "int8", "nf4")] == pytest.approx([1, 1.0, 0.628], abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("gpu_gib", "takes_turns", "words"),
     [

@@ -18,6 +18,7 @@ from ..config import BackendConfig
 from ..expert_balance import ExpertBalance
 from ..layers import compile_layers, recompute_layers
 from ..lora.adapted_layers import LoraSwitch, add_adapter, expect_gradients, matrix_names
+from ..lora.rounded_layers import fill_rounded, round_layers
 from ..model_backend import ModelBackend
 from ..model_split import check_split, resolved_packing
 from ..router_replay import RouterReplay, route_spec
@@ -29,7 +30,7 @@ from ..weight_stream import OwnPiece
 from .causal_lm import CausalLM, half_parameters, halve_frozen, use_closed_form_norms
 from .context_parallel import check_context, require_splittable, split_rows
 from .expert_parallel import holds_experts
-from .hf_routers import balance_experts, replay_routers, router_biases
+from .hf_routers import balance_experts, replay_routers
 from .output_checks import head_of
 from .row_checks import check_rows
 from .sharding import (
@@ -42,6 +43,7 @@ from .sharding import (
     give_back_unfinished,
     open_source,
     own_piece,
+    own_pieces,
     spread,
     spread_weights,
 )
@@ -66,7 +68,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         self._expert_mesh = build_expert_mesh(config.topology, self._device)
         self._cp = context_group(config.topology, self._device)
         self._tp = None if self._mesh is None or config.topology.tp == 1 else self._mesh["tp"].get_group()
-        source = open_source(config.model, config.attention)
+        source = open_source(config.base, config.attention)
         self._packed = False
         self._switch: LoraSwitch | None = None
         policy = self._build(source, trained=config.trains)
@@ -79,6 +81,10 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
             self._reference = self._spread(reference, source, offload=host)
         layers = policy.layers()  # The layers are found first, because FSDP renames their classes.
         self._policy = self._spread(policy, source, offload=config.trainer.offload)
+        if config.rounded is not None:
+            self._rounded = fill_rounded(
+                self._policy.model, config.model, config.rounded, device=self._device, rank=rank, world=world
+            )
         group = None if self._mesh is None else self._mesh["dp"].get_group()
         if config.trainer.moe.active:
             self._balance = balance_experts(self._policy.model, config, self._device, group)
@@ -184,8 +190,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
 
     def _own_pieces(self) -> OwnPiece:
         give_back(self._policy)
-        params = {**dict(self._policy.model.named_parameters()), **router_biases(self._policy.model)}
-        return lambda weight: own_piece(params[weight.name])
+        return own_pieces(self._policy.model)
 
     def _load(self, path: str) -> None:
         self._checkpointer.load(path, self._state())
@@ -222,6 +227,9 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
             use_closed_form_norms(model)
         head = head_of(model, self._config.trainer.head)
         if trained and self._adapter is not None:
+            if self._config.rounded is not None:
+                base: Any = self._config.trainer.lora.base
+                round_layers(model, base, torch.bfloat16 if self._half else torch.float32)
             self._switch = add_adapter(model, self._config.trainer.lora)
             self._adapter.expect_matrices(matrix_names(model))
         elif not trained:

@@ -24,7 +24,8 @@ from ....actors.train.topology import Place, Topology
 from ..hf_model import HfSource, load_causal_lm
 from ..lora.adapter import Adapter
 from ..lora.matrices import is_matrix
-from ..weight_stream import Cut, Piece, SpreadWeight, cut_box
+from ..lora.rounded_layers import restored, rounded_layers
+from ..weight_stream import Cut, OwnPiece, Piece, SpreadWeight, cut_box
 from .causal_lm import CausalLM
 from .expert_parallel import distribute_experts, holds_experts
 from .hf_routers import router_biases
@@ -127,8 +128,8 @@ def _sum_gradients(module: FSDPModule) -> None:
 
 
 def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtype) -> list[SpreadWeight]:
-    """List the parameters of a HF model that `spread` has sharded, and the biases of its experts. Each parameter comes
-    with the ranks that have its pieces; every rank has all biases.
+    """List the parameters of a HF model that `spread` has sharded, the biases of its experts, and its rounded weights.
+    Each comes with the ranks that have its pieces; every rank has all biases and rounded weights.
 
     Tied parameters are listed once. `dtype` is the dtype in which floating-point parameters are streamed; biases keep
     their own.
@@ -136,6 +137,8 @@ def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtyp
     found = [
         SpreadWeight(name, bias.dtype, tuple(bias.shape), (Piece(0),)) for name, bias in router_biases(model).items()
     ]
+    for name, layer in rounded_layers(model).items():
+        found.append(SpreadWeight(name, dtype, (layer.out_features, layer.in_features), (Piece(0),)))
     for name, param in model.named_parameters():
         alike = split_dim(param) is None and not holds_experts(param)
         replicas = [(dp, cp) for dp in range(topology.dp) for cp in range(topology.cp)]
@@ -162,6 +165,17 @@ def own_cuts(param: torch.Tensor, topology: Topology, place: Place) -> tuple[Cut
 def own_piece(param: torch.Tensor) -> torch.Tensor:
     """Return this rank's piece of a parameter, without gradient. It shares memory with the parameter."""
     return (param.to_local() if isinstance(param, DTensor) else param).detach()
+
+
+def own_pieces(model: torch.nn.Module) -> OwnPiece:
+    """Return the function that returns this rank's piece of each weight that `spread_weights` lists."""
+    params, layers = {**dict(model.named_parameters()), **router_biases(model)}, rounded_layers(model)
+
+    def own(weight: SpreadWeight) -> torch.Tensor:
+        layer = layers.get(weight.name)
+        return own_piece(params[weight.name]) if layer is None else restored(layer, weight.dtype)
+
+    return own
 
 
 _log = logging.getLogger(__name__)

@@ -97,10 +97,10 @@ def add_adapter(model: Any, config: LoraConfig) -> LoraSwitch:
     """
     names = find_targets(model, config)
     model.requires_grad_(False)
-    switch = LoraSwitch(config.scaling, config.dropout)
+    switch, device = LoraSwitch(config.scaling, config.dropout), next(model.parameters()).device
     for name in names:
         layer: Any = model.get_submodule(name)
-        options: dict[str, Any] = {"bias": False, "dtype": torch.float32, "device": layer.weight.device}
+        options: dict[str, Any] = {"bias": False, "dtype": torch.float32, "device": device}
         layer.lora_A = nn.Linear(layer.in_features, config.rank, **options)
         layer.lora_B = nn.Linear(config.rank, layer.out_features, **options)
         layer.lora = switch

@@ -9,6 +9,9 @@ from pydantic import Field, field_validator
 from ....dataplane.config import CountOrZero, Positive, Section
 
 ALL_LINEAR = "all-linear"
+ROUNDED_BYTES = {"int8": 1.0, "nf4": 0.5625}
+"""Number of bytes of a value of a rounded weight, for each `trainer.lora.base`. The scales of rows of `int8`, 4 bytes
+each, are left out."""
 
 
 class LoraConfig(Section):
@@ -46,6 +49,11 @@ class LoraConfig(Section):
     @classmethod
     def _one_is_a_list(cls, targets: Any) -> Any:
         return (targets,) if isinstance(targets, str) and targets != ALL_LINEAR else targets
+
+    @property
+    def rounds(self) -> bool:
+        """True if the weights of the base are rounded."""
+        return self.rank > 0 and self.base != "model"
 
     @property
     def scaling(self) -> float:

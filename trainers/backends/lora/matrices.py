@@ -7,7 +7,7 @@ In training, the matrices of a linear layer are the parameters `LAYER.lora_A.wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Container, Generator, Iterable
 from dataclasses import replace
 
 import torch
@@ -70,15 +70,18 @@ def _wire_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (experts * rows, columns) if name.endswith("A") else (rows, columns * experts)
 
 
-def divided(weights: Iterable[SpreadWeight], *, whole: bool = False) -> tuple[list[SpreadWeight], list[SpreadWeight]]:
+def divided(
+    weights: Iterable[SpreadWeight], *, whole: bool = False, rounded: Container[str] = ()
+) -> tuple[list[SpreadWeight], list[SpreadWeight]]:
     """Divide the weights of a model into those of its adapter and those of the base. whole: true to have the matrices
-    of the adapter in float32, as they are trained."""
+    of the adapter in float32, as they are trained, and the weights of the base that are among `rounded`, too."""
     adapter, base = [], []
     for weight in weights:
         if is_matrix(weight.name):
             adapter.append(replace(weight, dtype=torch.float32) if whole else weight)
         else:
-            base.append(weight)
+            exact = whole and weight.name in rounded
+            base.append(replace(weight, dtype=torch.float32) if exact else weight)
     return adapter, base
 
 
@@ -103,8 +106,8 @@ def merged(
     """Yield the weights of a model with its adapter merged into them, on rank 0; other ranks get empty tensors.
 
     stream: the matrices of the adapter, then the weights of the base. A sum is computed in float32 and rounded once, to
-    `dtype_of(name)`; None stands for the dtype in which the weight is streamed. A weight without an adapter is passed
-    on as it is. transposed: true if stacked experts have their inputs before their outputs.
+    `dtype_of(name)`; None stands for the dtype in which the weight is streamed. transposed: true if stacked experts
+    have their inputs before their outputs.
     """
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     try:
@@ -118,6 +121,6 @@ def merged(
                 product = product.transpose(1, 2) if product.ndim == 3 and transposed else product
                 own = tensor.dtype
                 tensor = (tensor.to(torch.float32) + spec.scaling * product).to(dtype_of(name) or own)
-            yield name, tensor
+            yield name, tensor.to(dtype_of(name) or tensor.dtype)
     finally:
         stream.close()

@@ -28,6 +28,7 @@ from ....codecs.jagged import pack
 from ....codecs.tokens.routes import ROUTES, RouteSpec, align_routes
 from ...backends.config import BackendConfig, TrainerConfig
 from ...backends.factory import build_backend
+from ...backends.lora.config import LoraConfig
 from ...cluster.rollout_specs import sampling
 from ...errors import UserError
 from ...losses.correction import MISMATCH_MAX, MISMATCH_SUMS, mismatch_of
@@ -229,10 +230,12 @@ def compare_rows(
     model: ModelConfig, rollout: RolloutConfig, trainer: TrainerConfig, spec: RouteSpec | None, rows: Rows
 ) -> TrustReport:
     """Compare the log-probs of the train backend with the log-probs of the engine that sampled `rows`. The backend runs
-    on one device in this process, with the temperature of `rollout`. spec: shape of the completions' routes; None for a
-    model without experts.
+    on one device in this process, with the temperature of `rollout` and without an adapter. spec: shape of the
+    completions' routes; None for a model without experts.
     """
-    trainer = trainer.model_copy(update={"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "sequence_parallel": False})
+    trainer = trainer.model_copy(
+        update={"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "sequence_parallel": False, "lora": LoraConfig()}
+    )
     replay = RouterReplayConfig(enabled=spec is not None, verify="values")
     context = _context([prompt for prompt, _ in rows])
     settings = BackendConfig(
