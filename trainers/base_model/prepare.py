@@ -97,7 +97,7 @@ def prepare_base(model: str, lora: LoraConfig, folder: RunFolder, progress: Prog
     The rounded base is made in the run folder (`rounded_base/`), where a resumed run finds it. Raises UserError if the
     model cannot be rounded or the folder is damaged, and MissingExtra if the library that rounds is not installed.
     """
-    if not lora.rounds:
+    if not lora.rounds or lora.base == "model":
         return model
     path = folder.path / ROUNDED
     if path.exists():

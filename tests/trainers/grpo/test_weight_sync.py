@@ -94,7 +94,7 @@ class Adapting(ScriptedEngine):
         self.modes.append((in_flight, kv))
         report = await super().commit_weights(version, in_flight, kv)
         if damages:
-            self.loaded["v"] = self.loaded["v"] + 1
+            self.loaded = {**self.loaded, "v": self.loaded["v"] + 1}
         return report
 
 

@@ -52,7 +52,7 @@ class LoraConfig(Section):
 
     @property
     def rounds(self) -> bool:
-        """True if the weights of the base are rounded."""
+        """True if the weights of the base are rounded, because `base` is not `model`."""
         return self.rank > 0 and self.base != "model"
 
     @property

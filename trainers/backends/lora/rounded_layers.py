@@ -40,7 +40,8 @@ class _Rounded(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The restored weight, `[out, in]`, in the dtype of passes. Some models read it themselves."""
-        return restored(self, self.computes)
+        layer: Any = self
+        return restored(layer, layer.computes)
 
     @uncompiled
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -99,8 +99,9 @@ def _targets(model: Any) -> dict[str, torch.Tensor]:
         if isinstance(module, (torch.nn.Linear, Conv1D)) and name != "lm_head":
             found[name] = (module.weight.T if isinstance(module, Conv1D) else module.weight)[None]
     for name, experts in find_experts(model):
+        part: Any = experts
         dims = (1, 2) if getattr(experts, "is_transposed", False) else (1, 1)
-        stacked = (experts.gate_up_proj.transpose(*dims), experts.down_proj.transpose(*dims))
+        stacked = (part.gate_up_proj.transpose(*dims), part.down_proj.transpose(*dims))
         found |= dict(zip((f"{name}.base_layer", name), stacked, strict=True))
     return found
 

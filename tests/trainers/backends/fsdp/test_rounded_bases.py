@@ -45,7 +45,7 @@ from headrace.trainers.observe.progress import Progress
 
 RANK = 4
 KINDS: list[Rounding] = ["int8", "nf4"]
-PAIRS = [("tied", "int8"), ("tied", "nf4"), ("biased", "nf4"), ("moe", "int8")]
+PAIRS: list[tuple[str, Rounding]] = [("tied", "int8"), ("tied", "nf4"), ("biased", "nf4"), ("moe", "int8")]
 """Models and the kinds of rounding with which they are tested."""
 
 
@@ -73,7 +73,8 @@ def adapters(folder: Path) -> dict[str, str]:
         torch.manual_seed(11)
         tensors = {}
         for module in find_targets(model, LoraConfig()):
-            layer, (first, second) = model.get_submodule(module), tensor_names(module)
+            layer: Any = model.get_submodule(module)
+            first, second = tensor_names(module)
             tensors[first] = torch.randn(RANK, layer.in_features) * 0.2
             tensors[second] = torch.randn(layer.out_features, RANK) * 0.2
         found[name] = str(folder / f"adapter-{name}")
