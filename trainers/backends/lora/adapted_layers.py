@@ -6,6 +6,7 @@ layer's result gets `scaling * B A x` added. Everything else of the model is fro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,8 +105,7 @@ def add_adapter(model: Any, config: LoraConfig) -> LoraSwitch:
         layer.lora_A = nn.Linear(layer.in_features, config.rank, **options)
         layer.lora_B = nn.Linear(config.rank, layer.out_features, **options)
         layer.lora = switch
-        kind = type(layer)
-        layer.__class__ = type(kind.__name__, (_Adapted, kind), {"__module__": kind.__module__})
+        layer.__class__ = _adapted(type(layer))
     if config.experts:
         _add_to_experts(model, config, switch)
     return switch
@@ -139,6 +139,13 @@ class _Adapted(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return with_adapter(self, super().forward(hidden), hidden)
+
+
+@functools.cache
+def _adapted(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of target layers of the class `kind`. All have the same, because torch.compile compiles code
+    again for each class."""
+    return type(kind.__name__, (_Adapted, kind), {"__module__": kind.__module__})
 
 
 def with_adapter(layer: Any, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

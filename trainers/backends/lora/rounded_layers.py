@@ -6,6 +6,7 @@ A layer keeps its class and its name. Instead of the parameter `weight` it has t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -30,8 +31,7 @@ def round_layers(model: Any, kind: Rounding, dtype: torch.dtype) -> None:
         layer: Any = model.get_submodule(name)
         del layer.weight
         layer.rounding, layer.computes = kind, dtype
-        own = type(layer)
-        layer.__class__ = type(own.__name__, (_Rounded, own), {"__module__": own.__module__})
+        layer.__class__ = _rounded(type(layer))
 
 
 class _Rounded(nn.Module):
@@ -49,6 +49,12 @@ class _Rounded(nn.Module):
         if own.forward.__func__ is not nn.Linear.forward:  # Such a layer reads `weight`.
             return own.forward(hidden)
         return _Product.apply(hidden, self, self.bias)
+
+
+@functools.cache
+def _rounded(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of layers of the class `kind` whose weights are rounded."""
+    return type(kind.__name__, (_Rounded, kind), {"__module__": kind.__module__})
 
 
 class _Product(torch.autograd.Function):
