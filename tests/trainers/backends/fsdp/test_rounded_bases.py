@@ -43,6 +43,7 @@ from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError, UserError
 from headrace.trainers.observe.progress import Progress
 
+pytestmark = pytest.mark.processes  # The libraries that round look for a compiler when they are imported.
 RANK = 4
 KINDS: list[Rounding] = ["int8", "nf4"]
 PAIRS: list[tuple[str, Rounding]] = [("tied", "int8"), ("tied", "nf4"), ("biased", "nf4"), ("moe", "int8")]
@@ -293,7 +294,6 @@ def on_ranks(rank: int, world: int, folder: str, changes: dict[str, Any]) -> dic
     return found
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_replicas_train_as_one(
     folder: Path, tmp_path: Path, bases: dict[tuple[str, str], str], adapters: dict[str, str], kind: str
