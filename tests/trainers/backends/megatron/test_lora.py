@@ -332,7 +332,7 @@ def test_an_exported_folder_has_the_merged_model_and_the_adapter(folder: Path, t
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts": ("moe", {"lora": {"experts": True}}, "trainer.lora.experts: got True, expected False"),
-    "base": ("tied", {"lora": {"base": "nf4"}, "rounded": "a folder"}, "trainer.lora.base: got 'nf4', expected 'model'"),
+    "base": ("tied", {"lora": {"base": "nf4"}, "rounded": "folder"}, "trainer.lora.base: got 'nf4', expected 'model'"),
     "biases": ("latent", {"moe": {"bias_update_rate": 0.1}}, "bias_update_rate: got 0.1, expected 0 with trainer.lora"),
     "dropout": ("tied selective", {"lora": {"dropout": 0.1}}, "trainer.lora.dropout: got 0.1, expected 0"),
     "no such target": ("tied", {"lora": {"targets": ["query"]}}, "trainer.lora.targets: got 'query'"),
