@@ -12,7 +12,7 @@ from ...actors.engines.config import Attention, RouterReplayConfig, ScriptedConf
 from ...actors.train.topology import Topology
 from ...dataplane.config import Count, CountOrZero, NonNegative, Positive, Section
 from ..losses.config import LossConfig
-from .lora.config import LoraConfig
+from .lora_config import LoraConfig
 
 Head = Literal["auto", "selected", "full"]
 Recompute = Literal["none", "selective", "full"]

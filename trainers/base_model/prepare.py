@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from ...actors.engines.config import BUILTIN_MODELS, ModelConfig, RouterReplayConfig
 from ...codecs.tokens.routes import RouteSpec
-from ..backends.lora.config import LoraConfig
+from ..backends.lora_config import LoraConfig
 from ..backends.model_split import check_split
 from ..config.checks import StoreDemand
 from ..config.config import Config, WarmupConfig

@@ -18,8 +18,8 @@ from transformers.utils.hub import cached_file
 from ...actors.engines.tokenizer import has_tokenizer, load_tokenizer
 from ..backends.hf_model import INDEX, HfSource
 from ..backends.lora.adapted_layers import find_targets
-from ..backends.lora.config import LoraConfig
 from ..backends.lora.rounding import Rounding, rounded_weight
+from ..backends.lora_config import LoraConfig
 from ..errors import UserError
 from ..observe.progress import Progress
 

@@ -12,7 +12,7 @@ from ...actors.rollout.config import RolloutConfig
 from ...actors.weight_sync.config import SyncConfig
 from ...actors.weight_sync.transports.protocol import ReceiverConfig
 from ...dataplane.handle import DataPlaneHandle
-from ..backends.lora.config import LoraConfig
+from ..backends.lora_config import LoraConfig
 from ..base_model.prepare import model_modules, route_spec
 from ..config.config import Config, PoolConfig
 from .transport_choice import bucket_mib

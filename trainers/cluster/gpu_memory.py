@@ -16,7 +16,7 @@ from ...actors.process.memory import assumed_machine, gpu_sizes
 from ...actors.rollout.config import RolloutConfig
 from ...codecs.integers import ceil_div
 from ..backends.config import TrainerConfig
-from ..backends.lora.config import ROUNDED_BYTES
+from ..backends.lora_config import ROUNDED_BYTES
 from ..backends.vocab.logprobs import GPU_LOGIT_ELEMENTS
 from ..base_model.prepare import model_config
 from ..config.checks import switch_obstacles

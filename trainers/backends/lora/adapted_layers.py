@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ....actors.engines.hf.model import find_experts
-from .config import ALL_LINEAR, LoraConfig
+from ..lora_config import ALL_LINEAR, LoraConfig
 from .matrices import is_matrix, target_of
 
 MATRICES = ("lora_A", "lora_B")

@@ -13,7 +13,7 @@ from ....actors.adapters.base_digest import base_digest
 from ....actors.adapters.peft_folder import read_adapter, write_adapter
 from ....actors.adapters.spec import AdapterSpec
 from ..config import BackendConfig
-from .config import LoraConfig
+from ..lora_config import LoraConfig
 from .matrices import from_wire, target_of, wire_module, wire_name
 from .start import start_value
 

@@ -16,8 +16,8 @@ from torch import nn
 from ..checkpoint_files import on_first_rank
 from ..hf_model import HfSource
 from ..layers import uncompiled
+from ..lora_config import LoraConfig
 from .adapted_layers import find_targets
-from .config import LoraConfig
 from .matrices import is_matrix
 from .rounding import Rounding, restore_weight, round_weight
 

@@ -33,7 +33,7 @@ from ...backends.fsdp.output_checks import head_of
 from ...backends.fsdp.row_checks import token_counts
 from ...backends.hf_model import build_empty
 from ...backends.lora.adapted_layers import find_targets
-from ...backends.lora.config import LoraConfig
+from ...backends.lora_config import LoraConfig
 from ...backends.model_split import check_split, mesh_problems, resolved_packing
 from ...cluster.gpu_memory import CONTEXT_BYTES, USABLE, GpuMemory, ModelSize, estimate
 from ...config.config import Config

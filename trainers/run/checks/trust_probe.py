@@ -28,7 +28,7 @@ from ....codecs.jagged import pack
 from ....codecs.tokens.routes import ROUTES, RouteSpec, align_routes
 from ...backends.config import BackendConfig, TrainerConfig
 from ...backends.factory import build_backend
-from ...backends.lora.config import LoraConfig
+from ...backends.lora_config import LoraConfig
 from ...cluster.rollout_specs import sampling
 from ...errors import UserError
 from ...losses.correction import MISMATCH_MAX, MISMATCH_SUMS, mismatch_of

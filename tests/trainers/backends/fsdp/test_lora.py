@@ -34,7 +34,7 @@ from headrace.tests.trainers.backends.mesh_ranks import NUM_ROWS, STEPS, Case, r
 from headrace.trainers.backends.factory import build_backend
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.lora.adapted_layers import find_targets
-from headrace.trainers.backends.lora.config import LoraConfig
+from headrace.trainers.backends.lora_config import LoraConfig
 
 RANK = 4
 LORA: dict[str, Any] = {"rank": RANK, "lr_factor": 1.0}

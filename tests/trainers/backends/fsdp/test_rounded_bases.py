@@ -34,9 +34,9 @@ from headrace.trainers.backends.factory import build_backend
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.lora import rounding
 from headrace.trainers.backends.lora.adapted_layers import find_targets
-from headrace.trainers.backends.lora.config import ROUNDED_BYTES, LoraConfig
 from headrace.trainers.backends.lora.rounded_layers import restored, rounded_layers
 from headrace.trainers.backends.lora.rounding import BLOCK, Rounding, restore_weight, round_weight, rounded_weight
+from headrace.trainers.backends.lora_config import ROUNDED_BYTES, LoraConfig
 from headrace.trainers.base_model.prepare import prepare_base
 from headrace.trainers.base_model.rounded_base import write_rounded
 from headrace.trainers.config.load import build_config

@@ -29,8 +29,8 @@ from headrace.tests.trainers.backends.backend_ranks import (
 from headrace.tests.trainers.backends.mesh_ranks import NUM_ROWS, Case, cases, logprobs, train
 from headrace.trainers.backends.hf_model import HfSource
 from headrace.trainers.backends.lora.adapted_layers import find_targets
-from headrace.trainers.backends.lora.config import LoraConfig
 from headrace.trainers.backends.lora.start import start_value
+from headrace.trainers.backends.lora_config import LoraConfig
 
 pytestmark = pytest.mark.megatron
 

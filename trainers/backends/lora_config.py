@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from ....dataplane.config import CountOrZero, Positive, Section
+from ...dataplane.config import CountOrZero, Positive, Section
 
 ALL_LINEAR = "all-linear"
 ROUNDED_BYTES = {"int8": 1.0, "nf4": 0.5625}
