@@ -20,7 +20,7 @@ PARTS = (".lora_A.weight", ".lora_B.weight")
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """What engines must know of an adapter besides its tensors."""
+    """Describes an adapter to engines, besides its tensors."""
 
     rank: int
     alpha: float

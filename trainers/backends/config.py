@@ -19,7 +19,7 @@ Recompute = Literal["none", "selective", "full"]
 ROUNDED_MESH = (
     "trainer.backend='fsdp' with data parallelism alone (trainer.tp, trainer.cp, trainer.pp and trainer.ep at 1)"
 )
-"""What a rounded base of an adapter needs, in words."""
+"""Words for the meshes that can train on a rounded base of an adapter."""
 PrevSource = Literal["rollout", "recompute", "train_pass", "fixed"]
 
 

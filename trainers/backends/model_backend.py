@@ -224,7 +224,8 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         self._config.require_trains("save")
         self._step.require_closed("save")
         self._residence.require_onloaded("save")
-        self._checkpointer.save(path, {**self._state(), **self._base_state()}, wait=wait)
+        base = {} if self._adapter is None else self._adapter.state()
+        self._checkpointer.save(path, {**self._state(), **base}, wait=wait)
 
     def wait_saved(self) -> None:
         """Wait until no checkpoint is being written. Raises the error of the last write, once."""
@@ -255,26 +256,15 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         """
         self._residence.require_onloaded("export_model")
         dtype_of = export_dtypes(self._config.trainer.export_dtype, self._config.model)
-        first, apart = self._rank == 0, self._adapter
-        adapter, _ = divided(self._weights, whole=True)
-        if apart is None:
-            stream, matrices = self._streamed(self._weights), {}
-        else:
-            matrices = collect(on_wire(self._streamed(adapter)), keep=first, dtype_of=lambda name: torch.float32)
-            stream = self._merged(dtype_of)
+        first, source, add = self._rank == 0, self._config.model, None
+        stream = self._streamed(self._weights) if self._adapter is None else self._merged(dtype_of)
         weights = collect(stream, keep=first, dtype_of=dtype_of)
-
-        def write() -> None:
-            add = (
-                None
-                if apart is None
-                else partial(
-                    apart.write, base=self._config.model, tensors=matrices, names=[one.name for one in adapter]
-                )
-            )
-            write_folder(path, self._hf_model(), weights, self._config.model, add=add)
-
-        self._checkpointer.on_first_rank(write)
+        if self._adapter is not None:
+            adapter, _ = divided(self._weights, whole=True)
+            matrices = collect(on_wire(self._streamed(adapter)), keep=first, dtype_of=lambda name: torch.float32)
+            names = [one.name for one in adapter]
+            add = partial(self._adapter.write, base=source, tensors=matrices, names=names)
+        self._checkpointer.on_first_rank(lambda: write_folder(path, self._hf_model(), weights, source, add=add))
 
     def offload(self) -> OffloadReport:
         """Move weights and optimizer state, and a reference model that is on the device, to host memory. Gradient
@@ -291,9 +281,6 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
     def onload(self) -> OffloadReport:
         """Undo `offload`. Idempotent."""
         return self._residence.onload()
-
-    def _base_state(self) -> dict[str, torch.Tensor]:
-        return {} if self._adapter is None else self._adapter.state()
 
     # ---------------- A backend implements these methods.
 

@@ -277,7 +277,7 @@ class WeightUpdates:
         self.prepared: int | None = None
         """Version that is prepared and can be loaded; None when there is none."""
         self.is_adapter = False
-        """Whether the prepared version is an adapter."""
+        """True if the prepared version is an adapter."""
         self.way = ""
         """How the last version was loaded: `in place` (written straight into the live parameters), or another way and
         its reason, as in `LoadReport.way`; "" before the first."""

@@ -24,6 +24,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from headrace.actors.adapters.spec import tensor_names
 from headrace.actors.protocols import ROLLOUT_SCHEMA, MicroBatch, TrainBackend
 from headrace.actors.train.topology import Topology
 from headrace.codecs.batch import Batch, Jagged
@@ -89,6 +90,17 @@ def save_tiny_llama(folder: Path) -> str:
             torch.nn.init.normal_(param, std=0.1)
     model.save_pretrained(folder)
     return str(folder)
+
+
+def random_matrices(model: Any, layers: Sequence[str], rank: int) -> dict[str, torch.Tensor]:
+    """Make matrices A and B of linear layers of a HF model, by their names in PEFT's format. No B is zero."""
+    torch.manual_seed(11)
+    tensors = {}
+    for name in layers:
+        layer, (first, second) = model.get_submodule(name), tensor_names(name)
+        tensors[first] = torch.randn(rank, layer.in_features) * 0.2
+        tensors[second] = torch.randn(layer.out_features, rank) * 0.2
+    return tensors
 
 
 def random_rows(seed: int, num: int) -> list[Row]:

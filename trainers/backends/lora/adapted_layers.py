@@ -29,7 +29,7 @@ _CHOOSERS = frozenset({"gate", "router", "shared_expert_gate"})
 
 @dataclass(slots=True)
 class LoraSwitch:
-    """Whether the adapter of a model takes part in its passes. All of its layers share one."""
+    """Switches the adapter of a model on and off in its passes. All of its layers share one switch."""
 
     scaling: float
     dropout: float = 0.0

@@ -1,4 +1,4 @@
-"""What a train backend knows of the adapter that it trains: its description, its start and the digest of its base."""
+"""Describes the adapter that a train backend trains, with its start values and the digest of its base."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from headrace.tests.trainers.backends.backend_ranks import (
     backend_config,
     logprobs_of,
     micro_batch,
+    random_matrices,
     random_rows,
     run_on_ranks,
     run_step,
@@ -56,13 +57,8 @@ def save_adapter(folder: Path, model: str, parameters: Sequence[str] = ()) -> st
     """Write a random adapter of all target layers of `model`, whose matrices B are not zero. parameters: weights of
     stacked experts that have matrices, too."""
     whole = AutoModelForCausalLM.from_pretrained(model)
-    torch.manual_seed(11)
-    tensors = {}
-    for name in find_targets(whole, LoraConfig.model_validate(settings(model))):
-        layer: Any = whole.get_submodule(name)
-        first, second = tensor_names(name)
-        tensors[first] = torch.randn(RANK, layer.in_features) * 0.2
-        tensors[second] = torch.randn(layer.out_features, RANK) * 0.2
+    targets = find_targets(whole, LoraConfig.model_validate(settings(model)))
+    tensors = random_matrices(whole, targets, RANK)
     for name in parameters:
         experts, rows, columns = whole.get_parameter(name).shape
         first, second = tensor_names(name.rpartition(".")[0] + ("" if name.endswith("down_proj") else ".base_layer"))

@@ -24,6 +24,7 @@ from headrace.tests.trainers.backends.backend_ranks import (
     gradients_of,
     logprobs_of,
     micro_batch,
+    random_matrices,
     random_rows,
     run_on_ranks,
     run_step,
@@ -71,13 +72,7 @@ def adapters(folder: Path) -> dict[str, str]:
     found = {}
     for name in ("tied", "biased", "moe"):
         model = AutoModelForCausalLM.from_pretrained(folder / name)
-        torch.manual_seed(11)
-        tensors = {}
-        for module in find_targets(model, LoraConfig()):
-            layer: Any = model.get_submodule(module)
-            first, second = tensor_names(module)
-            tensors[first] = torch.randn(RANK, layer.in_features) * 0.2
-            tensors[second] = torch.randn(layer.out_features, RANK) * 0.2
+        tensors = random_matrices(model, find_targets(model, LoraConfig()), RANK)
         found[name] = str(folder / f"adapter-{name}")
         write_adapter(found[name], base=name, rank=RANK, alpha=2.0 * RANK, dropout=0.0, tensors=tensors)
     return found

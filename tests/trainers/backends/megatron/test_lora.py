@@ -112,7 +112,7 @@ class LoraReference(ReferenceTrainer):
 
 def state_of(backend: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint, whole. Collective."""
-    state = {**backend._state(), **backend._base_state()}
+    state = {**backend._state(), **backend._adapter.state()}
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
