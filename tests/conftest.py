@@ -73,6 +73,8 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     for library, advice in EXTRAS.items():
         if item.get_closest_marker(library) and importlib.util.find_spec(library) is None:
             pytest.skip(advice)
+    if "torch" in sys.modules:  # random weights do not depend on the tests that ran before
+        sys.modules["torch"].manual_seed(0)
     _started.clear()
     yield
     _refuse_processes(item)
