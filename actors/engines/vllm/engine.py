@@ -30,6 +30,7 @@ from ..protocol import (
     EngineBroken,
     EngineDied,
     EngineStats,
+    GenerationEngine,
     KeysAndValues,
     PauseMode,
     Prepared,
@@ -58,6 +59,11 @@ class VllmEngine:
     Stop tokens are the model's own end tokens (see `end_tokens`) and `params.stop_token_ids`. `stop` texts need the
     model's tokenizer. All calls must come from the event loop that made the first call.
     """
+
+    _prefix = ""
+    """Beginning of the ids of this object's samples in vLLM."""
+    _base_version: int | None = None
+    """Policy version of tokens that the base alone generates; None: the version of the weights in vLLM."""
 
     def __init__(
         self,
@@ -118,7 +124,18 @@ class VllmEngine:
         self._adapters = HeldAdapters(process, adapters, model) if adapters is not None else None
         self._tp = tp
         self._version = version
+        self._model = model
         self._begin()
+
+    def seat(self, name: str, receiver: ReceiverConfig | None, version: int) -> GenerationEngine:
+        """Return an engine for one of several runs that share this one, each with its own adapter and versions.
+
+        name: unique among the seats. receiver: settings with which the run's adapters are received. version: policy
+        version of the base alone. Raises ValueError if the engine has no room for adapters.
+        """
+        from .seat import VllmSeat  # That module imports this one.
+
+        return VllmSeat(self, name, receiver, version)
 
     def _begin(self) -> None:
         self._in_flight: dict[str, RunningRequest] = {}
@@ -217,7 +234,7 @@ class VllmEngine:
         if request_id in self._in_flight:
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
         prompt, params = self._checks.checked(request_id, prompt_ids, params)
-        request = self._in_flight[request_id] = RunningRequest(request_id, params.n)
+        request = self._in_flight[request_id] = RunningRequest(request_id, params.n, self._prefix)
         try:
             completions = None
             while completions is None:
@@ -279,7 +296,7 @@ class VllmEngine:
         routes_from: int,
     ) -> Completion:
         versions, adapter = self._process.versions, request.adapter
-        versions.open(sample_id, None if adapter is None else adapter.version)
+        versions.open(sample_id, self._base_version if adapter is None else adapter.version)
         final, taken = None, params.logprobs is not None  # If log-probs were requested from vLLM, its output has them.
         try:
             # An abort may have come before this task started, when vLLM did not know the id yet.
