@@ -115,20 +115,26 @@ class SharedEngineActor(EngineActor):
             await seat.close()
 
     async def _configure(self, run: str, setup: EngineSetup) -> ActorInfo:
-        """Give a run a new seat. Raises ValueError with one sentence if the run does not fit the engine."""
         await self.leave(run)
-        if len(self._seats) >= self._shared.max_runs:
-            raise ValueError(
-                f"pool.engines: got shared, but the engines of the pool serve rollout.max_adapters="
-                f"{self._shared.max_runs} runs at the same time, and have {', '.join(sorted(self._seats))}"
-            )
-        if problem := misfit(self._setup.engine, setup.engine):
-            raise ValueError(f"{problem}, because pool.engines=shared uses the engines with which the pool was started")
         self._seats[run] = SeatActor(self, run, setup)
         return ActorInfo.here(setup.name)
 
-    def seat(self, run: str, config: EngineConfig) -> GenerationEngine:
-        """Return the engine of a run. The engine must be built."""
+    async def seat(self, run: str, config: EngineConfig) -> GenerationEngine:
+        """Return the engine of a run. Raises ValueError with one sentence, and closes the seat, if the run does not fit
+        the engine or the engine has as many runs as it can serve."""
+        problem = misfit(self._setup.engine, config)
+        others = sorted(set(self._seats).difference([run]))
+        if problem:
+            problem += ", because pool.engines=shared uses the engines with which the pool was started"
+        elif len(others) >= self._shared.max_runs:
+            problem = (
+                f"pool.engines: got shared, but the engines of the pool serve rollout.max_adapters="
+                f"{self._shared.max_runs} runs at the same time, and have {', '.join(others)}"
+            )
+        if problem:
+            await self.leave(run)
+            raise ValueError(problem)
+        await self.build()
         return cast(SharedEngine, self._engine).seat(run, config.receiver, config.version)
 
 
@@ -141,8 +147,7 @@ class SeatActor(EngineActor):
         self._run = run
 
     async def build(self) -> None:
-        await self._host.build()
-        self._hosted = self._host.seat(self._run, self._setup.engine)
+        self._hosted = await self._host.seat(self._run, self._setup.engine)
 
 
 def misfit(engine: EngineConfig, wanted: EngineConfig) -> str:

@@ -103,6 +103,8 @@ class RolloutSetup:
     journal."""
     routes: RouteRules | None = None
     """Rules for the expert routes in rows; None without router replay."""
+    adapters: bool = False
+    """True if the policy is an adapter beside a model that does not change."""
 
 
 class RolloutActor(EngineHost):
@@ -198,7 +200,7 @@ class RolloutActor(EngineHost):
             setup.environment,
             chat=chat,
             max_prompt_tokens=setup.data.max_prompt_tokens,
-            endpoint=build_endpoint(setup.endpoint),
+            endpoint=build_endpoint(setup.endpoint, adapters=setup.adapters),
             columns=setup.data.columns,
         )
 

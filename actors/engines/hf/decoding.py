@@ -311,6 +311,15 @@ class Served(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class BaseAlone:
+    """The model without its adapter."""
+
+    version: int
+    stats: EngineStats
+    adapter: None = None
+
+
 class Pending:
     """A generate call that waits for its completions."""
 

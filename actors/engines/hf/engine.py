@@ -23,8 +23,10 @@ from ...weight_sync.transports.protocol import ReceiverConfig
 from ..config import Attention
 from ..in_process import DROPPED, InProcessEngine
 from ..protocol import (
+    BASE,
     Completion,
     EngineBroken,
+    EngineStats,
     GenerationEngine,
     KeysAndValues,
     PauseMode,
@@ -35,7 +37,7 @@ from ..stop_tokens import end_tokens, resolve_stops
 from ..token_sampling import StopTexts, checked_prompt, row_keys
 from ..tokenizer import find_tokenizer
 from .adapters import Adapter, AdapterLayers
-from .decoding import Batch, DecodeRequest, Decoding, Pending, Served
+from .decoding import BaseAlone, Batch, DecodeRequest, Decoding, Pending, Served
 from .model import ParameterSet, RouteRecorder, load_model
 from .positions import counts_columns, fix_rotary_length
 
@@ -94,6 +96,8 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         self._layers = None if adapters is None else AdapterLayers(self._model, path, adapters)
         self.adapter: Adapter | None = None
         """The adapter in service; None for the model alone."""
+        self.base = BaseAlone(version, EngineStats())
+        """What answers requests for the model without its adapter."""
         super().__init__(receiver, self._check, version)
         self._max_batch = max_batch
         self._seed = seed
@@ -153,6 +157,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         prompt = checked_prompt(request_id, prompt_ids, params, context=self._context, vocab_size=self._vocab_size)
         keys = row_keys(self._seed if params.seed is None else params.seed, request_id, params.n)
         request = DecodeRequest(prompt, keys, params.routes_from)
+        served = self.base if params.adapter == BASE and self._layers is not None else served
         return Pending(request, params, asyncio.get_running_loop().create_future(), served)
 
     def enqueue(self, requests: Iterable[Pending]) -> None:
@@ -282,7 +287,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
                 await self._take_back()
             await self._in_thread(self._parameters.copy, pairs)
             self._put_in_service(version)
-            self.adapter = None
+            self.adapter, self.base.version = None, version
             if self._batch is not None:
                 self._batch.continue_with(version, None, kv)
 

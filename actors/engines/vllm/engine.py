@@ -25,6 +25,7 @@ from ...process.memory import ProcessMemory, available_memory, measure
 from ...weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from ..config import LogprobWay
 from ..protocol import (
+    BASE,
     CommitReport,
     Completion,
     EngineBroken,
@@ -253,7 +254,7 @@ class VllmEngine:
         """Return the completions of an admitted request; None if it was withdrawn and must begin again."""
         if not request.submitted:
             return [Completion.empty() for _ in range(params.n)]
-        if self._adapters is None:
+        if self._adapters is None or params.adapter == BASE:
             return await self._samples(request, prompt, params)
         held = request.adapter = self._adapters.begin()
         try:

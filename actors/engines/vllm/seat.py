@@ -82,12 +82,13 @@ class VllmSeat(VllmEngine):
         died, self._closed = self.died, True
         if self._death is not None:
             self._death.cancel()
-        self._flowing.set()
         if not died:
             try:
                 await asyncio.wait_for(self._end(list(self._in_flight.values())), END_S)
             except TimeoutError:
                 pass  # Their adapters stay in their slots until the engine ends.
+        self._flowing.set()
+        if not died:
             assert self._adapters is not None
             await self._adapters.remove_all()
             await self._updates.leave()

@@ -70,7 +70,7 @@ def test_each_run_samples_with_its_own_adapter_and_counts_its_own_versions(model
         of_b = await b.serve(2, 4)
         await asyncio.gather(b.expect(2, of_b), a.expect(3, of_a))
         assert (a.seat.version, b.seat.version, engine.version) == (3, 2, 0)
-        again = await engine.generate("same id", PROMPT, PARAMS)
+        again = await a.seat.generate("same id", PROMPT, replace(PARAMS, adapter="base"))
         assert [one.logprobs.tobytes() for one in again] == [one.logprobs.tobytes() for one in base]
         assert a.seat.stats.rows == 2 * PARAMS.n and b.seat.stats.rows == 2 * PARAMS.n
 
