@@ -105,9 +105,9 @@ def _start(arguments: argparse.Namespace) -> int:
             )
         )
         if config is not None:
-            from ..trainers.pool.tenant.shared_engines import shared_engines
+            from ..trainers.pool.tenant.shared_engines import SharedEngines
 
-            gpus = stack.enter_context(shared_engines(served.name, arguments.dir, config))
+            gpus = stack.enter_context(SharedEngines(served.name, arguments.dir, config).running())
             print(
                 f"{len(gpus)} engine(s) of {config.model.path} on GPU(s) {gpus}, for up to "
                 f"{config.rollout.max_adapters} runs with pool.engines=shared",

@@ -24,7 +24,7 @@ from headrace.tests.runs.test_switch_roles import figures
 from headrace.tests.runs.test_time_sharing import _wait_for, _wait_for_step
 from headrace.tests.runs.weight_sync_runs import ROOT, model_folder
 from headrace.trainers.errors import UserError
-from headrace.trainers.pool.tenant.shared_engines import find_engine, shared_engines
+from headrace.trainers.pool.tenant.shared_engines import SharedEngines, find_engine
 
 pytestmark = pytest.mark.processes
 
@@ -63,7 +63,7 @@ def shared(folder: Path, model: Path, *overrides: str) -> Iterator[Shared]:
     asked = (f"model.path={model}", *runs.SMALL, *COMMON, *gpus, "rollout.max_adapters=2")
     with shared_pool(folder) as started:
         config = load_config(ROOT / "examples" / "quickstart.yaml", [*asked, "rollout.max_batch=8", *overrides])
-        with shared_engines(started.name, folder, config) as gpus:
+        with SharedEngines(started.name, folder, config).running() as gpus:
             assert gpus == ((1,),)
             pool = Shared(folder, started.name)
             pool.model = model
@@ -149,7 +149,10 @@ def test_engines_that_cannot_be_shared_are_refused(tmp_path: Path) -> None:
         if override.startswith("resources"):
             asked += ["resources.trainer_gpus=null"]
         config = load_config(ROOT / "examples" / "quickstart.yaml", asked)
-        with pytest.raises(UserError, match=f"--engines: {sentence}"), shared_engines("none", tmp_path, config):
+        with (
+            pytest.raises(UserError, match=f"--engines: {sentence}"),
+            SharedEngines("none", tmp_path, config).running(),
+        ):
             pass
 
 

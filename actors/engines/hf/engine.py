@@ -219,7 +219,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         name: name of the run. receiver: settings with which its adapters are received. version: policy version of the
         base alone. Raises ValueError if the engine has no room for adapters.
         """
-        from .seat import HfSeat  # That module imports this one.
+        from ..shared.hf_seat import HfSeat  # That module imports this one.
 
         return HfSeat(self, name, receiver, version)
 

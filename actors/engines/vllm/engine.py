@@ -123,9 +123,7 @@ class VllmEngine:
         self._logprobs = LogprobTaker(self._process, logprobs, several)
         self._updates = WeightUpdates(self._process, model, receiver, tp, adapters=adapters is not None)
         self._adapters = HeldAdapters(process, adapters, model) if adapters is not None else None
-        self._tp = tp
-        self._version = version
-        self._model = model
+        self._tp, self._model, self._version = tp, model, version
         self._begin()
 
     def seat(self, name: str, receiver: ReceiverConfig | None, version: int) -> GenerationEngine:
@@ -134,7 +132,7 @@ class VllmEngine:
         name: unique among the seats. receiver: settings with which the run's adapters are received. version: policy
         version of the base alone. Raises ValueError if the engine has no room for adapters.
         """
-        from .seat import VllmSeat  # That module imports this one.
+        from ..shared.vllm_seat import VllmSeat  # That module imports this one.
 
         return VllmSeat(self, name, receiver, version)
 

@@ -13,7 +13,6 @@ from typing import Literal
 
 from ....actors.process.memory import ProcessMemory
 from ....actors.process.own_process import ActorInfo
-from ....actors.shared_engine import SeatOf
 from ....dataplane.client.client import DataPlaneClient
 from ....dataplane.owned_folder import process_start
 from ...cluster.calls import ActorFailed
@@ -35,7 +34,7 @@ from ..state.commands import Processes
 from ..state.plan import TenantMap
 from .borrowed_gpus import BorrowsGpus
 from .shards import Shards
-from .shared_engines import find_engine, shared_gpus
+from .shared_engines import find_engine, seats_of, shared_gpus
 from .tenant import Tenant
 
 STAGES_OF_AN_ORDER = 4
@@ -61,6 +60,8 @@ class PoolMembership:
         train_gpus = config.resources.trainer_gpus
         assert train_gpus is not None, "pool_problems demands it, and resources.rollout_gpus"
         self.shares_engines = config.shares_engines
+        self.seat_in = seats_of(config.pool.name, config.run.name, config.resources.start_timeout_s)
+        """Function that waits for an engine of the pool, by its number, and returns this run's seat in it."""
         self._check_engines()
         shards = () if self.shares_engines else config.engine_gpus
         gpus = TenantMap(config.run.name, config.pool.weight, train_gpus, shards)
@@ -85,11 +86,6 @@ class PoolMembership:
                 f"resources.rollout_gpus: got GPU {both[0]}, expected other GPUs than {sorted(taken)}, which the "
                 f"shared engines of pool {pool!r} never give back"
             )
-
-    def seat_in(self, engine: int) -> SeatOf:
-        """Wait until an engine of the pool answers, and return this run's seat in it. engine: number of the engine."""
-        found = find_engine(self._config.pool.name, engine, self._config.resources.start_timeout_s)
-        return SeatOf(found.actor, self._config.run.name)
 
     def places(self) -> Reservation:
         """Return the places of the run's actors on the GPUs that the pool has reserved. If the pool's GPUs are numbers

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,11 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ....actors.engine_actor import CONCURRENCY, EngineSetup
 from ....actors.engines.factory import EngineConfig
 from ....actors.process.remote_methods import decode_result, encode_arguments, submit
-from ....actors.shared_engine import EarlySharedEngine, SharedEngineActor, SharedSetup
+from ....actors.shared_engine import EarlySharedEngine, SeatOf, SharedEngineActor, SharedSetup
 from ....dataplane.owned_folder import process_start
 from ...base_model.prepare import route_spec
 from ...cluster.calls import ActorFailed
-from ...cluster.engine_specs import adapter_slots, engine_ahead, threads
+from ...cluster.engine_specs import adapter_slots, engine_ahead, engine_log, threads
 from ...cluster.gpu_bundles import Reservation
 from ...cluster.placement import Placement, PlacementRequest
 from ...config.config import Config
@@ -51,98 +51,94 @@ ORDER_S = 600.0
 _log = logging.getLogger(__name__)
 
 
-@contextmanager
-def shared_engines(pool: str, folder: Path, config: Config) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Context manager that starts the engines that `config` describes, and yields the GPUs of each once all are built.
-
-    pool: name of the pool, whose Ray cluster this process has joined. folder: the pool's folder, which gets the logs.
-    Raises UserError if the configuration has no adapters, has a model that a run would make, or does not fit the pool.
-    """
-    _check(config)
-    client = PoolClient(pool)
-    own = TenantMap(f"{ENGINES}{os.getpid()}", 1.0, (), config.engine_gpus)
-    start = process_start(os.getpid())
-    assert start is not None, "this process runs"
-    processes = Processes(socket.gethostname(), os.getpid(), start, str(folder.absolute()))
-    tenant = Tenant(client, own, processes, ORDER_S)
-    tenant.join()
-    engines: list[Any] = []
-    stopping = threading.Event()
-    watching = threading.Thread(target=_watch, args=(client, engines, stopping), name="shared engines", daemon=True)
-    try:
-        tenant.hold("rollout", Priority.INITIALIZATION)
-        tenant.step_finished()  # Runs may begin.
-        reservation = _places(client, pool, config)
-        starter = _Starter(pool, folder.absolute(), config, reservation)
-        engines += [starter.start(index) for index in range(config.rollout.num_engines)]
-        timeout_s = config.resources.start_timeout_s
-        for index, engine in enumerate(engines):
-            _built(engine, index, timeout_s)
-        watching.start()
-        yield own.shards
-    finally:
-        stopping.set()
-        for engine in engines:
-            ray.kill(engine, no_restart=True)
-        if watching.is_alive():
-            watching.join()
-        tenant.leave()
-
-
-def _check(config: Config) -> None:
-    """Raise UserError if engines of this configuration cannot be shared."""
-    if not config.sends_adapter:
-        raise UserError(
-            "--engines: got a configuration with trainer.lora.rank=0, expected at least 1 with sync.adapter=only, "
-            "because runs share engines by their adapters"
-        )
-    if config.trainer.lora.base != "model":
-        raise UserError(
-            f"--engines: got trainer.lora.base={config.trainer.lora.base!r}, expected 'model', because each run rounds "
-            "its base by itself"
-        )
-    if config.model.builtin:
-        raise UserError(
-            f"--engines: got model.path={config.model.path!r}, expected a folder or hub id, because all runs need the "
-            "same weights"
-        )
-    if len(config.engine_gpus) != config.rollout.num_engines:
-        raise UserError(
-            "--engines: got a configuration without resources.rollout_gpus, expected the GPUs of the pool that the "
-            "engines are to keep"
-        )
-
-
-def _places(client: PoolClient, pool: str, config: Config) -> Reservation:
-    request, reserved = PlacementRequest.of(config), client.status().reserved
-    if reserved:
-        return places_in_pool(pool, request, reserved)
-    seats = tuple(request.engine_seat(index, 1, None) for index in range(request.num_engines))
-    return Reservation(Placement("cpu", "on CPUs", engines=seats))
-
-
 @dataclass(frozen=True, slots=True)
-class _Starter:
-    pool: str
-    folder: Path
-    config: Config
-    reservation: Reservation
+class SharedEngines:
+    """The engines that a run's configuration describes, as those of a pool."""
 
-    def start(self, index: int) -> Any:
+    pool: str
+    """Name of the pool, whose Ray cluster this process has joined."""
+    folder: Path
+    """Folder of the pool, which gets the engines' logs."""
+    config: Config
+
+    @contextmanager
+    def running(self) -> Iterator[tuple[tuple[int, ...], ...]]:
+        """Context manager that starts the engines, and yields the GPUs of each once all are built. Raises UserError if
+        the configuration has no adapters, has a model that a run would make, or does not fit the pool."""
+        self._check()
+        client = PoolClient(self.pool)
+        own = TenantMap(f"{ENGINES}{os.getpid()}", 1.0, (), self.config.engine_gpus)
+        start = process_start(os.getpid())
+        assert start is not None, "this process runs"
+        processes = Processes(socket.gethostname(), os.getpid(), start, str(self.folder.absolute()))
+        tenant = Tenant(client, own, processes, ORDER_S)
+        engines: list[Any] = []
+        stopping = threading.Event()
+        watching = threading.Thread(target=_watch, args=(client, engines, stopping), name="shared engines", daemon=True)
+        try:
+            tenant.join()
+            tenant.hold("rollout", Priority.INITIALIZATION)
+            tenant.step_finished()  # Runs may begin.
+            reservation = self._places(client)
+            for index in range(self.config.rollout.num_engines):
+                engines.append(self._start(index, reservation))
+            for index, engine in enumerate(engines):
+                _built(engine, index, self.config.resources.start_timeout_s)
+            watching.start()
+            yield own.shards
+        finally:
+            stopping.set()
+            for engine in engines:
+                ray.kill(engine, no_restart=True)
+            if watching.is_alive():
+                watching.join()
+            tenant.leave()
+
+    def _check(self) -> None:
+        """Raise UserError if engines of this configuration cannot be shared."""
+        config = self.config
+        if not config.sends_adapter:
+            raise UserError(
+                "--engines: got a configuration with trainer.lora.rank=0, expected at least 1 with sync.adapter=only, "
+                "because runs share engines by their adapters"
+            )
+        if config.trainer.lora.base != "model":
+            raise UserError(
+                f"--engines: got trainer.lora.base={config.trainer.lora.base!r}, expected 'model', because each run "
+                "rounds its base by itself"
+            )
+        if config.model.builtin:
+            raise UserError(
+                f"--engines: got model.path={config.model.path!r}, expected a folder or hub id, because all runs need "
+                "the same weights"
+            )
+        if config.rollout.engine == "scripted":
+            raise UserError("--engines: got rollout.engine='scripted', expected hf or vllm, which serve adapters")
+        if len(config.engine_gpus) != config.rollout.num_engines:
+            raise UserError(
+                "--engines: got a configuration without resources.rollout_gpus, expected the GPUs of the pool that the "
+                "engines are to keep"
+            )
+
+    def _places(self, client: PoolClient) -> Reservation:
+        request, reserved = PlacementRequest.of(self.config), client.status().reserved
+        if reserved:
+            return places_in_pool(self.pool, request, reserved)
+        seats = tuple(request.engine_seat(index, 1, None) for index in range(request.num_engines))
+        return Reservation(Placement("cpu", "on CPUs", engines=seats))
+
+    def _start(self, index: int, reservation: Reservation) -> Any:
         """Start the actor of an engine, which Ray starts again if its process dies. Returns Ray's handle of it."""
-        config, seat = self.config, self.reservation.placement.engines[index]
+        config, seat = self.config, reservation.placement.engines[index]
         device = "cuda:0" if seat.gpus else "cpu"
-        name = f"engine {index}"
-        log = self.folder / "engines" / f"engine-{index}.log"
-        log.parent.mkdir(exist_ok=True)
-        rollout = config.rollout
+        name, rollout = f"engine {index}", config.rollout
         engine = EngineConfig(
             rollout,
             config.model,
             config.scripted,
             device=device,
             max_model_len=config.engine_length,
-            log=str(log),
+            log=engine_log(str(self.folder.absolute()), name),
             seed=config.run.seed,
             adapters=adapter_slots(config.trainer.lora, rollout),
             routes=route_spec(config.router_replay, config.model),
@@ -150,13 +146,13 @@ class _Starter:
         setup = EngineSetup(name, threads(config.resources.threads, rollout.num_engines * rollout.tp, device), engine)
         shared = SharedSetup(setup, rollout.max_adapters, config.engine_gpus)
         path = f"{SharedEngineActor.__module__}:{SharedEngineActor.__name__}"
-        host = (path, *engine_ahead(rollout.engine, config.model, device), self.reservation.devices(seat), os.getcwd())
+        host = (path, *engine_ahead(rollout.engine, config.model, device), reservation.devices(seat), os.getcwd())
         options = {
             "name": engine_name(self.pool, index),
             "namespace": NAMESPACE,
             "max_concurrency": CONCURRENCY,
             "max_restarts": -1,
-            **self.reservation.options(seat),
+            **reservation.options(seat),
         }
         return ray.remote(EarlySharedEngine).options(**options).remote(*host, shared)
 
@@ -198,6 +194,10 @@ class FoundEngine:
     gpus: tuple[tuple[int, ...], ...]
     """GPUs of all engines of the pool, by engine."""
 
+    def seat(self, run: str) -> SeatOf:
+        """Return the seat of a run in this engine."""
+        return SeatOf(self.actor, run)
+
 
 def find_engine(pool: str, index: int, timeout_s: float) -> FoundEngine:
     """Wait until an engine of a pool answers, which may be starting again. Raises UserError if the pool was started
@@ -227,3 +227,8 @@ def shared_gpus(status: PoolStatus) -> frozenset[int]:
     """Return the GPUs that shared engines hold."""
     shards = [tenant.shards for tenant in status.tenants if tenant.name.startswith(ENGINES)]
     return frozenset(gpu for engines in shards for engine in engines for gpu in engine)
+
+
+def seats_of(pool: str, run: str, timeout_s: float) -> Callable[[int], SeatOf]:
+    """Return a function that waits for an engine of a pool, by its number, and returns the seat of a run in it."""
+    return lambda index: find_engine(pool, index, timeout_s).seat(run)

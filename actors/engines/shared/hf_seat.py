@@ -16,11 +16,11 @@ from ....codecs.weights.parameter_digests import ParameterDigests
 from ...adapters.spec import AdapterSpec
 from ...process.memory import ProcessMemory
 from ...weight_sync.transports.protocol import ReceiverConfig
+from ..hf.adapters import Adapter
+from ..hf.decoding import Pending
+from ..hf.engine import HfEngine
 from ..in_process import InProcessEngine
 from ..protocol import Completion, EngineBroken, KeysAndValues, PauseMode, SamplingParams, expect_pause_mode
-from .adapters import Adapter
-from .decoding import Pending
-from .engine import HfEngine
 
 
 class HfSeat(InProcessEngine[Adapter]):

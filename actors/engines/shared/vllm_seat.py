@@ -17,9 +17,9 @@ from ....codecs.weights.parameter_digests import ParameterDigests
 from ...adapters.spec import AdapterSlots
 from ...weight_sync.transports.protocol import ReceiverConfig, WeightUpdate
 from ..protocol import Prepared
-from .adapter_slots import HeldAdapters
-from .engine import VllmEngine
-from .worker_orders import WeightUpdates
+from ..vllm.adapter_slots import HeldAdapters
+from ..vllm.engine import VllmEngine
+from ..vllm.worker_orders import WeightUpdates
 
 SLOTS = 2
 """Number of versions of its adapter that a run can have in a shared engine at the same time."""
