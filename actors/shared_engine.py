@@ -15,24 +15,16 @@ import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from ..codecs import messages
 from .early_actors import CONFIGURE, EarlyEngineActor
 from .engine_actor import EngineActor, EngineSetup
 from .engines.factory import EngineConfig
 from .engines.protocol import EngineDied, GenerationEngine
+from .engines.shared.seats import open_seat
 from .process.own_process import ActorInfo
 from .process.remote_methods import encode_arguments
-from .weight_sync.transports.protocol import ReceiverConfig
-
-
-class SharedEngine(Protocol):
-    """An engine that can have seats."""
-
-    def seat(self, name: str, receiver: ReceiverConfig | None, version: int) -> GenerationEngine:
-        """Return the engine of one run; see `VllmEngine.seat`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +127,8 @@ class SharedEngineActor(EngineActor):
             await self.leave(run)
             raise ValueError(problem)
         await self.build()
-        return cast(SharedEngine, self._engine).seat(run, config.receiver, config.version)
+        kind = self._setup.engine.rollout.engine
+        return open_seat(kind, self._engine, run, config.receiver, config.version)
 
 
 class SeatActor(EngineActor):

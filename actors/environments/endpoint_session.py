@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from ..engines.chat import Reply
@@ -33,6 +34,7 @@ MAX_KEPT = 64
 
 _THINKING = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL)
 """Pattern of the reasoning that some clients put in front of an answer's text when they send it back."""
+_ANY: Mapping[str, Which] = MappingProxyType({})
 Said = tuple[Any, ...]
 """Form in which the messages of calls are compared, with one entry per message."""
 
@@ -78,7 +80,9 @@ class Call:
 class Session:
     """The calls of one episode. Methods run in the endpoint's event loop, which is that of the rollout actor."""
 
-    def __init__(self, episode: Episode, rows: Literal["conversation", "call"], models: Mapping[str, Which]) -> None:
+    def __init__(
+        self, episode: Episode, rows: Literal["conversation", "call"], models: Mapping[str, Which] = _ANY
+    ) -> None:
         """rows: see `EndpointConfig.rows`. models: what the names stand for that calls must give; {} if they can give
         any name."""
         self.episode = episode

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -47,13 +48,13 @@ class Shared(SharedPool):
     def seats(self) -> list[str]:
         """Names of the runs that have a seat in the engine."""
         method = SharedEngineActor.runs
-        reply = ray.get(submit(find_engine(self.name, 0, 60.0).actor, method, encode_arguments([])), timeout=60)
+        reply: Any = ray.get(submit(find_engine(self.name, 0, 60.0).actor, method, encode_arguments([])), timeout=60)
         return decode_result(method, reply)
 
     def engine_pid(self) -> int:
         """Process id of the engine."""
         method = SharedEngineActor.info
-        reply = ray.get(submit(find_engine(self.name, 0, 60.0).actor, method, encode_arguments([])), timeout=60)
+        reply: Any = ray.get(submit(find_engine(self.name, 0, 60.0).actor, method, encode_arguments([])), timeout=60)
         return decode_result(method, reply).pid
 
 

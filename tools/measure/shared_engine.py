@@ -20,6 +20,7 @@ import torch
 from headrace.actors.adapters.base_digest import base_digest
 from headrace.actors.adapters.spec import AdapterSlots, AdapterSpec, tensor_names
 from headrace.actors.engines.protocol import GenerationEngine, SamplingParams
+from headrace.actors.engines.shared.seats import open_seat
 from headrace.actors.engines.vllm.engine import VllmEngine
 from headrace.actors.engines.vllm.weight_names import WeightNames
 from headrace.actors.weight_sync.config import SyncConfig
@@ -64,7 +65,7 @@ def main() -> None:
 
 async def measure(engine: VllmEngine, model: str, folder: Path, asked: argparse.Namespace) -> dict[str, list[float]]:
     """Return the tokens per second of each measurement, by case."""
-    seats = [engine.seat(name, ReceiverConfig(name, SyncConfig()), 0) for name in NAMES]
+    seats = [open_seat("vllm", engine, name, ReceiverConfig(name, SyncConfig()), 0) for name in NAMES]
     for seed, (name, seat) in enumerate(zip(NAMES, seats, strict=True)):
         await serve(
             seat, name, adapter(model, asked.rank, seed), AdapterSpec(asked.rank, 32.0, base_digest(model)), folder

@@ -27,7 +27,6 @@ from ..protocol import (
     Completion,
     EngineBroken,
     EngineStats,
-    GenerationEngine,
     KeysAndValues,
     PauseMode,
     SamplingParams,
@@ -212,16 +211,6 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         """Run a function in the decoding thread while no batch is decoded."""
         async with self._exclusive:
             return await self._in_thread(function, *args)
-
-    def seat(self, name: str, receiver: ReceiverConfig | None, version: int) -> GenerationEngine:
-        """Return an engine for one of several runs that share this one, each with its own adapter and versions.
-
-        name: name of the run. receiver: settings with which its adapters are received. version: policy version of the
-        base alone. Raises ValueError if the engine has no room for adapters.
-        """
-        from ..shared.hf_seat import HfSeat  # That module imports this one.
-
-        return HfSeat(self, name, receiver, version)
 
     async def pause(self, mode: PauseMode = "wait") -> None:
         expect_pause_mode(mode)

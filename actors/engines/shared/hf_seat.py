@@ -27,7 +27,7 @@ class HfSeat(InProcessEngine[Adapter]):
     """One run's view of an HfEngine that several runs share."""
 
     def __init__(self, host: HfEngine, name: str, receiver: ReceiverConfig | None, version: int) -> None:
-        """See `HfEngine.seat`."""
+        """See `open_seat`."""
         host.layers  # noqa: B018 - It raises an error if the engine has no room for adapters.
         super().__init__(receiver, self._check, version)
         self._host = host

@@ -31,7 +31,7 @@ class VllmSeat(VllmEngine):
     """One run's view of a VllmEngine that several runs share."""
 
     def __init__(self, host: VllmEngine, name: str, receiver: ReceiverConfig | None, version: int) -> None:
-        """See `VllmEngine.seat`. Does not start anything."""
+        """See `open_seat`. Does not start anything."""
         if host._adapters is None:
             raise ValueError(f"engine of run {name!r}: got an engine without room for adapters, expected some")
         self._process, self._checks, self._logprobs, self._routes = (

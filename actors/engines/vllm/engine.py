@@ -31,7 +31,6 @@ from ..protocol import (
     EngineBroken,
     EngineDied,
     EngineStats,
-    GenerationEngine,
     KeysAndValues,
     PauseMode,
     Prepared,
@@ -125,16 +124,6 @@ class VllmEngine:
         self._adapters = HeldAdapters(process, adapters, model) if adapters is not None else None
         self._tp, self._model, self._version = tp, model, version
         self._begin()
-
-    def seat(self, name: str, receiver: ReceiverConfig | None, version: int) -> GenerationEngine:
-        """Return an engine for one of several runs that share this one, each with its own adapter and versions.
-
-        name: unique among the seats. receiver: settings with which the run's adapters are received. version: policy
-        version of the base alone. Raises ValueError if the engine has no room for adapters.
-        """
-        from ..shared.vllm_seat import VllmSeat  # That module imports this one.
-
-        return VllmSeat(self, name, receiver, version)
 
     def _begin(self) -> None:
         self._in_flight: dict[str, RunningRequest] = {}

@@ -15,6 +15,7 @@ import torch
 from headrace.actors.adapters.spec import AdapterSlots
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import EngineBroken, SamplingParams
+from headrace.actors.engines.shared.hf_seat import HfSeat
 from headrace.tests.actors.engines.hf.adapter_updates import RANK, Named, Trainer, adapter, merged
 from headrace.tests.actors.engines.hf.hf_steps import Steps, forward_logprobs
 from headrace.tests.actors.weight_sync.weight_updates import receiver
@@ -53,7 +54,7 @@ def share(
         engine._stop_ids = np.array([], dtype=np.int64)
     with asyncio.Runner() as runner:
         tenants = [
-            Tenant(engine.seat(name, receiver(), 0), Trainer(tmp_path / name, folder), folder) for name in ("a", "b")
+            Tenant(HfSeat(engine, name, receiver(), 0), Trainer(tmp_path / name, folder), folder) for name in ("a", "b")
         ]
         runner.run(test(engine, *tenants))
         runner.run(engine.close())
@@ -136,4 +137,4 @@ def test_what_one_run_must_not_do_is_refused(model_folder: str, tmp_path: Path) 
 
     share(main, model_folder, tmp_path)
     with pytest.raises(ValueError, match="the engine has no room for any"):
-        HfEngine(model_folder).seat("a", None, 0)
+        HfSeat(HfEngine(model_folder), "a", None, 0)

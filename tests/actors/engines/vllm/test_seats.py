@@ -13,6 +13,7 @@ import pytest
 
 from headrace.actors.adapters.spec import AdapterSlots
 from headrace.actors.engines.protocol import EngineBroken, SamplingParams
+from headrace.actors.engines.shared.seats import open_seat
 from headrace.tests.actors.engines.vllm.test_adapters import (
     LONG_PROMPT,
     PROMPT,
@@ -35,7 +36,7 @@ class Shared(Adapted):
     def tenant(self, name: str, folder: Path) -> Adapted:
         """A run that shares the engine: its `engine` is the run's seat."""
         made: Any = copy.copy(self)
-        made.engine = self.engine.seat(name, receiver(), 0)
+        made.engine = open_seat("vllm", self.engine, name, receiver(), 0)
         made.publisher = Publisher(folder / name)
         return made
 
