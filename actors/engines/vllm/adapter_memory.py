@@ -49,9 +49,7 @@ class AdapterMemory:
         self.layout = layout_of(named)
         self.sent = {name: torch.empty_like(tensor, device=device) for name, tensor in named.items()}
         """The tensors as they were sent."""
-        self._own = {
-            name: torch.empty(tensor.shape, dtype=dtype, device=device) for name, tensor in named.items()
-        }
+        self._own = {name: torch.empty(tensor.shape, dtype=dtype, device=device) for name, tensor in named.items()}
         self._scaled = [tensor for name, tensor in self._own.items() if name.endswith(PARTS[1])]
         # These tensors are scaled already, so that vLLM, with alpha = rank, leaves them as they are.
         model = library.adapter_model(manager, 1, rank, rank, self._own)
@@ -64,6 +62,8 @@ class AdapterMemory:
         self._views: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._sources = [source for _, _, source in self._copies]
         self._parts: list[_Part] = []
+        self._scratch: tuple[torch.Tensor, ...] = ()
+        """Memory in which a part of what a slot should have and of what it has are compared."""
 
     def take(self, named: Mapping[str, torch.Tensor], scaling: float) -> None:
         """Copy an adapter's tensors into this memory. scaling: factor of its matrices B."""
@@ -88,9 +88,8 @@ class AdapterMemory:
     def differs(self, slot: int) -> bool:
         """Return whether a slot has other numbers than `write` would write."""
         self._parts = self._parts or self._divided()
-        size = max(part.size for part in self._parts)
         found = []
-        wanted, has = self._scratch(size)
+        wanted, has = self._scratch
         for part in self._parts:
             wanted[: part.size].zero_()
             _copy_all(part.targets, part.sources)
@@ -98,14 +97,8 @@ class AdapterMemory:
             found.append((wanted[: part.size] != has[: part.size]).any())
         return bool(torch.stack(found).any())
 
-    def _scratch(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if not hasattr(self, "_pair"):
-            stack = self._stacks[0]
-            self._pair = tuple(torch.empty(size, dtype=stack.dtype, device=stack.device) for _ in range(2))
-        return self._pair[0], self._pair[1]
-
     def _divided(self) -> list[_Part]:
-        """Divide the slots into parts, each with views of the memory in which it is compared."""
+        """Divide the slots into parts, each with views of the memory `_scratch` in which it is compared."""
         groups: list[list[int]] = []
         filled = _PART
         for number, stack in enumerate(self._stacks):
@@ -115,7 +108,9 @@ class AdapterMemory:
             groups[-1].append(number)
             filled += stack[0].numel()
         sizes = [sum(self._stacks[number][0].numel() for number in group) for group in groups]
-        wanted, has = self._scratch(max(sizes))
+        stack = self._stacks[0]
+        self._scratch = tuple(torch.empty(max(sizes), dtype=stack.dtype, device=stack.device) for _ in range(2))
+        wanted, has = self._scratch
         parts = []
         for group, size in zip(groups, sizes, strict=True):
             stacks = [self._stacks[number] for number in group]
