@@ -1,13 +1,13 @@
 """Serves adapters (LoRA) in vLLM: each version has a slot of its own, which its requests use until they have ended.
 
     prepare   the workers' inboxes receive and verify an adapter, as they do with weights; `AdapterStore.check`
-    commit    `AdapterStore.stage` in each worker -> vLLM's `add_lora` copies the tensors into a slot -> in service
+    commit    `AdapterStore.stage` in each worker -> vLLM's `add_lora` chooses a slot, which is then filled
     request   carries the number of its version, with which vLLM picks the slot and hashes cached prefixes
     verify    the tensors as sent against the trainer's digests, the slot against those tensors, then a probe
     remove    at a later commit, once the last request of the version has ended
 
-vLLM would read an adapter from files. Here it gets the tensors from `AdapterStore`, in the thread that runs the model,
-so that no slot changes during a step. Where vLLM would silently remove an adapter to make room, that is an error.
+vLLM would read an adapter from files. Here its tensors come from `AdapterStore`, in the thread that runs the model, so
+that no slot changes during a step. Where vLLM would silently remove an adapter to make room, that is an error.
 """
 
 from __future__ import annotations
