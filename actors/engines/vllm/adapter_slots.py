@@ -16,16 +16,17 @@ import asyncio
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ....codecs.weights.parameter_digests import ParameterDigest, ParameterDigests, compare_digests
 from ...adapters.base_digest import base_digest
+from ...adapters.slot_memory import AdapterMemory, layout_of
 from ...adapters.spec import PARTS, AdapterSlots, AdapterSpec, largest_numbers, module_pairs, must_show, tensor_names
 from ...weight_sync.transports.protocol import WeightUpdate
 from . import library
-from .adapter_memory import AdapterMemory, layout_of
 from .process import HeldAdapter, VerifyReport, VllmProcess
 from .weight_names import WeightNames
 
@@ -184,7 +185,7 @@ class AdapterStore:
         layout = layout_of(named)
         while self._free and (self._free[-1].layout != layout or self._free[-1].rank != spec.rank):
             self._free.pop()
-        memory = self._free.pop() if self._free else AdapterMemory(self._manager, spec.rank, named)
+        memory = self._free.pop() if self._free else self._memory(spec.rank, named)
         memory.take(named, spec.scaling)
         # Two matrices stand for all if these are copied into the slot without vLLM, which needs some.
         told = dict(itertools.islice(memory.sent.items(), 2)) if memory.repeatable else memory.sent
@@ -219,6 +220,11 @@ class AdapterStore:
         pairs = module_pairs(named, kept.spec.rank).values()
         dtype = self._manager.lora_config.lora_dtype
         return VerifyReport(count, error, must_show(kept.spec, pairs, dtype))
+
+    def _memory(self, rank: int, named: Mapping[str, torch.Tensor]) -> AdapterMemory:
+        manager = self._manager
+        note = partial(library.noted_copies, manager, rank)
+        return AdapterMemory(rank, named, manager.lora_config.lora_dtype, manager.device, note)
 
     def _slot_difference(self, number: int, kept: KeptAdapter) -> str:
         """Describe how the slot of an adapter differs from its tensors; "" if it does not. vLLM itself makes a slot of

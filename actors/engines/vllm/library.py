@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ...adapters.slot_memory import Copies
 from .start import log_level
 
 if TYPE_CHECKING:
@@ -496,20 +497,19 @@ def adapter_model(manager: Any, number: int, rank: int, alpha: float, named: Map
     )
 
 
-def noted_copies(
-    manager: Any, model: Any
-) -> tuple[list[torch.Tensor], list[tuple[int, tuple[Any, ...], torch.Tensor]]]:
-    """Return all tensors in which layers have their slots, and the copies with which vLLM fills a slot, without making
-    them: number of the tensor, place in the slot, and what is copied.
+def noted_copies(manager: Any, rank: int, named: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], Copies]:
+    """Note the copies with which vLLM fills a slot, without making them.
 
-    model: LoRAModel of an adapter, which is consumed. Raises ValueError if no layer has one of its matrices.
+    Returns all tensors in which layers have their slots, and the copies. named: tensors of an adapter in the dtype of
+    the slots, whose matrices B are scaled already. Raises ValueError if no layer has one of its matrices.
     """
     inner = manager._adapter_manager
+    model = adapter_model(manager, 1, rank, rank, named)  # With alpha = rank, vLLM does not scale them again.
     inner._create_merged_loras_inplace(model)
     if lost := sorted(model.loras.keys() - inner.modules.keys()):
         raise ValueError(f"adapter: no layer has the matrices of {lost[0]}")
     stacks: list[torch.Tensor] = []
-    noted: list[tuple[int, tuple[Any, ...], torch.Tensor]] = []
+    noted: Copies = []
     for name, layer in inner.modules.items():
         twin, firsts = copy.copy(layer), len(stacks)
         stacks += (*layer.lora_a_stacked, *layer.lora_b_stacked)
@@ -543,8 +543,11 @@ class _Noting:
 
 
 def activated(manager: Any, request: Any, add: Callable[[Any], bool], write: Callable[[int], None]) -> bool:
-    """Make vLLM take an adapter into a slot without filling it, and call `write` with the slot's number if it is a new
-    one. Returns what `add`, vLLM's `WorkerLoRAManager.add_adapter`, returns."""
+    """Make vLLM take an adapter into a slot without filling it.
+
+    Calls `write` with the slot's number if the adapter had none before. Returns what `add`, vLLM's
+    `WorkerLoRAManager.add_adapter`, returns.
+    """
     inner = manager._adapter_manager
     before, modules = slot_of(manager, request.lora_int_id), inner.modules
     inner.modules = {}  # vLLM fills the slots of these layers.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import types
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from headrace.actors.adapters import slot_memory
 from headrace.actors.adapters.spec import tensor_names
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
@@ -53,11 +55,11 @@ def manager_of(layers: int) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def test_a_slot_is_filled_as_vllm_fills_it_and_every_other_number_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter_memory = imported("headrace.actors.engines.vllm.adapter_memory")
     library = imported("headrace.actors.engines.vllm.library")
-    monkeypatch.setattr(adapter_memory, "_PART", 500)  # A few layers' slots.
+    monkeypatch.setattr(slot_memory, "_PART", 500)  # A few layers' slots.
     manager, named = manager_of(layers=3)
-    memory = adapter_memory.AdapterMemory(manager, RANK, named)
+    note = partial(library.noted_copies, manager, RANK)
+    memory = slot_memory.AdapterMemory(RANK, named, torch.float32, manager.device, note)
     assert memory.repeatable
     for _ in range(2):
         named = {name: torch.randn_like(tensor) for name, tensor in named.items()}

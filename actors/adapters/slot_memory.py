@@ -1,4 +1,4 @@
-"""Memory of a worker for an adapter's tensors, and the copies from there into vLLM's slots.
+"""Memory of a worker of vLLM for an adapter's tensors, and the copies from there into slots.
 
 vLLM fills a slot with two copies and two fills for each matrix, thousands in all, while no request runs. Here its
 copies are noted once, for one layout of tensors, and then repeated together.
@@ -6,20 +6,22 @@ copies are noted once, for one layout of tensors, and then repeated together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...adapters.spec import PARTS
-from . import library
+from .spec import PARTS
 
 _copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 _zero_all: Any = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
 _scale_all: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 _PART = 1 << 22
 """Number of elements of slots that are compared at a time."""
+Copies = list[tuple[int, tuple[Any, ...], torch.Tensor]]
+"""Copies into a slot: number of the tensor in which layers have a part of their slots, place in the slot, and what is
+copied."""
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
@@ -42,18 +44,23 @@ class _Part:
 class AdapterMemory:
     """Tensors of one adapter at a time, all of one layout. It is used again for later versions."""
 
-    def __init__(self, manager: Any, rank: int, named: Mapping[str, torch.Tensor]) -> None:
-        """named: an adapter of the layout. manager: vLLM's WorkerLoRAManager."""
-        dtype, device = manager.lora_config.lora_dtype, manager.device
+    def __init__(
+        self,
+        rank: int,
+        named: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        note: Callable[[Mapping[str, torch.Tensor]], tuple[list[torch.Tensor], Copies]],
+    ) -> None:
+        """named: an adapter of the layout. dtype, device: those of the slots. note: returns all tensors in which layers
+        have their slots, and the copies of an adapter whose matrices B are scaled already."""
         self.rank = rank
         self.layout = layout_of(named)
         self.sent = {name: torch.empty_like(tensor, device=device) for name, tensor in named.items()}
         """The tensors as they were sent."""
         self._own = {name: torch.empty(tensor.shape, dtype=dtype, device=device) for name, tensor in named.items()}
         self._scaled = [tensor for name, tensor in self._own.items() if name.endswith(PARTS[1])]
-        # These tensors are scaled already, so that vLLM, with alpha = rank, leaves them as they are.
-        model = library.adapter_model(manager, 1, rank, rank, self._own)
-        self._stacks, self._copies = library.noted_copies(manager, model)
+        self._stacks, self._copies = note(self._own)
         memory = {tensor.untyped_storage().data_ptr() for tensor in self._own.values()}
         self.repeatable = all(source.untyped_storage().data_ptr() in memory for _, _, source in self._copies)
         """False if vLLM copies from other memory than this, so that it has to do so itself each time."""
