@@ -74,13 +74,18 @@ def scatter(
     mix: `gpu_scatter.GOLDEN` and `MIX`.
     """
     out = torch.zeros(1, dtype=torch.int64, device=words.device)
-    (first_shift, first), (second_shift, second), (last_shift, _) = mix
-    assert (first_shift, second_shift, last_shift) == (32, 29, 32), "as in _mixed"
+    first, second = _factors(mix)
     kernel: Any = _scatter
     launch = kernel[(len(table),)]
     with torch.cuda.device_of(words):  # Triton launches kernels on the current device.
         launch(words, table, out, GOLDEN=golden, FIRST=first, SECOND=second, BLOCK=_BLOCK, STEPS=_STEPS, num_warps=4)
     return out
+
+
+def _factors(mix: Sequence[tuple[int, int | None]]) -> tuple[int | None, int | None]:
+    (first_shift, first), (second_shift, second), (last_shift, _) = mix
+    assert (first_shift, second_shift, last_shift) == (32, 29, 32), "as in _mixed"
+    return first, second
 
 
 @triton.jit
@@ -114,7 +119,7 @@ def digests(
     lengths: int64 `[N]`, the part of each payload's length; it is overwritten. golden, mix: `gpu_scatter.GOLDEN` and
     `MIX`.
     """
-    (_, first), (_, second), _ = mix
+    first, second = _factors(mix)
     kernel: Any = _digests
     launch = kernel[(len(table),)]
     with torch.cuda.device_of(table):  # Triton launches kernels on the current device.
