@@ -212,11 +212,14 @@ class AdapterStore:
             return [tensor]
 
         count, error = compare_digests(digests, sent, engine)
+        about = f"{engine}: adapter of version {kept.version}"
+        if not error and (unlike := sorted({weight.name for weight in digests.weights} ^ named.keys())):
+            error = f"{about} differs from the trainer's: {unlike[0]!r} is in one of them only"
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # vLLM's thread has queued copies into the slot.
         if not error:
             wrong = self._slot_difference(number, kept)
-            error = wrong and f"{engine}: adapter of version {kept.version}: {wrong}"
+            error = wrong and f"{about}: {wrong}"
         pairs = module_pairs(named, kept.spec.rank).values()
         dtype = self._manager.lora_config.lora_dtype
         return VerifyReport(count, error, must_show(kept.spec, pairs, dtype))
