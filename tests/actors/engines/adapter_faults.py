@@ -230,8 +230,10 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 
 
 async def check(sync: AdapterSync, name: str, old: Named, new: Named) -> None:
-    """Check that a fault is refused in one line, that only whole verified versions are served, and that the next sync
-    succeeds. old, new: adapters of the version before and of the version with the fault."""
+    """Check that a fault is refused in one line, with the old version in service, and that the next sync succeeds.
+
+    old, new: adapters of the version before and of the version with the fault.
+    """
     fault, message = FAULTS[name]
     await sync.serve(sync.next, old)
     before, version = await sync.answer(), sync.engine.version
