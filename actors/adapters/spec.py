@@ -7,11 +7,13 @@ layers are the adapter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+_norms: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 PREFIX = "base_model.model."
 """Prefix of the names of an adapter's tensors, before the name of the module in the Hugging Face model."""
 PARTS = (".lora_A.weight", ".lora_B.weight")
@@ -46,13 +48,21 @@ class AdapterSlots:
     """True if adapters of stacked experts come, too."""
 
 
-def must_show(spec: AdapterSpec, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> bool:
+def largest_numbers(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the largest absolute number of each tensor, float `[N]`; NaN if a tensor has a NaN. The tensors are on one
+    device, which reads all of them together."""
+    return torch.stack(_norms(list(tensors), float("inf")))
+
+
+def must_show(spec: AdapterSpec, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> bool:
     """Return whether the matrices of a module must change what an engine says that computes in `dtype`.
 
-    first, second: the matrices A and B. An engine adds their product to results of about 1. A sum in bfloat16 can be
-    the same if a number of the product cannot exceed the dtype's precision, 0.8 %, although B is not zero.
+    pairs: the matrices A and B of one module or more. An engine adds their product to results of about 1. A sum in
+    bfloat16 can be the same if a number of the product cannot exceed the dtype's precision, 0.8 %, although B is not
+    zero.
     """
-    largest = spec.scaling * spec.rank * float(first.abs().max()) * float(second.abs().max())
+    first, second = (largest_numbers(matrices) for matrices in zip(*pairs, strict=True))
+    largest = spec.scaling * spec.rank * float((first * second).max())
     return largest > torch.finfo(dtype).eps
 
 

@@ -74,10 +74,54 @@ def scatter(
     mix: `gpu_scatter.GOLDEN` and `MIX`.
     """
     out = torch.zeros(1, dtype=torch.int64, device=words.device)
-    (first_shift, first), (second_shift, second), (last_shift, _) = mix
-    assert (first_shift, second_shift, last_shift) == (32, 29, 32), "as in _mixed"
+    first, second = _factors(mix)
     kernel: Any = _scatter
     launch = kernel[(len(table),)]
     with torch.cuda.device_of(words):  # Triton launches kernels on the current device.
         launch(words, table, out, GOLDEN=golden, FIRST=first, SECOND=second, BLOCK=_BLOCK, STEPS=_STEPS, num_warps=4)
     return out
+
+
+def _factors(mix: Sequence[tuple[int, int | None]]) -> tuple[int | None, int | None]:
+    (first_shift, first), (second_shift, second), (last_shift, _) = mix
+    assert (first_shift, second_shift, last_shift) == (32, 29, 32), "as in _mixed"
+    return first, second
+
+
+@triton.jit
+def _digests(
+    table,
+    out,
+    GOLDEN: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    row = table + tl.program_id(0) * 4
+    words = tl.load(row).to(tl.pointer_type(tl.int64))
+    begin = tl.load(row + 1).to(tl.int32)
+    num_words = tl.load(row + 2).to(tl.int32)
+    number = tl.load(row + 3)
+    total = tl.zeros([BLOCK], dtype=tl.int64)
+    for step in range(STEPS):
+        at = step * BLOCK + tl.arange(0, BLOCK)
+        word = tl.load(words + at, mask=at < num_words, other=0)
+        total += tl.where(at < num_words, _mixed(word, begin + at, GOLDEN, FIRST, SECOND), 0)
+    tl.atomic_add(out + number, tl.sum(total, axis=0))
+
+
+def digests(
+    table: torch.Tensor, lengths: torch.Tensor, golden: int, mix: Sequence[tuple[int, int | None]]
+) -> torch.Tensor:
+    """Return the digests of several payloads, int64 `[N]`. The work is queued on the current stream. table: int64
+    `[rows, 4]`: address, place in its payload and number of words (at most SEGMENT), and number of the payload.
+    lengths: int64 `[N]`, the part of each payload's length; it is overwritten. golden, mix: `gpu_scatter.GOLDEN` and
+    `MIX`.
+    """
+    first, second = _factors(mix)
+    kernel: Any = _digests
+    launch = kernel[(len(table),)]
+    with torch.cuda.device_of(table):  # Triton launches kernels on the current device.
+        launch(table, lengths, GOLDEN=golden, FIRST=first, SECOND=second, BLOCK=_BLOCK, STEPS=_STEPS, num_warps=4)
+    return lengths

@@ -12,12 +12,16 @@ import torch
 import xxhash
 
 from ..memory import flat_bytes
-from .gpu_scatter import device_digest
+from .gpu_scatter import device_digest, device_digests
 
 Kind = Literal["xxh3", "device"]
 """How a digest is computed: `xxh3` is xxh3_64 of the bytes, `device` is `gpu_scatter.device_digest`. Both work for
 tensors on any device, but `xxh3` is fast only on the CPU, and `device` only on a GPU."""
 
+_SMALL = 1 << 20
+"""Largest number of bytes of a weight whose digest a GPU computes together with those of others."""
+_HELD = 32 << 20
+"""Number of bytes of such weights that are copied before their digests are computed."""
 NUM_SAMPLED = 8
 """Number of weights in a sample."""
 
@@ -56,6 +60,9 @@ class DigestTaker:
         self._version = version
         self._names = names
         self._taken: list[tuple[ParameterDigest, int | torch.Tensor]] = []
+        self._held: list[tuple[ParameterDigest, torch.Tensor]] = []
+        """Copies of small weights whose digests are not computed yet."""
+        self._num_held = 0
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
         """Compute the digest of a weight if it is wanted. On a GPU the work is queued on the current stream. tensor:
@@ -63,10 +70,23 @@ class DigestTaker:
         if name in self._names:
             kind: Kind = "device" if tensor.is_cuda else "xxh3"
             weight = ParameterDigest(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), kind, 0)
-            self._taken.append((weight, _queued(tensor, kind)))
+            if kind == "device" and tensor.nbytes <= _SMALL:
+                self._held.append((weight, flat_bytes(tensor.contiguous()).clone()))
+                self._num_held += tensor.nbytes
+                if self._num_held >= _HELD:
+                    self._let_go()
+            else:
+                self._taken.append((weight, _queued(tensor, kind)))
+
+    def _let_go(self) -> None:
+        if self._held:
+            found = device_digests([copied for _, copied in self._held])
+            self._taken += zip((weight for weight, _ in self._held), found.unbind(), strict=True)
+        self._held, self._num_held = [], 0
 
     def result(self) -> ParameterDigests:
         """Return the digests of the weights taken, once the GPU has computed them."""
+        self._let_go()
         digests = _unsigned([digest for _, digest in self._taken])
         weights = (replace(weight, digest=digest) for (weight, _), digest in zip(self._taken, digests, strict=True))
         return ParameterDigests(self._version, tuple(weights))
@@ -88,11 +108,18 @@ def compare_digests(
     it in another form.
     """
     compared: list[ParameterDigest] = []
+    small: list[tuple[ParameterDigest, torch.Tensor]] = []
     queued: list[int | torch.Tensor] = []
     for weight in expected.weights:
         for tensor in served(weight):
+            if weight.kind == "device" and tensor.is_cuda and tensor.nbytes <= _SMALL:
+                small.append((weight, flat_bytes(tensor.contiguous())))
+                continue
             compared.append(weight)
             queued.append(_queued(tensor, weight.kind))
+    if small:
+        compared += [weight for weight, _ in small]
+        queued += device_digests([flat for _, flat in small]).unbind()
     found = {
         weight.name: (weight.digest, digest)
         for weight, digest in zip(compared, _unsigned(queued), strict=True)

@@ -17,6 +17,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch._foreach_copy_": "codecs/weights/test_gpu_scatter.py",
         "torch._foreach_mul_": "trainers/backends/test_train_step.py",
         "torch._foreach_norm": "trainers/backends/test_train_step.py",
+        "torch._foreach_zero_": "actors/engines/vllm/test_slot_memory.py",
         "torch.UntypedStorage._new_shared_cuda": "actors/weight_sync/transports/test_gpu.py",
         "torch.distributed.checkpoint.default_planner"
         "._EmptyStateDictLoadPlanner": "bench/train_steps/test_benchmark.py",

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..errors import CheckpointDamaged
+from ..errors import CheckpointDamaged, UserError
 
 STEPS = "steps"
 """Name of the checkpoint entry that holds the number of optimizer steps taken (int64 scalar). This number is the whole
@@ -112,7 +112,7 @@ def load_checkpoint(
         size = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
         if size != tuple(value.shape):
             found = "no such tensor" if size is None else f"shape {size}"
-            raise ValueError(f"checkpoint {path}: has {found} for {name!r}, the model needs shape {tuple(value.shape)}")
+            raise UserError(f"checkpoint {path} has {found} for {name!r}, the model needs shape {tuple(value.shape)}")
     saved_ranks = sum(name.startswith("rng.") for name in stored)
     rng = {name: torch.empty_like(value) for name, value in _rng_state(rank % saved_ranks).items() if name in stored}
     with _one_process(world):

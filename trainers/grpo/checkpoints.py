@@ -176,7 +176,8 @@ class Checkpoints:
         start (step 0) nothing is read.
 
         Collective over the train workers; their number may differ from when the checkpoint was saved. Raises
-        ActorFailed if a worker fails, dies or makes no progress, and UserError if the checkpoint is damaged.
+        ActorFailed if a worker fails, dies or makes no progress, and UserError if the checkpoint is damaged or does not
+        belong to the model.
         """
         self._trims = []  # The actors of these calls can have been replaced.
         self._whole = self._writing = None
@@ -190,6 +191,8 @@ class Checkpoints:
                 except ActorFailed as error:
                     if isinstance(error.cause, CheckpointDamaged):
                         raise self._set_aside(state.step, str(error.cause)) from error
+                    if isinstance(error.cause, UserError):
+                        raise UserError(str(error.cause)) from error
                     raise
             self._whole = replace(state, outstanding=list(state.outstanding))
 

@@ -252,7 +252,9 @@ class WeightSync:
             self._wait_sent(version, sends, tally)
             return failures | self._verify(version, loaded)
         finally:
-            gather_each([engine.handle.resume() for engine in ready], "resume", HEALTH_S)
+            # An engine whose version was not compared stays stopped, also if the trainer failed, until a later sync.
+            sound = [engine for engine in ready if not engine.broken]
+            gather_each([engine.handle.resume() for engine in sound], "resume", HEALTH_S)
 
     def _wait_sent(self, version: int, sends: Sequence[Call[SendReport | None]], tally: _Tally) -> None:
         """Wait until the train workers have sent the version, and record the costs of the transfer. Raises ActorFailed

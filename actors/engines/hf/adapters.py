@@ -144,7 +144,7 @@ class AdapterLayers:
         for module, pair in self._pairs(spec.rank, named).items():
             target = self._targets[module]
             adapter.pairs[module] = self._loaded(adapter, target, module, pair)
-            adapter.must_show = adapter.must_show or must_show(spec, *pair, target.weight.dtype)
+            adapter.must_show = adapter.must_show or must_show(spec, [pair], target.weight.dtype)
         return adapter
 
     def _pairs(self, rank: int, named: Mapping[str, torch.Tensor]) -> dict[str, Pair]:

@@ -1,13 +1,13 @@
 """Serves adapters (LoRA) in vLLM: each version has a slot of its own, which its requests use until they have ended.
 
     prepare   the workers' inboxes receive and verify an adapter, as they do with weights; `AdapterStore.check`
-    commit    `AdapterStore.stage` in each worker -> vLLM's `add_lora` copies the tensors into a slot -> in service
+    commit    `AdapterStore.stage` in each worker -> vLLM's `add_lora` chooses a slot, which is then filled
     request   carries the number of its version, with which vLLM picks the slot and hashes cached prefixes
     verify    the tensors as sent against the trainer's digests, the slot against those tensors, then a probe
     remove    at a later commit, once the last request of the version has ended
 
-vLLM would read an adapter from files. Here it gets the tensors from `AdapterStore`, in the thread that runs the model,
-so that no slot changes during a step. Where vLLM would silently remove an adapter to make room, that is an error.
+vLLM would read an adapter from files. Here its tensors come from `AdapterStore`, in the thread that runs the model, so
+that no slot changes during a step. Where vLLM would silently remove an adapter to make room, that is an error.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import asyncio
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ....codecs.weights.parameter_digests import ParameterDigest, ParameterDigests, compare_digests
 from ...adapters.base_digest import base_digest
-from ...adapters.spec import PARTS, AdapterSlots, AdapterSpec, module_pairs, must_show, tensor_names
+from ...adapters.slot_memory import AdapterMemory, layout_of
+from ...adapters.spec import PARTS, AdapterSlots, AdapterSpec, largest_numbers, module_pairs, must_show, tensor_names
 from ...weight_sync.transports.protocol import WeightUpdate
 from . import library
 from .process import HeldAdapter, VerifyReport, VllmProcess
@@ -153,7 +155,7 @@ class KeptAdapter:
 
     version: int
     spec: AdapterSpec
-    named: Mapping[str, torch.Tensor]
+    memory: AdapterMemory
     model: Any
 
 
@@ -170,8 +172,12 @@ class AdapterStore:
         parts = library.adapter_parts(manager)
         self._linear = [name for name in names.linear if library.adapter_part(manager, tensor_names(name)[0]) in parts]
         self._kept: dict[int, KeptAdapter] = {}
+        self._free: list[AdapterMemory] = []
+        """Memory of adapters that were removed, for later ones."""
         manager.remove_all_adapters()
         manager._load_adapter = self._hand_over
+        self._add = manager.add_adapter
+        manager.add_adapter = self._into_slot
 
     def check(self, named: Mapping[str, torch.Tensor], spec: AdapterSpec) -> None:
         """Raise ValueError, which names a tensor, if the adapter does not fit the model or is not finite."""
@@ -184,42 +190,78 @@ class AdapterStore:
                 )
         if not named:
             raise ValueError("adapter: got no tensors, expected those of at least one module")
-        finite = torch.stack([tensor.isfinite().all() for tensor in named.values()]).tolist()
+        finite = largest_numbers(list(named.values())).isfinite().tolist()
         if not all(finite):
             raise ValueError(f"adapter: {list(named)[finite.index(False)]} has numbers that are not finite")
 
     def stage(self, number: int, version: int, spec: AdapterSpec, named: Mapping[str, torch.Tensor]) -> None:
         """Copy an adapter's tensors, and keep them for vLLM, which will ask for adapter `number`."""
-        kept = {name: tensor.to(self._manager.device, copy=True) for name, tensor in named.items()}
-        self._kept[number] = KeptAdapter(version, spec, kept, self._model(number, spec, kept))
+        layout = layout_of(named)
+        while self._free and (self._free[-1].layout != layout or self._free[-1].rank != spec.rank):
+            self._free.pop()
+        memory = self._free.pop() if self._free else self._memory(spec.rank, named)
+        memory.take(named, spec.scaling)
+        # Two matrices stand for all if these are copied into the slot without vLLM, which needs some.
+        told = dict(itertools.islice(memory.sent.items(), 2)) if memory.repeatable else memory.sent
+        model = self._model(number, spec, told)
+        self._kept[number] = KeptAdapter(version, spec, memory, model)
 
     def remove(self, number: int) -> None:
         """Remove an adapter from vLLM and from here. Idempotent."""
         self._manager.remove_adapter(number)
-        self._kept.pop(number, None)
+        if (kept := self._kept.pop(number, None)) is not None:
+            self._free.append(kept.memory)
 
     def verify(self, number: int, digests: ParameterDigests, engine: str) -> VerifyReport:
         """Compare the tensors of adapter `number` with the trainer's digests, and its slot with the tensors. engine:
         name of the engine, for errors."""
         kept = self._kept[number]
+        named = kept.memory.sent
 
         def sent(weight: ParameterDigest) -> list[torch.Tensor]:
-            tensor = kept.named.get(weight.name)
+            tensor = named.get(weight.name)
             if tensor is None or not weight.fits(tensor):
                 got = "was not sent" if tensor is None else f"has dtype {tensor.dtype} and shape {tuple(tensor.shape)}"
                 raise ValueError(f"{weight.name!r} {got}, the trainer's is {weight.dtype} of shape {weight.shape}")
             return [tensor]
 
         count, error = compare_digests(digests, sent, engine)
+        about = f"{engine}: adapter of version {kept.version}"
+        if not error and (unlike := sorted({weight.name for weight in digests.weights} ^ named.keys())):
+            error = f"{about} differs from the trainer's: {unlike[0]!r} is in one of them only"
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # vLLM's thread has queued copies into the slot.
         if not error:
-            wrong = library.slot_difference(self._manager, self._model(number, kept.spec, kept.named))
-            error = wrong and f"{engine}: adapter of version {kept.version}: {wrong}"
-        pairs = module_pairs(kept.named, kept.spec.rank).values()
+            wrong = self._slot_difference(number, kept)
+            error = wrong and f"{about}: {wrong}"
+        pairs = module_pairs(named, kept.spec.rank).values()
         dtype = self._manager.lora_config.lora_dtype
-        changes = any(must_show(kept.spec, *pair, dtype) for pair in pairs)
-        return VerifyReport(count, error, changes)
+        return VerifyReport(count, error, must_show(kept.spec, pairs, dtype))
+
+    def _memory(self, rank: int, named: Mapping[str, torch.Tensor]) -> AdapterMemory:
+        manager = self._manager
+        note = partial(library.noted_copies, manager, rank)
+        return AdapterMemory(rank, named, manager.lora_config.lora_dtype, manager.device, note)
+
+    def _slot_difference(self, number: int, kept: KeptAdapter) -> str:
+        """Describe how the slot of an adapter differs from its tensors; "" if it does not. vLLM itself makes a slot of
+        them when copies go into this slot for the first time, and when something differs."""
+        memory, slot = kept.memory, library.slot_of(self._manager, number)
+        if memory.repeatable and slot in memory.proven:
+            memory.scale(kept.spec.scaling)
+            if not memory.differs(slot):
+                return ""
+        wrong = library.slot_difference(self._manager, self._model(number, kept.spec, memory.sent))
+        if not wrong and slot is not None:
+            memory.proven.add(slot)
+        return wrong
+
+    def _into_slot(self, request: Any) -> bool:
+        """Make vLLM take an adapter into a slot, unless it has one. Replaces `WorkerLoRAManager.add_adapter`."""
+        kept = self._kept.get(request.lora_int_id)
+        if kept is None or not kept.memory.repeatable:
+            return self._add(request)
+        return library.activated(self._manager, request, self._add, kept.memory.write)
 
     def _model(self, number: int, spec: AdapterSpec, named: Mapping[str, torch.Tensor]) -> Any:
         # vLLM scales the matrices B in place.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ...adapters.slot_memory import Copies
 from .start import log_level
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ __all__ = [
     "WeightTransferEngineFactory",
     "WeightTransferInitInfo",
     "WeightTransferUpdateInfo",
+    "activated",
     "adapter_model",
     "adapter_request",
     "adapter_part",
@@ -82,6 +84,7 @@ __all__ = [
     "leave_out_tokenizer",
     "load_tokenizer",
     "lora_rank",
+    "noted_copies",
     "on_cpu",
     "plain_parameters",
     "route_arguments",
@@ -89,6 +92,7 @@ __all__ = [
     "scheduler_class",
     "set_current_vllm_config",
     "slot_difference",
+    "slot_of",
     "spare_slots",
     "take_what_is_free",
     "token_logprobs",
@@ -491,6 +495,76 @@ def adapter_model(manager: Any, number: int, rank: int, alpha: float, named: Map
         dtype=manager.lora_config.lora_dtype,
         weights_mapper=_renames(manager),
     )
+
+
+def noted_copies(manager: Any, rank: int, named: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], Copies]:
+    """Note the copies with which vLLM fills a slot, without making them.
+
+    Returns all tensors in which layers have their slots, and the copies. named: tensors of an adapter in the dtype of
+    the slots, whose matrices B are scaled already. Raises ValueError if no layer has one of its matrices.
+    """
+    inner = manager._adapter_manager
+    model = adapter_model(manager, 1, rank, rank, named)  # With alpha = rank, vLLM does not scale them again.
+    inner._create_merged_loras_inplace(model)
+    if lost := sorted(model.loras.keys() - inner.modules.keys()):
+        raise ValueError(f"adapter: no layer has the matrices of {lost[0]}")
+    stacks: list[torch.Tensor] = []
+    noted: Copies = []
+    for name, layer in inner.modules.items():
+        twin, firsts = copy.copy(layer), len(stacks)
+        stacks += (*layer.lora_a_stacked, *layer.lora_b_stacked)
+        if (lora := model.loras.get(name)) is None:
+            continue
+        noting = [_Noting(stack, number, noted) for number, stack in enumerate(stacks[firsts:], firsts)]
+        twin.lora_a_stacked = tuple(noting[: len(layer.lora_a_stacked)])
+        twin.lora_b_stacked = tuple(noting[len(layer.lora_a_stacked) :])
+        twin.set_lora(0, lora.lora_a, lora.lora_b)
+    return stacks, noted
+
+
+class _Noting:
+    """Stands for a tensor with the slots of a layer, and notes what is copied into slot 0."""
+
+    def __init__(self, stack: torch.Tensor, number: int, noted: list[Any], place: tuple[Any, ...] = ()) -> None:
+        self._stack, self._number, self._noted, self._place = stack, number, noted, place
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._stack.shape
+
+    def __getitem__(self, key: tuple[Any, ...]) -> _Noting:
+        return _Noting(self._stack, self._number, self._noted, key)
+
+    def __setitem__(self, key: int, value: float) -> None:
+        assert (key, value) == (0, 0), "a slot is cleared before it is filled"
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> None:
+        self._noted.append((self._number, self._place[1:], source))
+
+
+def activated(manager: Any, request: Any, add: Callable[[Any], bool], write: Callable[[int], None]) -> bool:
+    """Make vLLM take an adapter into a slot without filling it.
+
+    Calls `write` with the slot's number if the adapter had none before. Returns what `add`, vLLM's
+    `WorkerLoRAManager.add_adapter`, returns.
+    """
+    inner = manager._adapter_manager
+    before, modules = slot_of(manager, request.lora_int_id), inner.modules
+    inner.modules = {}  # vLLM fills the slots of these layers.
+    try:
+        done = add(request)
+    finally:
+        inner.modules = modules
+    after = slot_of(manager, request.lora_int_id)
+    if after is not None and after != before:
+        write(after)
+    return done
+
+
+def slot_of(manager: Any, number: int) -> int | None:
+    """Return the slot of an adapter; None if it has none."""
+    held = manager._adapter_manager.lora_index_to_id
+    return held.index(number) if number in held else None
 
 
 def slot_difference(manager: Any, model: Any) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headrace.codecs.weights import gpu_scatter
-from headrace.codecs.weights.gpu_scatter import device_digest
+from headrace.codecs.weights.gpu_scatter import device_digest, device_digests
 
 SIZES = [0, 1, 7, 8, 9, 4096, 4099 * 8 - 1, 4099 * 8, 4099 * 8 + 1, 3 * 4099 * 8 + 77, 1 << 20]
 
@@ -111,3 +111,10 @@ def test_a_view_at_any_byte_is_digested_as_its_copy() -> None:
 def test_a_gpu_finds_the_same(size: int) -> None:
     data = payload(size)
     assert int(device_digest(data.cuda())) == int(device_digest(data))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_digests_of_several_payloads_are_those_of_each(device: str) -> None:
+    for sizes in (SIZES, [size * 8 for size in SIZES if size], []):
+        payloads = [payload(size).to(device) for size in sizes]
+        assert device_digests(payloads).tolist() == [int(device_digest(one)) for one in payloads]

@@ -57,6 +57,28 @@ class Wrong:  # reads one word too few
 
 
 assert not gpu_scatter.check(Wrong, cpu)
+payloads = [torch.randint(0, 256, (size * 8,), dtype=torch.uint8) for size in (1, 3, 1024, 8191, 8192, 8193, 40_000)]
+payloads += [payloads[-1][8:808], payloads[0]]
+expected = [int(device_digest(one)) for one in payloads]
+assert gpu_scatter._digest_together(payloads, gpu_scatter_kernel).tolist() == expected
+
+
+class Misplaced:  # the digests of the payloads change places
+    SEGMENT, scatter = gpu_scatter_kernel.SEGMENT, staticmethod(gpu_scatter_kernel.scatter)
+
+    @staticmethod
+    def digests(table, lengths, *constants):
+        return gpu_scatter_kernel.digests(table, lengths, *constants).flip(0)
+
+
+class Unplaced(Misplaced):  # every segment is taken for the first of its payload
+
+    @staticmethod
+    def digests(table, lengths, *constants):
+        return gpu_scatter_kernel.digests(table * torch.tensor([1, 0, 1, 1]), lengths, *constants)
+
+
+assert not gpu_scatter.check(Misplaced, cpu) and not gpu_scatter.check(Unplaced, cpu)
 """
 
 
@@ -67,15 +89,23 @@ from triton.compiler import ASTSource
 from headrace.codecs.weights import gpu_scatter_kernel as kernel
 from headrace.codecs.weights.gpu_scatter import GOLDEN, MIX
 
-signature = dict.fromkeys(("payload", "table", "out"), "*i64")
 (_, first), (_, second), _ = MIX
 sizes = dict(GOLDEN=GOLDEN, FIRST=first, SECOND=second, BLOCK=kernel._BLOCK, STEPS=kernel._STEPS)
-signature |= dict.fromkeys(sizes, "constexpr")
-aligned = {(argument,): [["tt.divisibility", 16]] for argument in range(3)}
-source = ASTSource(kernel._scatter, signature, sizes, aligned)
-found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
-assert found.asm["cubin"]
-assert "ld.global.v2.b64" in found.asm["ptx"] and "st.global.v2.b64" in found.asm["ptx"], "16 bytes at a time"
+
+
+def compiled(function, arguments):
+    signature = dict.fromkeys(arguments, "*i64") | dict.fromkeys(sizes, "constexpr")
+    aligned = {(argument,): [["tt.divisibility", 16]] for argument in range(len(arguments))}
+    source = ASTSource(function, signature, sizes, aligned)
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
+    assert found.asm["cubin"]
+    return found.asm["ptx"]
+
+
+ptx = compiled(kernel._scatter, ("payload", "table", "out"))
+assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx, "16 bytes at a time"
+ptx = compiled(kernel._digests, ("table", "out"))
+assert "ld.global.b64" in ptx and ("atom" in ptx or "red." in ptx)
 """
 
 

@@ -140,6 +140,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_offered(
         run.checkpoints.latest_state()
 
 
+def test_a_checkpoint_of_another_model_is_refused_in_its_own_words_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Workers(monkeypatch, tmp_path)
+    run.finish(3)
+    run.refused, run.error = ["load"], UserError("model.path: another digest")
+    with pytest.raises(UserError, match="^model.path: another digest$"):
+        run.checkpoints.load(run, run, run.checkpoints.latest_state())  # pyright: ignore[reportArgumentType]
+    assert run.names == ["step_000003", "step_000003.json"]
+
+
 def test_all_checkpoints_are_kept_where_the_user_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Workers(monkeypatch, tmp_path, keep_checkpoints=0)
     run.save(1, 2, 3, 4)

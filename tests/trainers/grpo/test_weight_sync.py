@@ -15,6 +15,7 @@ from headrace.actors.engines.protocol import CommitReport, KeysAndValues, PauseM
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.weight_sync.transports.ipc import IpcSender
 from headrace.actors.weight_sync.transports.protocol import WeightTransferError
+from headrace.codecs.weights.parameter_digests import ParameterDigests
 from headrace.tests.trainers.grpo.sync_world import WEIGHTS, DirectEngine, World, world
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import NoEngineLeft
@@ -109,6 +110,27 @@ def test_an_adapter_is_always_compared_and_no_request_is_waited_for(in_flight: s
         modes = it.hosted[0].modes
         assert [mode for mode in modes if len(mode) == 2] == [(of_commit, "keep")] * 2, "the damaged one came again"
         assert ("wait",) not in modes
+
+
+def test_an_adapter_that_was_not_compared_serves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digests of the trainer do not come. The version that is verified later answers what waited."""
+    adapter = AdapterSpec(rank=4, alpha=8.0, base="0" * 32)
+    with world([ScriptedEngine], of_adapter=adapter) as it:
+        it.sync.sync(1)
+
+        def lost(version: int) -> ParameterDigests:
+            raise RuntimeError(f"no digests of version {version}")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(it.trainer, "weight_digests", lost)
+            with pytest.raises(ActorFailed, match="no digests of version 2"):
+                it.sync.sync(2)
+        assert it.pool.engines[0].broken
+        waiting = it.request(0, "a")
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        it.sync.sync(3)
+        assert set(waiting.result(10)[0].versions.tolist()) == {3}
 
 
 def test_weights_damaged_in_the_cache_are_found_when_an_engine_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,11 @@ def with_adapter(layer: Any, out: torch.Tensor, hidden: torch.Tensor) -> torch.T
         return out
     hidden = F.dropout(hidden, switch.dropout, training=switch.drops)
     first, second = (_local(getattr(layer, part).weight) for part in MATRICES)
-    return out + F.linear(F.linear(hidden.to(first.dtype), first), second).to(out.dtype) * switch.scaling
+    narrow = F.linear(hidden.to(first.dtype), first) * switch.scaling
+    if second.dtype != out.dtype:
+        return out + F.linear(narrow, second).to(out.dtype)
+    # One kernel multiplies and adds; a sum of its own would read and write both results once more.
+    return torch.addmm(out.flatten(0, -2), narrow.flatten(0, -2), second.t()).view(out.shape)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

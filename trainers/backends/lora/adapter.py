@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ....actors.adapters.base_digest import base_digest
 from ....actors.adapters.peft_folder import read_adapter, write_adapter
 from ....actors.adapters.spec import AdapterSpec
+from ...errors import UserError
 from ..config import BackendConfig
 from ..lora_config import LoraConfig
 from .matrices import from_wire, target_of, wire_module, wire_name
@@ -92,12 +93,13 @@ class Adapter:
         return {BASE: torch.tensor(list(bytes.fromhex(self.spec.base)), dtype=torch.uint8)}
 
     def expect_base(self, path: str, stored: torch.Tensor) -> None:
-        """Raise ValueError unless the checkpoint `path`, whose digest is `stored`, belongs to this base."""
+        """Raise UserError unless the checkpoint `path`, whose digest is `stored`, belongs to this base."""
         found = bytes(stored.tolist()).hex()
         if found != self.spec.base:
-            raise ValueError(
-                f"checkpoint {path}: its adapter belongs to a base with the digest {found}, model.path has "
-                f"{self.spec.base}, expected the model with which the run began"
+            rounded = f", as trainer.lora.base={self.config.base} rounds them," * self.config.rounds
+            raise UserError(
+                f"model.path: its weights{rounded} have the digest {self.spec.base}, expected {found}, that of the "
+                f"base with which the run began, because the adapter in the checkpoint {path} belongs to it"
             )
 
 

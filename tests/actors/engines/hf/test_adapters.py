@@ -6,19 +6,22 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
 from headrace.actors.adapters.spec import tensor_names
-from headrace.actors.engines.hf.adapters import Adapter
+from headrace.actors.engines.hf.adapters import Adapter, AdapterLayers
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import Completion, EngineBroken, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.tests.actors.engines.adapter_faults import FAULTS, AdapterSync, check
 from headrace.tests.actors.engines.hf.adapter_updates import RANK, Trainer, adapter, merged, model_of, run
 from headrace.tests.actors.engines.hf.hf_steps import PROMPTS, Steps, forward_logprobs
 from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver, scaled
@@ -312,3 +315,16 @@ def test_weights_of_the_whole_model_replace_the_base(model_folder: str, tmp_path
         publisher.close()
 
     run(main, model_folder, tmp_path / "sync", endless=True)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_a_message_is_refused_by_name(model_folder: str, tmp_path: Path, name: str) -> None:
+    async def main(engine: HfEngine, _: Trainer) -> None:
+        def silence() -> Any:
+            return patch.object(AdapterLayers, "active", lambda *_: nullcontext())
+
+        sync = AdapterSync(engine, model_folder, tmp_path / "sync", silence)
+        await check(sync, name, adapter(model_folder, 1), adapter(model_folder, 2))
+        sync.close()
+
+    run(main, model_folder, tmp_path / "unused")

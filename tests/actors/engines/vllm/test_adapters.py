@@ -8,7 +8,9 @@ import importlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from headrace.actors.adapters.spec import AdapterSlots, AdapterSpec, tensor_name
 from headrace.actors.engines.protocol import Completion, EngineBroken, SamplingParams
 from headrace.actors.weight_sync.transports.protocol import WeightUpdate
 from headrace.codecs.weights.parameter_digests import DigestTaker, ParameterDigests
+from headrace.tests.actors.engines.adapter_faults import FAULTS, AdapterSync, check
 from headrace.tests.actors.engines.vllm.conftest import Subject
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes]
@@ -94,6 +97,12 @@ def numbers(worker: Any) -> list[int]:
     return sorted(number for number in worker.model_runner.lora_manager._adapter_manager.lora_index_to_id if number)
 
 
+def repeats(worker: Any) -> bool:
+    """Whether the newest adapter was copied into its slot without vLLM."""
+    store = worker.model_runner.lora_manager._load_adapter.__self__
+    return store._kept[max(store._kept)].memory.repeatable
+
+
 def damage(worker: Any) -> str:
     """Change one number of the newest adapter's slot of a merged layer."""
     manager = worker.model_runner.lora_manager._adapter_manager
@@ -121,7 +130,7 @@ def test_an_adapter_is_served_as_the_merged_weights_and_its_files_are_never_read
             assert one.logprobs.tobytes() == other.logprobs.tobytes()
         named = adapted.adapter(2)
         version = await adapted.commit(named)
-        assert engine.load_way == "adapter"
+        assert engine.load_way == "adapter" and all(await engine.call_workers(repeats))
         assert await engine.verify_weights(adapted.digests(version, named)) == len(named)
         for index, prompt in enumerate((PROMPT, LONG_PROMPT)):
             adapted.expect(prompt, await engine.generate(f"{index}", prompt, SHORT), named, version)
@@ -263,3 +272,22 @@ def test_whole_weights_replace_the_base(adapted: Adapted) -> None:
         adapted.expect(PROMPT, await engine.generate("awake", PROMPT, SHORT), named, version)
 
     adapted.run(main())
+
+
+QUICK = ("bucket damaged", "digests lost", "probe silent")
+"""Faults with which `make test` proves that vllm's own code sees them; the others are slow."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAULTS]
+)
+def test_a_fault_of_a_message_is_refused_by_name(adapted: Adapted, tmp_path: Path, name: str) -> None:
+    process = adapted.engine._process
+    probe = process.probe
+
+    async def base(prompt: list[int], held: Any) -> Any:
+        return await probe(prompt, None)
+
+    sync = AdapterSync(adapted.engine, adapted.model_folder, tmp_path, lambda: patch.object(process, "probe", base))
+    adapted.run(check(sync, name, adapted.adapter(51), adapted.adapter(52)))
+    sync.close()

@@ -36,6 +36,7 @@ from headrace.trainers.backends.factory import build_backend
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.lora.adapted_layers import find_targets
 from headrace.trainers.backends.lora_config import LoraConfig
+from headrace.trainers.errors import UserError
 
 RANK = 4
 LORA: dict[str, Any] = {"rank": RANK, "lr_factor": 1.0}
@@ -210,7 +211,7 @@ def test_checkpoints(folder: Path, tmp_path: Path, adapters: dict[str, str]) -> 
         next(whole.parameters())[0, 0] += 1.0
     whole.save_pretrained(tmp_path / "other")
     other = build(str(tmp_path / "other"))
-    with pytest.raises(ValueError, match="belongs to a base with the digest"):
+    with pytest.raises(UserError, match="model.path: its weights have the digest .*, expected .*, that of the base"):
         other.load(str(tmp_path / "saved"))
 
 
