@@ -16,6 +16,7 @@ from .lora_config import LoraConfig
 
 Head = Literal["auto", "selected", "full"]
 Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["constant", "cosine", "linear", "polynomial", "inverse_sqrt", "warmup_stable_decay"]
 ROUNDED_MESH = (
     "trainer.backend='fsdp' with data parallelism alone (trainer.tp, trainer.cp, trainer.pp and trainer.ep at 1)"
 )
@@ -94,6 +95,9 @@ class TrainerConfig(Section):
     """Peak learning rate. With 0 the policy does not change, which serves as a control for runs that train."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
+    eps: Positive = 1e-8
+    """Number that AdamW adds to the root of the second moment before it divides by it. Below a gradient of this size
+    the updates of AdamW become smaller."""
     weight_decay: NonNegative = 0.0
     """Weight decay of matrices. Norms, biases and the rates `A_log` of state-space layers have none, whatever their
     shape."""
@@ -103,11 +107,19 @@ class TrainerConfig(Section):
     warmup_steps: CountOrZero = 0
     """Number of steps over which the learning rate rises to `trainer.lr`. It rises with each optimizer update. In a run
     with fewer steps it rises until the end."""
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Course of the learning rate after the warm-up. `constant` keeps it; `cosine` and `linear` lower it to
-    `trainer.min_lr` by the end of the run. The rate changes with each optimizer update."""
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Length of the warm-up as a share of the run's steps, instead of `trainer.warmup_steps`."""
+    schedule: Schedule = "constant"
+    """Course of the learning rate after the warm-up, by the names and formulas of transformers. `constant` keeps it.
+    `cosine`, `linear` and `polynomial` lower it to `trainer.min_lr` by the end of the run. `warmup_stable_decay` keeps
+    it, and lowers it along a half cosine in the last part of the run (`trainer.decay_ratio`). `inverse_sqrt` lowers it
+    with the root of the number of updates. The rate changes with each optimizer update."""
     min_lr: NonNegative = 0.0
-    """Learning rate at which the schedules `cosine` and `linear` end; at most `trainer.lr`."""
+    """Learning rate at which the schedules that have an end stop; at most `trainer.lr`."""
+    power: Positive = 1.0
+    """Exponent of the schedule `polynomial`, which is `linear` with 1."""
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Last part of the run in which `warmup_stable_decay` lowers the learning rate, as a share of the run's steps."""
     packing: Literal["auto", "none", "packed", "dynamic"] = "auto"
     """Layout of the rows of a microbatch. `none` pads them to the length of the longest. `dynamic` does the same but
     puts rows of similar length into the same microbatch. `packed` puts rows one after the other without padding;
@@ -157,8 +169,8 @@ class BackendConfig:
     scripted: ScriptedConfig = ScriptedConfig()
     router_replay: RouterReplayConfig = RouterReplayConfig()
     total_steps: int = 0
-    """Number of steps after which the schedules `cosine` and `linear` reach `trainer.min_lr`; `constant` does not need
-    it."""
+    """Number of steps of the run, after which schedules reach `trainer.min_lr`. Without `trainer.warmup_ratio` the
+    schedules `constant` and `inverse_sqrt` do not need it."""
     updates_per_step: int = 1
     """Number of optimizer updates of each step: epochs x mini-batches."""
     prev: PrevSource = "rollout"

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from ..losses.correction import MISMATCH_MAX, MISMATCH_SUMS, mismatch
 from ..losses.terms import LossInputs, PolicyLoss
 from .config import BackendConfig, TrainerConfig
+from .optimizers.schedule import learning_rate
 
 
 class StepState(enum.Enum):
@@ -240,7 +241,6 @@ class TrainStep:
 
 # ---------------- These functions update the weights.
 
-ADAM_EPS = 1e-8
 CLIP_EPS = 1e-6
 """Small number added to the norm before dividing by it, as in torch.nn.utils.clip_grad_norm_."""
 
@@ -261,7 +261,7 @@ def build_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
         for (free, _), members in sorts.items()
     ]
     optimizer = torch.optim.AdamW(
-        groups or [{"params": []}], lr=config.lr, betas=config.betas, eps=ADAM_EPS, fused=True
+        groups or [{"params": []}], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
     )
     for param in params:
         optimizer.state[param] = {
@@ -283,32 +283,6 @@ def _undecayed(model: nn.Module) -> set[int]:
         for name, param in module.named_parameters(recurse=False)
         if param.ndim < 2 or name.endswith("bias") or name == "A_log" or "norm" in type(module).__name__.lower()
     }
-
-
-def learning_rate(config: TrainerConfig, update: int, total_steps: int, updates_per_step: int = 1) -> float:
-    """Return the learning rate of the optimizer update `update`, counted from 0 over the whole run.
-
-    It rises linearly to the peak rate in the warm-up. Then it is constant, or falls to the end's rate along a half
-    cosine or a line, which it reaches after `total_steps` steps of `updates_per_step` updates each. Peak and end are
-    `lr` and `min_lr`, for an adapter times `lora.lr_factor`.
-    """
-    factor = config.lora.lr_factor if config.lora.rank else 1.0
-    return factor * _base_rate(config, update, total_steps, updates_per_step)
-
-
-def _base_rate(config: TrainerConfig, update: int, total_steps: int, updates_per_step: int) -> float:
-    """Return the rate of `learning_rate` for a run that trains all weights."""
-    warmup, total = config.warmup_steps * updates_per_step, total_steps * updates_per_step
-    if update < warmup:
-        return config.lr * (update + 1) / warmup
-    if config.schedule == "constant":
-        return config.lr
-    progress = min(1.0, (update - warmup) / (total - warmup))
-    if config.schedule == "cosine":
-        return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
-    if config.schedule == "linear":
-        return config.min_lr + (config.lr - config.min_lr) * (1 - progress)
-    raise ValueError(f"trainer.schedule: got {config.schedule!r}, expected 'constant', 'cosine' or 'linear'")
 
 
 def local_gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:

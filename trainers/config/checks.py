@@ -205,8 +205,7 @@ def meaning_problems(config: Config) -> Iterator[str]:
         )
     yield from metric_problems(config.validation, config.figures, config.data)
     yield from evaluation_problems(config.evaluation, config.reward, config.run)
-    if config.trainer.min_lr > config.trainer.lr:
-        yield f"trainer.min_lr: got {config.trainer.min_lr:g}, expected at most trainer.lr={config.trainer.lr:g}"
+    yield from optimizer_problems(config.trainer)
     if config.trainer.backend == "scripted" and rollout.engine != "scripted":
         yield (
             f"trainer.backend: got 'scripted' with rollout.engine={rollout.engine!r}, expected "
@@ -242,6 +241,17 @@ def meaning_problems(config: Config) -> Iterator[str]:
             config.algorithm.mode, config.sync, config.validation, config.evaluation, config.run.replay
         )
         yield from [f"resources.switch_roles: got 'always' with {obstacle}" for obstacle in obstacles]
+
+
+def optimizer_problems(trainer: TrainerConfig) -> Iterator[str]:
+    """Yield one sentence for each contradiction between the settings of the optimizer and its learning rate."""
+    if trainer.min_lr > trainer.lr:
+        yield f"trainer.min_lr: got {trainer.min_lr:g}, expected at most trainer.lr={trainer.lr:g}"
+    if trainer.warmup_ratio and trainer.warmup_steps:
+        yield (
+            f"trainer.warmup_ratio: got {trainer.warmup_ratio:g} beside trainer.warmup_steps={trainer.warmup_steps}, "
+            "expected one of the two, because both set the length of the warm-up"
+        )
 
 
 def sync_problems(sync: SyncConfig, resources: ResourcesConfig) -> Iterator[str]:

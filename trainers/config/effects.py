@@ -212,7 +212,8 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     **{
         f"trainer.{name}": (MODEL_BACKENDS,)
         for name in (
-            "recompute", "compile", "lr", "betas", "weight_decay", "grad_clip", "warmup_steps", "schedule",
+            "recompute", "compile", "lr", "betas", "eps", "weight_decay", "grad_clip", "warmup_steps", "warmup_ratio",
+            "schedule",
             "mixed_precision", "entropy_metric", "export_dtype", "moe.aux_loss_coef", "moe.bias_update_rate",
             "moe.load_metrics",
         )
@@ -225,7 +226,9 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "sync.adapter": (_above_zero("trainer.lora.rank"),),
     "rollout.max_adapters": (_above_zero("trainer.lora.rank"), _is("sync.adapter", "only")),
     "trainer.recompute_layers": (MODEL_BACKENDS, _is("trainer.recompute", "full")),
-    "trainer.min_lr": (MODEL_BACKENDS, _is("trainer.schedule", "cosine", "linear")),
+    "trainer.min_lr": (MODEL_BACKENDS, _unlike("trainer.schedule", "constant", "inverse_sqrt")),
+    "trainer.power": (MODEL_BACKENDS, _is("trainer.schedule", "polynomial")),
+    "trainer.decay_ratio": (MODEL_BACKENDS, _is("trainer.schedule", "warmup_stable_decay")),
     "sync.kv": (_is("sync.in_flight", "keep"), MODEL_ENGINES),
     "sync.cache": (_is("sync.transport", "auto", "collective", "ipc"),),
     "sync.dir": (_is("sync.transport", "disk"),),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from headrace.trainers.backends.config import TrainerConfig
-from headrace.trainers.backends.train_step import TrainStep, build_adamw, clip_coefficient, learning_rate
+from headrace.trainers.backends.train_step import TrainStep, build_adamw, clip_coefficient
 from headrace.trainers.losses.terms import Denominator, LossInputs, PolicyLoss, TermSums
 
 CPU = torch.device("cpu")
@@ -129,23 +129,6 @@ def test_half_a_microbatch_is_never_applied() -> None:
     step.abort()
     step.abort()
     step.begin(1.0)
-
-
-def test_learning_rate_schedules() -> None:
-    warm = TrainerConfig(lr=1.0, warmup_steps=4)
-    assert [learning_rate(warm, step, 0) for step in (0, 1, 3, 4, 900)] == [0.25, 0.5, 1.0, 1.0, 1.0]
-    line = TrainerConfig(lr=1.0, warmup_steps=2, schedule="linear")
-    assert [learning_rate(line, step, 6) for step in (0, 2, 3, 6, 9)] == [0.5, 1.0, 0.75, 0.0, 0.0]
-    cosine = TrainerConfig(lr=2.0, schedule="cosine")
-    assert [learning_rate(cosine, step, 4) for step in (0, 2, 4, 5)] == pytest.approx([2.0, 1.0, 0.0, 0.0])
-    floor = TrainerConfig(lr=2.0, min_lr=1.0, schedule="cosine")
-    assert [learning_rate(floor, step, 4) for step in (0, 2, 4, 5)] == pytest.approx([2.0, 1.5, 1.0, 1.0])
-
-
-def test_a_schedule_moves_with_each_update_of_a_step() -> None:
-    line = TrainerConfig(lr=1.0, min_lr=0.5, warmup_steps=2, schedule="linear")
-    rates = [learning_rate(line, update, 6, updates_per_step=2) for update in (0, 1, 3, 4, 8, 12, 20)]
-    assert rates == [0.25, 0.5, 1.0, 1.0, 0.75, 0.5, 0.5]
 
 
 def test_clipping_only_shrinks() -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import BackendConfig
-from ..train_step import ADAM_EPS, scale_
+from ..train_step import scale_
 from .library import (
     ChainedOptimizer,
     DistributedDataParallel,
@@ -41,7 +41,7 @@ def build_optimizer(config: BackendConfig, model: DistributedDataParallel) -> Ch
         weight_decay=wanted.weight_decay,
         adam_beta1=wanted.betas[0],
         adam_beta2=wanted.betas[1],
-        adam_eps=ADAM_EPS,
+        adam_eps=wanted.eps,
         bf16=half,
         params_dtype=torch.bfloat16 if half else torch.float32,
         use_distributed_optimizer=config.trainer.distributed_optimizer,
