@@ -17,6 +17,9 @@ from .lora_config import LoraConfig
 Head = Literal["auto", "selected", "full"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["constant", "cosine", "linear", "polynomial", "inverse_sqrt", "warmup_stable_decay"]
+MOMENT_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2 + 8 / 256, "muon": 4.0}
+"""Number of bytes of an optimizer's state for each weight, by the value of `trainer.optimizer`. With `muon` it is that
+of the matrices of decoder layers; other weights take 8."""
 ROUNDED_MESH = (
     "trainer.backend='fsdp' with data parallelism alone (trainer.tp, trainer.cp, trainer.pp and trainer.ep at 1)"
 )
@@ -46,8 +49,20 @@ class MoeConfig(Section):
         return self.load_metrics or self.aux_loss_coef > 0 or self.bias_update_rate > 0
 
 
+class ParameterGroupConfig(Section):
+    """Settings for some of the model's weights that differ from those of the others."""
+
+    pattern: str = Field(min_length=1)
+    """Pattern of the names of these weights in the Hugging Face model, where `*` stands for any text, such as
+    `*.embed_tokens.*`. A weight belongs to the first entry of the list whose pattern its name matches."""
+    lr_factor: Positive = 1.0
+    """Factor of the learning rate of these weights. `trainer.lr` and its schedule are multiplied by it."""
+    weight_decay: NonNegative | None = None
+    """Weight decay of these weights, whatever their role. Unset: that of `trainer.weight_decay` and their role."""
+
+
 class TrainerConfig(Section):
-    """Settings of the train workers: their mesh, their memory, and their optimizer (AdamW, arXiv:1711.05101)."""
+    """Settings of the train workers: their mesh, their memory, and their optimizer."""
 
     backend: Literal["fsdp", "megatron", "scripted"] = "fsdp"
     """Backend that trains the model. `fsdp` trains any causal language model of transformers with FSDP2, and with the
@@ -91,6 +106,20 @@ class TrainerConfig(Section):
     """If true, a rank of `fsdp` gathers the weights of a layer for each pass over the layer and frees them afterwards.
     If false, it keeps them until its last microbatch, which is faster but takes 2 bytes of GPU memory per parameter (4
     without mixed precision), divided by `trainer.tp`."""
+    optimizer: Literal["adamw", "adamw_8bit", "adamw_bf16", "muon"] = "adamw"
+    """Optimizer of the backend `fsdp`; `megatron` has `adamw` only. `adamw` (arXiv:1711.05101) keeps two moments of
+    each weight in float32, 8 bytes. `adamw_8bit` rounds them to 8 bits in blocks (arXiv:2110.02861, 2 bytes; needs the
+    extra `quantized`), and `adamw_bf16` to bfloat16, at random (4 bytes). `muon` (arXiv:2502.16982) orthogonalises the
+    updates of the matrices between embedding and output layer and keeps one moment of these (4 bytes); it trains the
+    other weights, and stacked experts, with `adamw`."""
+    offload_optimizer: bool = False
+    """If true, AdamW's moments are in host memory, from where each update takes those of one weight after the other to
+    the GPU and back. It works on one train worker, too. Only for the backend `fsdp`."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of the names of weights that are not trained, where `*` stands for any text, such as
+    `[model.embed_tokens.*, "*.mlp.gate.*"]`. Names are those of the Hugging Face model. Each pattern must match one."""
+    groups: tuple[ParameterGroupConfig, ...] = ()
+    """Groups of weights with a learning rate or a weight decay of their own."""
     lr: NonNegative = 1e-6
     """Peak learning rate. With 0 the policy does not change, which serves as a control for runs that train."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
@@ -99,8 +128,9 @@ class TrainerConfig(Section):
     """Number that AdamW adds to the root of the second moment before it divides by it. Below a gradient of this size
     the updates of AdamW become smaller."""
     weight_decay: NonNegative = 0.0
-    """Weight decay of matrices. Norms, biases and the rates `A_log` of state-space layers have none, whatever their
-    shape."""
+    """Weight decay of matrices, those of embedding and output layer among them, as in the Trainer of transformers.
+    Norms, biases, scales, and the rates `A_log` of state-space layers have none, whatever their shape. `trainer.groups`
+    changes it by name."""
     grad_clip: Positive | None = 1.0
     """Largest global norm of the mean gradient. A gradient with a larger norm is scaled down to this norm. `null` never
     scales gradients down."""

@@ -1,10 +1,10 @@
-"""Implements a train step on one rank: it sums over microbatches, counts, divides once, and steps AdamW.
+"""Implements a train step on one rank: it sums over microbatches, counts, divides once, and updates.
 
     begin -> (accumulating: add -> backward)* -> finish -> apply | abort
 
 The fsdp and megatron backends share it. Losses and metrics are kept as sums, denominators as counts. `finish` adds them
 up over the ranks in one all-reduce, and finds the largest mismatch and token gradient of all ranks in another.
-Gradients are divided by the denominator and clipped, and AdamW steps at the learning rate of the schedule.
+Gradients are divided by the denominator and clipped, and the optimizer steps at the learning rate of the schedule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ..losses.correction import MISMATCH_MAX, MISMATCH_SUMS, mismatch
 from ..losses.terms import LossInputs, PolicyLoss
-from .config import BackendConfig, TrainerConfig
+from .config import BackendConfig
 from .optimizers.schedule import learning_rate
 
 
@@ -243,46 +243,6 @@ class TrainStep:
 
 CLIP_EPS = 1e-6
 """Small number added to the norm before dividing by it, as in torch.nn.utils.clip_grad_norm_."""
-
-
-def build_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """Build a fused AdamW optimizer and allocate its state at once. Even a checkpoint from before the first step then
-    contains the full state.
-
-    Weight decay applies to matrices only (see `_undecayed`). The optimizer of a model that is not trained is empty.
-    """
-    params, undecayed = [param for param in model.parameters() if param.requires_grad], _undecayed(model)
-    sorts: dict[tuple[bool, object], list[nn.Parameter]] = {}
-    for param in params:  # A fused kernel takes DTensors of a single mesh only.
-        mesh = param.device_mesh if isinstance(param, DTensor) else None
-        sorts.setdefault((id(param) in undecayed, mesh), []).append(param)
-    groups = [
-        {"params": members, "weight_decay": 0.0 if free else config.weight_decay}
-        for (free, _), members in sorts.items()
-    ]
-    optimizer = torch.optim.AdamW(
-        groups or [{"params": []}], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-    )
-    for param in params:
-        optimizer.state[param] = {
-            "step": torch.zeros((), dtype=torch.float32, device=param.device),
-            "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
-        }
-    return optimizer
-
-
-def _undecayed(model: nn.Module) -> set[int]:
-    """Return the `id` of each parameter without weight decay: vectors, and norms, biases and decay rates of any shape.
-
-    GPT-OSS has a matrix of biases for its experts, Cohere norms for each head, and Mamba a matrix `A_log` of rates.
-    """
-    return {
-        id(param)
-        for module in model.modules()
-        for name, param in module.named_parameters(recurse=False)
-        if param.ndim < 2 or name.endswith("bias") or name == "A_log" or "norm" in type(module).__name__.lower()
-    }
 
 
 def local_gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:

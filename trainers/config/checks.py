@@ -252,6 +252,21 @@ def optimizer_problems(trainer: TrainerConfig) -> Iterator[str]:
             f"trainer.warmup_ratio: got {trainer.warmup_ratio:g} beside trainer.warmup_steps={trainer.warmup_steps}, "
             "expected one of the two, because both set the length of the warm-up"
         )
+    if trainer.offload_optimizer and trainer.optimizer == "muon":
+        yield (
+            "trainer.offload_optimizer: got true with trainer.optimizer='muon', expected false, because only the "
+            "moments of AdamW can be in host memory"
+        )
+    if trainer.offload_optimizer and trainer.offload:
+        yield (
+            "trainer.offload_optimizer: got true with trainer.offload=true, expected false, because weights, gradients "
+            "and moments are in host memory already"
+        )
+    if trainer.freeze and trainer.lora.rank:
+        yield (
+            f"trainer.freeze: got {list(trainer.freeze)} with trainer.lora.rank={trainer.lora.rank}, expected [], "
+            "because all weights of the base are frozen; trainer.lora.targets chooses the layers with an adapter"
+        )
 
 
 def sync_problems(sync: SyncConfig, resources: ResourcesConfig) -> Iterator[str]:

@@ -208,7 +208,13 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "model.attention": (HF_MODELS,),
     **{f"trainer.{name}": (MEGATRON,) for name in ("pp", "sequence_parallel", "distributed_optimizer")},
     **{f"trainer.{name}": (MODEL_BACKENDS,) for name in ("cp", "ep")},
-    **{f"trainer.{name}": (_is("trainer.backend", "fsdp"),) for name in ("offload", "head", "reshard_after_forward")},
+    **{
+        f"trainer.{name}": (_is("trainer.backend", "fsdp"),)
+        for name in (
+            "offload", "head", "reshard_after_forward", "optimizer", "offload_optimizer",
+        )
+    },
+    **{f"trainer.{name}": (MODEL_BACKENDS,) for name in ("freeze", "groups")},
     **{
         f"trainer.{name}": (MODEL_BACKENDS,)
         for name in (

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from headrace.trainers.backends.config import TrainerConfig
-from headrace.trainers.backends.train_step import TrainStep, build_adamw, clip_coefficient
+from headrace.trainers.backends.train_step import TrainStep, clip_coefficient
 from headrace.trainers.losses.terms import Denominator, LossInputs, PolicyLoss, TermSums
 
 CPU = torch.device("cpu")
@@ -134,23 +132,3 @@ def test_half_a_microbatch_is_never_applied() -> None:
 def test_clipping_only_shrinks() -> None:
     assert clip_coefficient(0.5, 1.0) == 1.0 and clip_coefficient(1e9, None) == 1.0
     assert clip_coefficient(4.0, 1.0) == pytest.approx(0.25, rel=1e-5)
-
-
-class HeadNorm(nn.Module):
-    """A norm of its own for each head, as Cohere has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 3))
-
-
-def test_weight_decay_is_of_matrices_alone() -> None:
-    model, experts, mixer = nn.Module(), nn.Module(), nn.Module()
-    experts.gate_up_proj, experts.gate_up_proj_bias = nn.Parameter(torch.ones(2, 3, 4)), nn.Parameter(torch.ones(2, 4))
-    mixer.A_log, mixer.conv1d = nn.Parameter(torch.ones(4, 2)), nn.Conv1d(4, 4, 3, groups=4)
-    model.q_norm, model.experts, model.mixer, model.head = HeadNorm(), experts, mixer, nn.Linear(3, 2)
-    optimizer = build_adamw(model, TrainerConfig(weight_decay=0.1))
-    decay = {id(param): group["weight_decay"] for group in optimizer.param_groups for param in group["params"]}
-    assert {name for name, param in model.named_parameters() if decay[id(param)]} == {
-        "experts.gate_up_proj", "mixer.conv1d.weight", "head.weight",
-    }  # fmt: skip

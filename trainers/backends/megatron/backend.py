@@ -42,6 +42,7 @@ from .mesh import clear_scratch, global_groups, open_mesh
 from .model import build_model
 from .pieces import OwnPieces, TrainingState, spread_weights, trained_tensors
 from .pipeline import OpenPipeline
+from .weight_groups import freeze_entries, group_parameters
 from .without_cuda import megatron_calls
 
 
@@ -87,6 +88,8 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         self._lora: ModelAdapter | None = None
         if self._adapter is not None:
             self._lora = ModelAdapter(self._adapter, self._policy, self._source, self._mesh, self._topology)
+        if config.trainer.freeze:
+            freeze_entries(self._policy, self._source, config.trainer)
         # The base of an adapter is the reference.
         with_copy = config.with_reference and self._adapter is None
         self._reference = reference_copy(self._policy) if with_copy else None
@@ -120,6 +123,7 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         self._prepare_steps(flop_model(model, frozen=self._lora is not None), self._mesh.tokens, counts_rows=first)
 
     def _build_training(self) -> _Training:
+        group_parameters(self._policy, self._source, self._config.trainer)
         wrapped = wrap_model(self._config, self._policy)
         optimizer = build_optimizer(self._config, wrapped)
         trained = trained_tensors(self._policy, self._source.config) if self._lora is None else self._lora.trained
@@ -333,7 +337,7 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
             # The norm already covers all ranks, so only the first rank contributes it to the sum.
             whole = norm**2 if dist.get_rank(self._mesh.tokens) == 0 else 0.0
             totals = self._step.finish(torch.tensor(whole, dtype=torch.float64, device=self._device))
-            update = partial(apply, training.optimizer, self._config.trainer.weight_decay)
+            update = partial(apply, training.optimizer)
             metrics = totals.apply(self._config, self._steps, update)
             if self._balance is not None:
                 metrics |= self._balance.finish(totals)

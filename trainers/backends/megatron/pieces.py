@@ -21,6 +21,7 @@ from ..checkpoint_files import STEPS
 from ..families.megatron import Split
 from ..hf_model import HfSource
 from ..model_split import expert_tensor_size
+from ..optimizers.lean_adamw import MOMENTS
 from ..weight_stream import Cut, Piece, SpreadWeight
 from .library import ChainedOptimizer, DistributedOptimizer
 from .mesh import Mesh
@@ -111,12 +112,10 @@ class OwnPieces:
 
 def trained_tensors(model: PolicyModel, config: Any) -> tuple[dict[str, torch.Tensor], list[Entry]]:
     """Return the tensors of a rank's `model` that training changes if it has no adapter, by name, and their entries.
-    config: HF config."""
-    params = model.weights()
-    return params, entries_of(list(params), model.first_layer, config)
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+    Frozen ones are left out. config: HF config."""
+    every = model.weights()
+    params = {name: value for name, value in every.items() if value.requires_grad or not is_parameter(value)}
+    return params, [entry for entry in entries_of(list(every), model.first_layer, config) if entry.name in params]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +240,12 @@ class TrainingState:
 
 def _kinds(tensor: torch.Tensor) -> tuple[str, ...]:
     """Return what a checkpoint has of a parameter, or of a buffer, which no optimizer changes."""
-    return ("weight", *MOMENTS) if isinstance(tensor, torch.nn.Parameter) else ("weight",)
+    return ("weight", *MOMENTS) if is_parameter(tensor) else ("weight",)
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of a model is a parameter, and no buffer."""
+    return isinstance(tensor, torch.nn.Parameter)
 
 
 def _key(name: str, kind: str) -> str:
