@@ -247,6 +247,11 @@ class BackendConfig:
             raise ValueError(f"trainer.lora.base: got {lora.base!r}, expected 'model', or {ROUNDED_MESH}")
 
     @property
+    def reference_updates(self) -> int:
+        """Number of optimizer updates after which the reference model moves; 0 if it never does."""
+        return self.loss.reference_every * self.updates_per_step
+
+    @property
     def base(self) -> str:
         """Folder or hub id of the weights to which an adapter is added."""
         return self.rounded or self.model

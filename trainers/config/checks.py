@@ -232,7 +232,7 @@ def meaning_problems(config: Config) -> Iterator[str]:
     if config.run.replay is not None:
         yield from replay_problems(config.run, config.validation, config.algorithm, window=config.overlap.window)
     yield from group_problems(config.algorithm, config.advantage)
-    yield from lora_problems(config.trainer, config.model.adapter)
+    yield from lora_problems(config.trainer, config.model.adapter, config.loss.reference_every)
     yield from objective_problems(config.loss, config.advantage, config.reward, config.algorithm.prev_logprobs)
     if config.router_replay.enabled:
         yield from route_problems(config.environment, config.rollout)
@@ -442,9 +442,9 @@ def route_problems(environment: EnvironmentConfig, rollout: RolloutConfig) -> li
     ]
 
 
-def lora_problems(trainer: TrainerConfig, adapter: str | None) -> Iterator[str]:
+def lora_problems(trainer: TrainerConfig, adapter: str | None, reference_every: int) -> Iterator[str]:
     """Yield one sentence for each setting that does not go together with an adapter, or that needs one. adapter: value
-    of `model.adapter`."""
+    of `model.adapter`. reference_every: that of `loss.reference_every`."""
     lora = trainer.lora
     if not lora.rank:
         if adapter is not None:
@@ -453,6 +453,11 @@ def lora_problems(trainer: TrainerConfig, adapter: str | None) -> Iterator[str]:
                 "be the rank of that adapter"
             )
         return
+    if reference_every:
+        yield (
+            f"loss.reference_every: got {reference_every} with trainer.lora.rank={lora.rank}, expected 0, because the "
+            "reference model is the adapter's base, which does not change"
+        )
     if trainer.moe.bias_update_rate:
         yield (
             f"trainer.moe.bias_update_rate: got {trainer.moe.bias_update_rate:g} with trainer.lora.rank={lora.rank}, "

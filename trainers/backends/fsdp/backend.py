@@ -199,6 +199,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         if self._adapter is None:
             every = {f"model.{name}": value for name, value in model.state_dict().items()}
             optional |= {name: value for name, value in every.items() if name not in state}
+        optional |= {name: state.pop(name, value) for name, value in self._reference_state().items()}
         self._checkpointer.load(path, state, optional)
         self._optimizer.restore(model, {**state, **optional})
 
@@ -359,8 +360,26 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
             yield from map(own_piece, (*model.parameters(), *model.buffers()))
         yield from map(own_piece, self._optimizer.tensors())
 
+    @torch.no_grad()
+    def _move_reference(self, mix: float) -> None:
+        assert self._reference is not None
+        pairs = []
+        for module in (self._policy, self._reference):
+            give_back(module)
+            pairs.append(map(own_piece, (*module.parameters(), *module.buffers())))
+        for value, kept in zip(*pairs, strict=True):
+            if kept.is_floating_point():
+                value = value.float()
+                kept.copy_(torch.lerp(kept.to(value), value, mix))
+
+    def _reference_state(self) -> dict[str, torch.Tensor]:
+        if self._reference is None:
+            return {}
+        return {f"reference.{name}": value for name, value in self._reference.model.state_dict().items()}
+
     def _state(self) -> dict[str, torch.Tensor]:
-        return self._optimizer.training_state(self._policy.model, self._steps)
+        state = self._optimizer.training_state(self._policy.model, self._steps)
+        return {**state, **self._reference_state()} if self._config.reference_updates else state
 
 
 def _place_of(config: BackendConfig, rank: int) -> str:

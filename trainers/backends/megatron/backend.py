@@ -40,7 +40,7 @@ from .lora import ModelAdapter
 from .megatron_routers import PipelineBalance, PipelineReplay
 from .mesh import clear_scratch, global_groups, open_mesh
 from .model import build_model
-from .pieces import OwnPieces, TrainingState, spread_weights, trained_tensors
+from .pieces import REFERENCE, OwnPieces, TrainingState, spread_weights, trained_tensors
 from .pipeline import OpenPipeline
 from .weight_groups import freeze_entries, group_parameters
 from .without_cuda import megatron_calls
@@ -127,7 +127,8 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         wrapped = wrap_model(self._config, self._policy)
         optimizer = build_optimizer(self._config, wrapped)
         trained = trained_tensors(self._policy, self._source.config) if self._lora is None else self._lora.trained
-        state = TrainingState(*trained, optimizer, self._steps, self._source.config, self._mesh)
+        reference = dict(zip(self._policy.weights(), self._reference or (), strict=False))
+        state = TrainingState(*trained, optimizer, self._steps, self._source.config, self._mesh, reference)
         return _Training(wrapped, optimizer, state)
 
     # ---------------- These methods run one train step.
@@ -215,8 +216,16 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
 
     def _load(self, path: str) -> None:
         state = self._parts.state.blank()
-        self._checkpointer.load(path, state)
-        self._parts.state.restore(state)
+        optional = {name: state.pop(name) for name in list(state) if name.startswith(REFERENCE)}
+        self._checkpointer.load(path, state, optional)
+        self._parts.state.restore({**state, **optional})
+
+    @torch.no_grad()
+    def _move_reference(self, mix: float) -> None:
+        assert self._reference is not None
+        for kept, value in zip(self._reference, self._policy.weights().values(), strict=True):
+            if kept.is_floating_point():
+                kept.copy_(torch.lerp(kept.float(), value.to(kept.device, torch.float32), mix))
 
     def _dropping(self) -> AbstractContextManager[None]:
         return nullcontext() if self._lora is None else self._lora.switch.dropping()
