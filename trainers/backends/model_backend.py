@@ -140,7 +140,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
             reduce_rows=reduce_rows,
         )
         self._meter.add(counted, len(rows.index))
-        return self._step.add(inputs, row_tokens.numpy(), micro.group_ids, entropy)
+        return self._step.add(inputs, row_tokens.numpy(), micro.group_ids, entropy, micro.counted)
 
     # ---------------- These methods compute log-probs.
 

@@ -151,13 +151,19 @@ class TrainStep:
         self._state = StepState.OPEN
 
     def add(
-        self, inputs: LossInputs, row_tokens: np.ndarray, group_ids: np.ndarray, entropy: torch.Tensor | None
+        self,
+        inputs: LossInputs,
+        row_tokens: np.ndarray,
+        group_ids: np.ndarray,
+        entropy: torch.Tensor | None,
+        counted: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Add one microbatch to the sums and return its summed loss, a scalar to call `backward` on.
 
         `row_tokens` (int64 `[N]`) has the values of `inputs.row_tokens`, but on the CPU, so that counting does not wait
         for a GPU. `group_ids` (int64 `[N]`) has the id of each row's group, the rows of one prompt. `entropy` (float32
-        `[T]`) is None exactly when the step reports no entropy.
+        `[T]`) is None exactly when the step reports no entropy. `counted` (int64 `[N]`) is not 0 for rows that count in
+        means over rows or groups; None: rows with tokens count.
         """
         sums = self._loss(inputs)
         extra = () if entropy is None else (entropy.detach().sum(),)
@@ -171,9 +177,10 @@ class TrainStep:
         self._tokens += len(inputs.logprobs)
         if not self._counts_rows:
             return sums.loss
-        self._sequences += int((row_tokens > 0).sum())
+        counts = (row_tokens if counted is None else counted) > 0
+        self._sequences += int(counts.sum())
         if self._loss.denominator == "groups":
-            self._group_ids.update(group_ids[row_tokens > 0].tolist())
+            self._group_ids.update(group_ids[counts].tolist())
         return sums.loss
 
     def _weigh_tokens(self, gradient: torch.Tensor) -> None:
@@ -204,6 +211,8 @@ class TrainStep:
         denominator = {"tokens": tokens, "sequences": sequences}.get(self._loss.denominator)
         if denominator is None:
             denominator = float(self._count_groups())
+        if not tokens:
+            denominator = 0.0  # Masked rows alone teach nothing.
         self._state = StepState.CLOSED
         names = (*(f"logprob/{name}" for name in MISMATCH_SUMS), *(f"train/{name}" for name in self._names))
         metrics = {

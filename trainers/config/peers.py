@@ -57,7 +57,7 @@ PEERS: Mapping[str, tuple[Row, ...]] = {
         ("importance_sampling_level", "loss.kind", "`sequence` is gspo"),
         ("loss_type", "loss.kind loss.aggregation", "grpo: sequence; dapo: token; dr_grpo: sequence_sum"),
         ("scale_rewards", "advantage.kind", "false: dr_grpo"),
-        ("mask_truncated_completions", "algorithm.mask_truncated", "masked rows count in no mean over rows"),
+        ("mask_truncated_completions", "algorithm.mask_truncated", ""),
         ("reward_funcs", "reward.functions", "package.module:function"),
         ("reward_weights", "reward.functions", "`weight` of each function"),
         ("chat_template_kwargs", "data.chat_template_kwargs", ""),

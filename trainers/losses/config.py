@@ -44,7 +44,8 @@ class LossConfig(Section):
     """Mean that turns the losses of a step's tokens into one number. `token` is the mean over all tokens. `sequence` is
     the mean over rows of each row's mean over its tokens. `sequence_sum` is the mean over rows of each row's sum
     divided by `loss.length_norm` (Dr. GRPO). `prompt` is the mean over prompts of each prompt's mean over its
-    tokens. Rows without a trained token, such as failed rows, are in none of these means."""
+    tokens. Failed rows are in none of these means; those that `algorithm.mask_truncated` leaves out are in the means
+    over rows and prompts, with a loss of 0."""
     length_norm: Count | None = None
     """Number of tokens by which `sequence_sum` divides the sum of each row's losses. Unset:
     `rollout.max_new_tokens`."""

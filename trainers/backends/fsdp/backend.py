@@ -105,7 +105,8 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         dtype = torch.bfloat16 if self._half else torch.float32
         self._weights = spread_weights(self._policy.model, config.topology, dtype)
         self._optimizer = build_optimizer(self._policy.model, config.trainer, _place_of(config, rank))
-        self._prepare_steps(flops, group, counts_rows=True)
+        # Context-parallel ranks share their rows, so only the first of them counts rows.
+        self._prepare_steps(flops, group, counts_rows=self._place.cp == 0)
 
     def _route_replay(self, policy: CausalLM) -> RouterReplay | None:
         if not self._config.router_replay.enabled:
