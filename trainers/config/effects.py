@@ -154,9 +154,10 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
         f"data.{name}": (TABLE_PROMPTS,)
         for name in (
             "prompt_field", "answer_field", "answer_pattern", "template", "chat_template", "chat_template_kwargs",
-            "system_prompt", "overlong_prompts",
+            "system_prompt", "overlong_prompts", "success_field",
         )
     },
+    **{f"data.{name}": (_set("data.success_field"),) for name in ("success_range", "curriculum")},
     "data.mixture": (_is("data.train", MIXTURE),),
     "data.columns": (MODEL_BACKENDS, OWN_LOSS),
     "data.options": (TASK_PROMPTS,),

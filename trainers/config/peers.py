@@ -170,6 +170,7 @@ PEERS: Mapping[str, tuple[Row, ...]] = {
         ("data.train_batch_size", "algorithm.prompts_per_step", ""),
         ("data.max_prompt_length", "data.max_prompt_tokens", ""),
         ("data.max_response_length", "rollout.max_new_tokens", ""),
+        ("data.sampler.class_path", "data.curriculum", "by data.success_field"),
         ("data.filter_overlong_prompts", "data.overlong_prompts", "drop"),
         ("actor_rollout_ref.rollout.n", "algorithm.group_size", ""),
         ("actor_rollout_ref.rollout.name", "rollout.engine", ""),

@@ -1,7 +1,7 @@
 """Lists the keys of verl's sections `actor_rollout_ref.actor` and `algorithm`.
 
 They are those of `_generated_ppo_trainer.yaml` in verl-project/verl at commit
-1a7e2cabcbb38696dc9c1e692a27e9986f9b2334, without `_target_`.
+1a7e2cabcbb38696dc9c1e692a27e9986f9b2334, without the names of classes.
 """
 
 from __future__ import annotations
