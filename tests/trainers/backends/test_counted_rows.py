@@ -65,7 +65,7 @@ def run_cases(rank: int, world: int, chosen: tuple[Case, ...], folder: str) -> l
 
 
 @pytest.mark.processes
-@both
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("megatron", marks=[pytest.mark.megatron, pytest.mark.slow])])
 def test_each_row_counts_once_on_two_ranks(kind: str, folder: Path, tmp_path: Path) -> None:
     changes = {"loss": LossConfig(clip_low=0.1, clip_high=0.15, aggregation="sequence", kl_coef=0.05)}
     packed = "" if kind == "megatron" else " packed"

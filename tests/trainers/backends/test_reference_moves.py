@@ -74,6 +74,7 @@ def test_the_reference_moves_every_second_step(kind: str, folder: Path, model: s
     assert_moves(run(0, Case(f"{kind} {model}", CHANGES), str(folder)), folder, model)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @both
 def test_the_reference_moves_on_two_ranks(kind: str, folder: Path, tmp_path: Path) -> None:

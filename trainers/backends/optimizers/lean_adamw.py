@@ -174,8 +174,14 @@ def _rounded_at_random(value: torch.Tensor) -> torch.Tensor:
 
 
 def _encode(state: dict[str, torch.Tensor], moment: str, shares: torch.Tensor) -> None:
-    """Keep the codes of the values of a moment. shares: the values as shares of the scales of their blocks."""
+    """Keep the codes of the values of a moment. shares: the values as shares of the scales of their blocks.
+
+    A second moment above 0 gets a code above 0, unlike torchao's. Otherwise a weight without a gradient in the next
+    step, as of a token that does not occur, would be moved by its first moment divided by `eps`.
+    """
     codes = _rounding().quantize_8bit_with_qmap(shares, _codes(moment, shares.device))
+    if moment == MOMENTS[1]:
+        codes = codes.clamp(min=1).where(shares > 0, codes)
     state[moment].copy_(codes, non_blocking=True)
 
 

@@ -69,6 +69,7 @@ def test_one_rank_trains_as_the_fsdp_backend(folder: Path, model: str) -> None:
     assert_as_fsdp(steps(0, case, str(folder)), folder, model)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_two_ranks_train_as_the_fsdp_backend(folder: Path, tmp_path: Path) -> None:
     [tensor, stages, data], _ = run_on_ranks(

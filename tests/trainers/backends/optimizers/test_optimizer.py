@@ -113,11 +113,26 @@ def test_moments_in_8_bits_are_torchaos() -> None:
     with torch.compiler.set_stance("force_eager"):
         theirs = moved_by((AdamW8bit, {**ADAM, "names": MATRICES, "vectors": VECTORS}))
     ours, optimizer = moved(config(optimizer="adamw_8bit"))
-    assert_equal(ours, theirs, atol=2e-6)
+    for name, value in ours.items():
+        # Theirs rounds the smallest second moments to 0.
+        other = (value - theirs[name]).abs() > 2e-6
+        assert other.float().mean() < (0.02 if name == "wide.weight" else 1e-9), name
     exact, _ = moved(config())
     assert (ours["wide.weight"] - exact["wide.weight"]).abs().max() > 1e-4
+    assert (ours["wide.weight"] - exact["wide.weight"]).abs().max() < LR
     bits = {(value.dtype, value.numel()) for value in optimizer.tensors() if value.numel() == 64 * 128}
     assert bits == {(torch.uint8, 64 * 128)}
+
+
+def test_a_weight_that_has_no_gradient_in_a_step_does_not_jump() -> None:
+    """A small second moment beside a large one must not become 0."""
+    param = nn.Parameter(torch.zeros(64, 64))
+    optimizer = build_optimizer(nn.ParameterDict({"one": param}), TrainerConfig(optimizer="adamw_8bit"))
+    for scale in (1.0, 0.0, 0.0):
+        param.grad = torch.full_like(param, 1e-4 * scale)
+        param.grad[:, 0] = scale
+        optimizer.step(LR)
+    assert param.detach().abs().max() < 3 * LR
 
 
 def test_moments_in_host_memory_are_the_same_moments() -> None:
