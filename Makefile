@@ -57,7 +57,9 @@ test-all: .venv/test.stamp .venv/vllm.stamp .venv/agents.stamp .venv/verifiers.s
 	HEADRACE_VERIFIERS_PYTHON=$(CURDIR)/.venv/verifiers/bin/python $(PYTEST) -n 2 -m "not drill and not gpu" --durations=25 $(ARGS)
 
 # The other release of megatron-core, which needs another Python, and the newest Transformers of our range.
-test-other: .venv/other.stamp .venv/newest.stamp
+# TRL, with which losses, updates and names of settings are compared, stands beside .venv's packages.
+test-other: .venv/other.stamp .venv/newest.stamp .venv/trl.stamp
+	PYTHONPATH=.venv/trl $(PYTEST) -n 2 tests/trainers/losses tests/trainers/config/test_peers.py
 	[ ! -x .venv/other/bin/python ] || .venv/other/bin/python -m pytest -n 2 -m "megatron and not drill and not gpu" tests/trainers
 	PYTHONPATH=.venv/newest $(PYTEST) -n 2 -m "not slow and not drill and not gpu and not vllm" $(NEWEST_TESTS)
 
@@ -136,6 +138,11 @@ $(BIN)/python:
 .venv/newest.stamp: pyproject.toml | $(BIN)/python
 	rm -rf .venv/newest
 	$(BIN)/python -m pip install -q --no-deps --target .venv/newest "$$(sed -n 's/^ *"\(transformers[^"]*\)".*/\1/p' pyproject.toml)"
+	touch $@
+
+.venv/trl.stamp: pyproject.toml | $(BIN)/python
+	rm -rf .venv/trl
+	$(BIN)/python -m pip install -q --no-deps --target .venv/trl trl==1.16.0
 	touch $@
 
 # verifiers wants an openai below 3, which vLLM does not bring: it gets a Python of its own.

@@ -351,6 +351,9 @@ class MicroBatch:
     row_tokens: np.ndarray | None = None
     """Number of response tokens in each whole row that this step trains on, int64 `[N]`. A pipeline stage without the
     column `response_mask` cannot count them itself. None unless `trainer.moe.aux_loss_coef` is above 0."""
+    counted: np.ndarray | None = None
+    """1 for each row that counts in the step's mean over rows or groups, although it may be cut off and masked, else 0:
+    int64 `[N]`. None: rows with a trained token count."""
 
 
 @dataclass(frozen=True, slots=True)

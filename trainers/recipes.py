@@ -105,8 +105,8 @@ _LEFT_OUT = (
     "rollout.num_actors", "rollout.tp", "rollout.max_batch", "rollout.max_model_len", "rollout.kv_cache",
     "rollout.gpu_memory_utilization", "rollout.vllm", "trainer.dp", "trainer.tp", "trainer.pp", "trainer.cp",
     "trainer.ep", "trainer.sequence_parallel", "trainer.distributed_optimizer", "trainer.offload", "trainer.recompute",
-    "trainer.mixed_precision", "trainer.packing", "trainer.warmup_steps", "trainer.head", "algorithm.chunk_groups",
-    "algorithm.minibatches", "validation.max_new_tokens",
+    "trainer.mixed_precision", "trainer.packing", "trainer.warmup_steps", "trainer.warmup_ratio", "trainer.head",
+    "trainer.offload_optimizer", "algorithm.chunk_groups", "algorithm.minibatches", "validation.max_new_tokens",
 )  # fmt: skip
 """Keys about GPUs and sizes that the scaled-down form leaves at their defaults."""
 

@@ -138,7 +138,7 @@ class RolloutActor(EngineHost):
         opened = open_prompts(setup.data, tokenizer, seed=setup.seed, check_lengths=setup.check_prompts)
         note = end_note(end_tokens(setup.tokenizer, tokenizer), tokenizer)
         self._data_notes = (*opened.notes, *([note] if note else []))
-        prompts = PromptStream(opened.source, seed=setup.seed)
+        prompts = PromptStream(opened.source, seed=setup.seed, rates=opened.rates)
         held_out = {evaluation.name: self._open_evaluation(evaluation, tokenizer) for evaluation in setup.evaluations}
         if setup.engine is None:
             engine = Router(timeout_s=setup.engine_timeout_s, on_left_out=lambda left: self.worker.note_left_out(left))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ...dataplane.config import Count, PathText, Positive, Section, Text
 from ..columns import ColumnConfig
 
+Share = Annotated[float, Field(ge=0, le=1)]
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 """Suffixes of files with one JSON object per line."""
 MIXTURE = "mixture"
@@ -176,6 +177,22 @@ class DataConfig(Section):
     """Treatment of prompts from a file or dataset that have more than `data.max_prompt_tokens` tokens. All prompts are
     checked at the start. `error` ends the run; `drop` leaves out the prompts that are too long and reports how many
     there were."""
+
+    success_field: Text | None = None
+    """Name of the column with the success rate of a training prompt from a file or dataset: the share of samples, from
+    0 to 1, that solved it for a model like the one that is trained. Unset: rates are not known."""
+    success_range: tuple[Share, Share] = (0.0, 1.0)
+    """Smallest and largest success rate of training prompts. Others are left out, and their number is reported."""
+    curriculum: Literal["none", "easy_first"] = "none"
+    """Order of training prompts. `none` shuffles each epoch. `easy_first` begins each epoch with the prompts of the
+    highest success rate; prompts with equal rates are shuffled."""
+
+    @field_validator("success_range")
+    @classmethod
+    def _ascending(cls, ends: tuple[float, float]) -> tuple[float, float]:
+        if ends[0] > ends[1]:
+            raise ValueError(f"got {list(ends)}, expected the smaller end first")
+        return ends
 
     @field_validator("answer_pattern")
     @classmethod

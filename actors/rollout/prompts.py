@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from ..engines.chat_template import apply_chat_template
 from ..engines.tokenizer import count_tokens
 from ..protocols import Prompt, PromptRow, PromptSource
 from .data_config import DataConfig, indexed_fields
+from .difficulty import success_rates, wanted_prompts
 from .prompt_rows import check_encodable, check_rendered, read_row
 from .prompt_sources import (
     ENVIRONMENT,
@@ -189,9 +190,19 @@ class PromptStream:
     source is kept.
     """
 
-    def __init__(self, source: PromptSource, *, seed: int = 0, shuffle: bool = True, uid_prefix: str = "") -> None:
+    def __init__(
+        self,
+        source: PromptSource,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        uid_prefix: str = "",
+        rates: np.ndarray | None = None,
+    ) -> None:
         """shuffle: True gives each epoch of a finite source its own random order. uid_prefix: prefix of the uids of the
-        prompts; streams with different prefixes never share a uid."""
+        prompts; streams with different prefixes never share a uid. rates: success rate of each prompt, float64 `[N]`,
+        the highest of which come first in each epoch; None for no such order."""
+        self._rates = rates
         self._source = source
         self._seed = seed
         self._shuffle = shuffle
@@ -212,7 +223,8 @@ class PromptStream:
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         assert self._source.size is not None
-        return np.random.default_rng([self._seed, epoch]).permutation(self._source.size)
+        order = np.random.default_rng([self._seed, epoch]).permutation(self._source.size)
+        return order if self._rates is None else order[np.argsort(-self._rates[order], kind="stable")]
 
 
 def row_key(prompt_uid: str, sample: int) -> str:
@@ -364,6 +376,8 @@ class OpenedSource:
     notes: tuple[str, ...]
     """Sentences for the user about choices made when the source was opened, such as the split that validation reads or
     how many prompts were left out."""
+    rates: np.ndarray | None = None
+    """Success rate of each prompt, by which each epoch is ordered, float64 `[N]`; None without a curriculum."""
 
 
 def open_prompts(
@@ -380,7 +394,7 @@ def open_prompts(
     opened = [_open_part(part, tokenizer, seed=seed, check_lengths=check_lengths, held_out=held_out) for part in parts]
     if parts == [config]:
         return opened[0]
-    streams = [PromptStream(one.source, seed=seed, shuffle=held_out is None) for one in opened]
+    streams = [PromptStream(one.source, seed=seed, shuffle=held_out is None, rates=one.rates) for one in opened]
     weights = [part.weight for part in config.mixture]
     mixed = MixedSource([one.source.name for one in opened], streams, weights, seed)
     return OpenedSource(mixed, tuple(note for one in opened for note in one.notes))
@@ -405,4 +419,22 @@ def _open_part(
             )
     elif check_lengths:
         check_prompt_lengths(source, tokenizer, config.max_prompt_tokens)
-    return OpenedSource(source, tuple(notes))
+    if config.success_field is None or held_out is not None or source.size is None:
+        return OpenedSource(source, tuple(notes))
+    source, rates, dropped = by_success(source, config)
+    if dropped:
+        low, high = config.success_range
+        notes.append(
+            f"{dropped} of {dropped + len(rates)} training prompts of {source.name} are left out, as their success "
+            f"rates are not in data.success_range=[{low:g}, {high:g}]"
+        )
+    return OpenedSource(source, tuple(notes), rates if config.curriculum == "easy_first" else None)
+
+
+def by_success(source: PromptSource, config: DataConfig) -> tuple[PromptSource, np.ndarray, int]:
+    """Return the prompts of a finite source in `data.success_range`, their rates, and the number of prompts left out.
+    Raises what `success_rates` and `wanted_prompts` raise."""
+    rates = success_rates(source, config, partial(place_of, source))
+    kept = wanted_prompts(rates, config, source.name)
+    chosen = source if len(kept) == len(rates) else KeptSource(source, kept)
+    return chosen, rates[kept], len(rates) - len(kept)

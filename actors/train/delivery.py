@@ -149,7 +149,8 @@ class RankView:
 
 
 def _micro(batch: Batch, facts: RowFacts) -> MicroBatch:
-    return MicroBatch(batch, facts.lengths, facts.advantages, facts.group_ids, facts.group_tokens, facts.row_tokens)
+    counts = (facts.group_tokens, facts.row_tokens, facts.counted)
+    return MicroBatch(batch, facts.lengths, facts.advantages, facts.group_ids, *counts)
 
 
 class Independent:

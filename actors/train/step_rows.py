@@ -59,8 +59,8 @@ class TrainShard:
     meta: bytes | None
     """Receipt of the replica's rows (their keys and locations, without content) as `KVBatchMeta.to_bytes()`, in the
     order of the microbatches. It carries values per row (float32): `advantage`; `group_tokens` with
-    `loss.aggregation=prompt`; `row_tokens` with `trainer.moe.aux_loss_coef` above 0. None for a rank that neither reads
-    nor writes rows."""
+    `loss.aggregation=prompt`; `row_tokens` with `trainer.moe.aux_loss_coef` above 0; `counted` with
+    `algorithm.mask_truncated` and a mean over rows. None for a rank that neither reads nor writes rows."""
     sizes: np.ndarray
     """Number of rows of each microbatch, int64 `[M]`."""
     digest: str
@@ -127,9 +127,8 @@ class StepRows:
     def facts(self, numbers: range) -> RowFacts:
         """Return the per-row values (lengths, advantages and groups) of the given microbatches, concatenated."""
         rows, tags = np.concatenate([self._ranges[number] for number in numbers]), self._meta.tags
-        counts = [
-            tags[name][rows].astype(np.int64) if name in tags else None for name in ("group_tokens", "row_tokens")
-        ]
+        names = ("group_tokens", "row_tokens", "counted")
+        counts = [tags[name][rows].astype(np.int64) if name in tags else None for name in names]
         advantages = tags["advantage"][rows].astype(np.float32)
         return RowFacts(self._meta.lengths[rows], advantages, self._meta.groups[rows], *counts)
 

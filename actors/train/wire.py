@@ -31,7 +31,7 @@ _PROLOGUE = struct.Struct("<4s16sB3xIIQ")
 PROLOGUE_BYTES = _PROLOGUE.size
 _MAGIC = b"hrrp"
 _OK, _ERROR = 0, 1
-_Facts = tuple[bytes, np.ndarray, bytes, bytes | None, bytes | None]
+_Facts = tuple[bytes, np.ndarray, bytes, bytes | None, bytes | None, bytes | None]
 _HeaderMessage = tuple[_Facts | None, tuple[str, ...], tuple[int, ...], dict[str, np.ndarray]]
 
 
@@ -102,12 +102,14 @@ class RowFacts:
     """Number of tokens in each row's group, int64 `[N]`; None when the loss does not use it."""
     row_tokens: np.ndarray | None
     """Number of response tokens of each row that are trained on, int64 `[N]`; None when no loss needs it."""
+    counted: np.ndarray | None = None
+    """1 for each row that counts in means over rows, int64 `[N]`; None when those with trained tokens do."""
 
     def cut(self, sizes: Sequence[int]) -> list[RowFacts]:
         """Split into consecutive RowFacts that have the numbers of rows in `sizes`."""
         ends = np.cumsum(sizes)
         parts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        counts = (self.group_tokens, self.row_tokens)
+        counts = (self.group_tokens, self.row_tokens, self.counted)
         return [
             RowFacts(
                 self.lengths[part],
@@ -139,7 +141,8 @@ def encode_header(header: Header) -> bytes:
     """Encode `header` as a message of 7 to 9 bytes per row."""
     facts, packed = header.facts, None
     if facts is not None:
-        counts = [None if count is None else pack_ints(count) for count in (facts.group_tokens, facts.row_tokens)]
+        counts = (facts.group_tokens, facts.row_tokens, facts.counted)
+        counts = [None if count is None else pack_ints(count) for count in counts]
         packed = (pack_ints(facts.lengths), facts.advantages, pack_ints(facts.group_ids), *counts)
     return messages.encode((packed, header.fields, header.part_bytes, header.shapes))
 

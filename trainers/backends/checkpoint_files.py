@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -35,23 +34,6 @@ from ..errors import CheckpointDamaged, UserError
 STEPS = "steps"
 """Name of the checkpoint entry that holds the number of optimizer steps taken (int64 scalar). This number is the whole
 state of the learning-rate schedule."""
-
-
-def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, steps: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors that training changes, by name: weights, optimizer state and the number of steps. Frozen
-    weights are left out if others are trained.
-
-    The result holds the live tensors, sharded if the model is sharded. Hyperparameters are left out on purpose, because
-    a resumed run takes them from its config.
-    """
-    state = {STEPS: steps}
-    params = dict(model.named_parameters(remove_duplicate=False))
-    trains = any(param.requires_grad for param in params.values())
-    frozen = {name for name, param in params.items() if trains and not param.requires_grad}
-    state |= {f"model.{name}": value for name, value in model.state_dict().items() if name not in frozen}
-    for name, param in model.named_parameters():
-        state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[param].items()}
-    return state
 
 
 def prepare(
@@ -93,10 +75,15 @@ def write(path: str, staged: dict[str, torch.Tensor], rank: int, world: int, gro
 
 
 def load_checkpoint(
-    path: str, state: dict[str, torch.Tensor], rank: int, world: int, group: dist.ProcessGroup | None = None
+    path: str,
+    state: dict[str, torch.Tensor],
+    rank: int,
+    world: int,
+    group: dist.ProcessGroup | None = None,
+    optional: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Fill the tensors of `state` in place from the checkpoint `path`, and set this rank's RNG state. Collective over
-    `group`.
+    `group`. optional: further tensors, of which those that the checkpoint lacks are removed.
 
     Any number of ranks in any mesh may load. If n ranks have saved their RNG state, rank r takes that of rank r % n.
     Raises ValueError, before any tensor is changed, when there is no complete checkpoint, when it belongs to another
@@ -107,7 +94,10 @@ def load_checkpoint(
         raise ValueError(f"checkpoint {path}: missing or incomplete, expected a folder that save has written")
     expect_undamaged(path, rank, world, group)
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    for name, value in state.items():
+    optional = {} if optional is None else optional
+    for name in optional.keys() - stored.keys():
+        del optional[name]
+    for name, value in {**state, **optional}.items():
         entry = stored.get(name)
         size = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
         if size != tuple(value.shape):
@@ -116,7 +106,7 @@ def load_checkpoint(
     saved_ranks = sum(name.startswith("rng.") for name in stored)
     rng = {name: torch.empty_like(value) for name, value in _rng_state(rank % saved_ranks).items() if name in stored}
     with _one_process(world):
-        load({**state, **rng}, checkpoint_id=path, process_group=group)
+        load({**state, **optional, **rng}, checkpoint_id=path, process_group=group)
     for name, value in rng.items():
         torch.cuda.set_rng_state(value) if name.startswith("cuda_rng.") else torch.set_rng_state(value)
 
@@ -359,11 +349,11 @@ class Checkpointer:
         """
         on_first_rank(action, self._rank, self._world, self._group)
 
-    def load(self, path: str, state: dict[str, torch.Tensor]) -> None:
+    def load(self, path: str, state: dict[str, torch.Tensor], optional: dict[str, torch.Tensor] | None = None) -> None:
         """Wait for a write in progress to end, then fill `state` from the checkpoint `path` (see `load_checkpoint`)."""
         self.wait()
         with _torch_errors(path):
-            load_checkpoint(path, state, self._rank, self._world, self._group)
+            load_checkpoint(path, state, self._rank, self._world, self._group, optional)
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written. Raises the error of the last write, once, or TimeoutError when the

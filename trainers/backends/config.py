@@ -16,6 +16,10 @@ from .lora_config import LoraConfig
 
 Head = Literal["auto", "selected", "full"]
 Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["constant", "cosine", "linear", "polynomial", "inverse_sqrt", "warmup_stable_decay"]
+MOMENT_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2 + 8 / 256, "muon": 4.0}
+"""Number of bytes of an optimizer's state for each weight, by the value of `trainer.optimizer`. With `muon` it is that
+of the matrices of decoder layers; other weights take 8."""
 ROUNDED_MESH = (
     "trainer.backend='fsdp' with data parallelism alone (trainer.tp, trainer.cp, trainer.pp and trainer.ep at 1)"
 )
@@ -45,8 +49,20 @@ class MoeConfig(Section):
         return self.load_metrics or self.aux_loss_coef > 0 or self.bias_update_rate > 0
 
 
+class ParameterGroupConfig(Section):
+    """Settings for some of the model's weights that differ from those of the others."""
+
+    pattern: str = Field(min_length=1)
+    """Pattern of the names of these weights in the Hugging Face model, where `*` stands for any text, such as
+    `*.embed_tokens.*`. A weight belongs to the first entry of the list whose pattern its name matches."""
+    lr_factor: Positive = 1.0
+    """Factor of the learning rate of these weights. `trainer.lr` and its schedule are multiplied by it."""
+    weight_decay: NonNegative | None = None
+    """Weight decay of these weights, whatever their role. Unset: that of `trainer.weight_decay` and their role."""
+
+
 class TrainerConfig(Section):
-    """Settings of the train workers: their mesh, their memory, and their optimizer (AdamW, arXiv:1711.05101)."""
+    """Settings of the train workers: their mesh, their memory, and their optimizer."""
 
     backend: Literal["fsdp", "megatron", "scripted"] = "fsdp"
     """Backend that trains the model. `fsdp` trains any causal language model of transformers with FSDP2, and with the
@@ -90,24 +106,50 @@ class TrainerConfig(Section):
     """If true, a rank of `fsdp` gathers the weights of a layer for each pass over the layer and frees them afterwards.
     If false, it keeps them until its last microbatch, which is faster but takes 2 bytes of GPU memory per parameter (4
     without mixed precision), divided by `trainer.tp`."""
+    optimizer: Literal["adamw", "adamw_8bit", "adamw_bf16", "muon"] = "adamw"
+    """Optimizer of the backend `fsdp`; `megatron` has `adamw` only. `adamw` (arXiv:1711.05101) keeps two moments of
+    each weight in float32, 8 bytes. `adamw_8bit` rounds them to 8 bits in blocks (arXiv:2110.02861, 2 bytes; needs the
+    extra `quantized`), and `adamw_bf16` to bfloat16, at random (4 bytes). `muon` (arXiv:2502.16982) orthogonalises the
+    updates of the matrices between embedding and output layer and keeps one moment of these (4 bytes); it trains the
+    other weights, and stacked experts, with `adamw`."""
+    offload_optimizer: bool = False
+    """If true, AdamW's moments are in host memory, from where each update takes those of one weight after the other to
+    the GPU and back. It works on one train worker, too. Only for the backend `fsdp`."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of the names of weights that are not trained, where `*` stands for any text, such as
+    `[model.embed_tokens.*, "*.mlp.gate.*"]`. Names are those of the Hugging Face model. Each pattern must match one."""
+    groups: tuple[ParameterGroupConfig, ...] = ()
+    """Groups of weights with a learning rate or a weight decay of their own."""
     lr: NonNegative = 1e-6
     """Peak learning rate. With 0 the policy does not change, which serves as a control for runs that train."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
+    eps: Positive = 1e-8
+    """Number that AdamW adds to the root of the second moment before it divides by it. Below a gradient of this size
+    the updates of AdamW become smaller."""
     weight_decay: NonNegative = 0.0
-    """Weight decay of matrices. Norms, biases and the rates `A_log` of state-space layers have none, whatever their
-    shape."""
+    """Weight decay of matrices, those of embedding and output layer among them, as in the Trainer of transformers.
+    Norms, biases, scales, and the rates `A_log` of state-space layers have none, whatever their shape. `trainer.groups`
+    changes it by name."""
     grad_clip: Positive | None = 1.0
     """Largest global norm of the mean gradient. A gradient with a larger norm is scaled down to this norm. `null` never
     scales gradients down."""
     warmup_steps: CountOrZero = 0
     """Number of steps over which the learning rate rises to `trainer.lr`. It rises with each optimizer update. In a run
     with fewer steps it rises until the end."""
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Course of the learning rate after the warm-up. `constant` keeps it; `cosine` and `linear` lower it to
-    `trainer.min_lr` by the end of the run. The rate changes with each optimizer update."""
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Length of the warm-up as a share of the run's steps, instead of `trainer.warmup_steps`."""
+    schedule: Schedule = "constant"
+    """Course of the learning rate after the warm-up, by the names and formulas of transformers. `constant` keeps it.
+    `cosine`, `linear` and `polynomial` lower it to `trainer.min_lr` by the end of the run. `warmup_stable_decay` keeps
+    it, and lowers it along a half cosine in the last part of the run (`trainer.decay_ratio`). `inverse_sqrt` lowers it
+    with the root of the number of updates. The rate changes with each optimizer update."""
     min_lr: NonNegative = 0.0
-    """Learning rate at which the schedules `cosine` and `linear` end; at most `trainer.lr`."""
+    """Learning rate at which the schedules that have an end stop; at most `trainer.lr`."""
+    power: Positive = 1.0
+    """Exponent of the schedule `polynomial`, which is `linear` with 1."""
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Last part of the run in which `warmup_stable_decay` lowers the learning rate, as a share of the run's steps."""
     packing: Literal["auto", "none", "packed", "dynamic"] = "auto"
     """Layout of the rows of a microbatch. `none` pads them to the length of the longest. `dynamic` does the same but
     puts rows of similar length into the same microbatch. `packed` puts rows one after the other without padding;
@@ -157,8 +199,8 @@ class BackendConfig:
     scripted: ScriptedConfig = ScriptedConfig()
     router_replay: RouterReplayConfig = RouterReplayConfig()
     total_steps: int = 0
-    """Number of steps after which the schedules `cosine` and `linear` reach `trainer.min_lr`; `constant` does not need
-    it."""
+    """Number of steps of the run, after which schedules reach `trainer.min_lr`. Without `trainer.warmup_ratio` the
+    schedules `constant` and `inverse_sqrt` do not need it."""
     updates_per_step: int = 1
     """Number of optimizer updates of each step: epochs x mini-batches."""
     prev: PrevSource = "rollout"
@@ -203,6 +245,11 @@ class BackendConfig:
             )
         if self.rounded is not None and (self.trainer.backend != "fsdp" or self.topology.world != self.topology.dp):
             raise ValueError(f"trainer.lora.base: got {lora.base!r}, expected 'model', or {ROUNDED_MESH}")
+
+    @property
+    def reference_updates(self) -> int:
+        """Number of optimizer updates after which the reference model moves; 0 if it never does."""
+        return self.loss.reference_every * self.updates_per_step
 
     @property
     def base(self) -> str:

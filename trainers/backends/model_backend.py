@@ -101,7 +101,9 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         """
         self._residence.require_onloaded("finish_step")
         with self._meter.working():
-            metrics = self._finish()
+            metrics, every = self._finish(), self._config.reference_updates
+            if every and not metrics["train/skipped"] and int(self._steps) % every == 0:
+                self._move_reference(self._config.loss.reference_mix)
             if self._replay is not None:
                 metrics |= self._replay.metrics()
         return {**metrics, **self._meter.metrics()}
@@ -138,7 +140,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
             reduce_rows=reduce_rows,
         )
         self._meter.add(counted, len(rows.index))
-        return self._step.add(inputs, row_tokens.numpy(), micro.group_ids, entropy)
+        return self._step.add(inputs, row_tokens.numpy(), micro.group_ids, entropy, micro.counted)
 
     # ---------------- These methods compute log-probs.
 
@@ -234,7 +236,8 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
     def load(self, path: str) -> None:
         """Read the checkpoint `path`, which any number of ranks may have written. Collective.
 
-        The reference model and hyperparameters such as the learning rate are not read; they come from the config.
+        Hyperparameters such as the learning rate are not read; they come from the config. The reference model is read
+        if it has moved (`loss.reference_every`), and else comes from the config, too.
         Raises RuntimeError while a step is open or the backend is offloaded, and ValueError when `path` is not a
         complete checkpoint of this model.
         """
@@ -290,6 +293,10 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
     @abstractmethod
     def _finish(self) -> dict[str, float]:
         """Sum the gradients, step the optimizer, and return the metrics of the step."""
+
+    @abstractmethod
+    def _move_reference(self, mix: float) -> None:
+        """Move the weights of the reference model towards the policy's, of which they then have the share `mix`."""
 
     @abstractmethod
     def _columns(

@@ -1,10 +1,10 @@
-"""Implements a train step on one rank: it sums over microbatches, counts, divides once, and steps AdamW.
+"""Implements a train step on one rank: it sums over microbatches, counts, divides once, and updates.
 
     begin -> (accumulating: add -> backward)* -> finish -> apply | abort
 
 The fsdp and megatron backends share it. Losses and metrics are kept as sums, denominators as counts. `finish` adds them
 up over the ranks in one all-reduce, and finds the largest mismatch and token gradient of all ranks in another.
-Gradients are divided by the denominator and clipped, and AdamW steps at the learning rate of the schedule.
+Gradients are divided by the denominator and clipped, and the optimizer steps at the learning rate of the schedule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from ..losses.correction import MISMATCH_MAX, MISMATCH_SUMS, mismatch
 from ..losses.terms import LossInputs, PolicyLoss
-from .config import BackendConfig, TrainerConfig
+from .config import BackendConfig
+from .optimizers.schedule import learning_rate
 
 
 class StepState(enum.Enum):
@@ -150,13 +151,19 @@ class TrainStep:
         self._state = StepState.OPEN
 
     def add(
-        self, inputs: LossInputs, row_tokens: np.ndarray, group_ids: np.ndarray, entropy: torch.Tensor | None
+        self,
+        inputs: LossInputs,
+        row_tokens: np.ndarray,
+        group_ids: np.ndarray,
+        entropy: torch.Tensor | None,
+        counted: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Add one microbatch to the sums and return its summed loss, a scalar to call `backward` on.
 
         `row_tokens` (int64 `[N]`) has the values of `inputs.row_tokens`, but on the CPU, so that counting does not wait
         for a GPU. `group_ids` (int64 `[N]`) has the id of each row's group, the rows of one prompt. `entropy` (float32
-        `[T]`) is None exactly when the step reports no entropy.
+        `[T]`) is None exactly when the step reports no entropy. `counted` (int64 `[N]`) is not 0 for rows that count in
+        means over rows or groups; None: rows with tokens count.
         """
         sums = self._loss(inputs)
         extra = () if entropy is None else (entropy.detach().sum(),)
@@ -170,9 +177,10 @@ class TrainStep:
         self._tokens += len(inputs.logprobs)
         if not self._counts_rows:
             return sums.loss
-        self._sequences += int((row_tokens > 0).sum())
+        counts = (row_tokens if counted is None else counted) > 0
+        self._sequences += int(counts.sum())
         if self._loss.denominator == "groups":
-            self._group_ids.update(group_ids[row_tokens > 0].tolist())
+            self._group_ids.update(group_ids[counts].tolist())
         return sums.loss
 
     def _weigh_tokens(self, gradient: torch.Tensor) -> None:
@@ -203,6 +211,8 @@ class TrainStep:
         denominator = {"tokens": tokens, "sequences": sequences}.get(self._loss.denominator)
         if denominator is None:
             denominator = float(self._count_groups())
+        if not tokens:
+            denominator = 0.0  # Masked rows alone teach nothing.
         self._state = StepState.CLOSED
         names = (*(f"logprob/{name}" for name in MISMATCH_SUMS), *(f"train/{name}" for name in self._names))
         metrics = {
@@ -240,75 +250,8 @@ class TrainStep:
 
 # ---------------- These functions update the weights.
 
-ADAM_EPS = 1e-8
 CLIP_EPS = 1e-6
 """Small number added to the norm before dividing by it, as in torch.nn.utils.clip_grad_norm_."""
-
-
-def build_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """Build a fused AdamW optimizer and allocate its state at once. Even a checkpoint from before the first step then
-    contains the full state.
-
-    Weight decay applies to matrices only (see `_undecayed`). The optimizer of a model that is not trained is empty.
-    """
-    params, undecayed = [param for param in model.parameters() if param.requires_grad], _undecayed(model)
-    sorts: dict[tuple[bool, object], list[nn.Parameter]] = {}
-    for param in params:  # A fused kernel takes DTensors of a single mesh only.
-        mesh = param.device_mesh if isinstance(param, DTensor) else None
-        sorts.setdefault((id(param) in undecayed, mesh), []).append(param)
-    groups = [
-        {"params": members, "weight_decay": 0.0 if free else config.weight_decay}
-        for (free, _), members in sorts.items()
-    ]
-    optimizer = torch.optim.AdamW(
-        groups or [{"params": []}], lr=config.lr, betas=config.betas, eps=ADAM_EPS, fused=True
-    )
-    for param in params:
-        optimizer.state[param] = {
-            "step": torch.zeros((), dtype=torch.float32, device=param.device),
-            "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
-        }
-    return optimizer
-
-
-def _undecayed(model: nn.Module) -> set[int]:
-    """Return the `id` of each parameter without weight decay: vectors, and norms, biases and decay rates of any shape.
-
-    GPT-OSS has a matrix of biases for its experts, Cohere norms for each head, and Mamba a matrix `A_log` of rates.
-    """
-    return {
-        id(param)
-        for module in model.modules()
-        for name, param in module.named_parameters(recurse=False)
-        if param.ndim < 2 or name.endswith("bias") or name == "A_log" or "norm" in type(module).__name__.lower()
-    }
-
-
-def learning_rate(config: TrainerConfig, update: int, total_steps: int, updates_per_step: int = 1) -> float:
-    """Return the learning rate of the optimizer update `update`, counted from 0 over the whole run.
-
-    It rises linearly to the peak rate in the warm-up. Then it is constant, or falls to the end's rate along a half
-    cosine or a line, which it reaches after `total_steps` steps of `updates_per_step` updates each. Peak and end are
-    `lr` and `min_lr`, for an adapter times `lora.lr_factor`.
-    """
-    factor = config.lora.lr_factor if config.lora.rank else 1.0
-    return factor * _base_rate(config, update, total_steps, updates_per_step)
-
-
-def _base_rate(config: TrainerConfig, update: int, total_steps: int, updates_per_step: int) -> float:
-    """Return the rate of `learning_rate` for a run that trains all weights."""
-    warmup, total = config.warmup_steps * updates_per_step, total_steps * updates_per_step
-    if update < warmup:
-        return config.lr * (update + 1) / warmup
-    if config.schedule == "constant":
-        return config.lr
-    progress = min(1.0, (update - warmup) / (total - warmup))
-    if config.schedule == "cosine":
-        return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
-    if config.schedule == "linear":
-        return config.min_lr + (config.lr - config.min_lr) * (1 - progress)
-    raise ValueError(f"trainer.schedule: got {config.schedule!r}, expected 'constant', 'cosine' or 'linear'")
 
 
 def local_gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:

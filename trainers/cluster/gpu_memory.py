@@ -15,7 +15,7 @@ from ...actors.engines.config import ModelConfig, engine_dtype, memory_share
 from ...actors.process.memory import assumed_machine, gpu_sizes
 from ...actors.rollout.config import RolloutConfig
 from ...codecs.integers import ceil_div
-from ..backends.config import TrainerConfig
+from ..backends.config import MOMENT_BYTES, TrainerConfig
 from ..backends.lora_config import ROUNDED_BYTES
 from ..backends.vocab.logprobs import GPU_LOGIT_ELEMENTS
 from ..base_model.prepare import model_config
@@ -225,8 +225,9 @@ def _pass_parts(trainer: TrainerConfig, model: Mapping[str, Any], params: int) -
 
 def trained_parts(trainer: TrainerConfig, params: int, *, with_reference: bool) -> dict[str, int]:
     """Return the memory of one train worker between two passes: name of a part -> bytes. All parts are in float32,
-    except that a reference model and the base of an adapter are in bfloat16 with mixed precision, and rounded weights
-    of such a base take a byte or less. The result accounts for the sharding over ranks.
+    except that a reference model and the base of an adapter are in bfloat16 with mixed precision, rounded weights of
+    such a base take a byte or less, and moments what `trainer.optimizer` says. The result accounts for the sharding
+    over ranks.
     """
     topology = trainer.topology
     sharded = topology.world if trainer.backend == "fsdp" else topology.tp * topology.pp
@@ -236,15 +237,23 @@ def trained_parts(trainer: TrainerConfig, params: int, *, with_reference: bool) 
         if trainer.lora.base != "model":  # No rank shards rounded weights.
             whole = (1 - TABLES) * params * ROUNDED_BYTES[trainer.lora.base]
             frozen = int(TABLES * frozen + whole)
-        return {"weights": frozen + matrices, "gradients": matrices, "optimizer": 2 * matrices}
+        return {"weights": frozen + matrices, "gradients": matrices, "optimizer": _moments(trainer, matrices // 4)}
     each = params * 4 // sharded
-    moments = 2 * each
+    moments = _moments(trainer, params // sharded)
     if trainer.backend != "fsdp" and trainer.distributed_optimizer:
         moments = 2 * params * 4 // (sharded * topology.dp * topology.cp)
     parts = {"weights": each, "gradients": each, "optimizer": moments}
     if with_reference:
         parts["reference"] = params * (2 if trainer.mixed_precision else 4) // sharded
     return parts
+
+
+def _moments(trainer: TrainerConfig, weights: int) -> int:
+    """Return the bytes of an optimizer's state on the GPU for `weights` trained weights in float32. Those that
+    `trainer.freeze` leaves out are counted, too, because their names are not known here."""
+    if trainer.offload_optimizer:
+        return 0
+    return int(weights * MOMENT_BYTES[trainer.optimizer])
 
 
 def trained_bytes(trainer: TrainerConfig, params: int, *, with_reference: bool) -> int:
@@ -276,12 +285,16 @@ def host_bytes(trainer: TrainerConfig, params: int, *, with_reference: bool, gpu
     for offloaded state is not included; see `GpuMemory.host`."""
     if trainer.backend == "scripted":
         return 0
+    moved = 0
+    if trainer.offload_optimizer:
+        whole = trainer.model_copy(update={"offload_optimizer": False})
+        moved = trained_parts(whole, params, with_reference=False)["optimizer"]
     if not gpus or trainer.offload:
-        return trained_bytes(trainer, params, with_reference=with_reference)
+        return moved + trained_bytes(trainer, params, with_reference=with_reference)
     if not with_reference or trainer.lora.rank or (trainer.backend == "fsdp" and trainer.topology.world == 1):
-        return 0
+        return moved
     # On GPUs the backends keep the reference model in host memory between uses; a single FSDP rank keeps it on its GPU.
-    return trained_parts(trainer, params, with_reference=True)["reference"]
+    return moved + trained_parts(trainer, params, with_reference=True)["reference"]
 
 
 def parameters(model: ModelConfig) -> int | None:

@@ -96,7 +96,7 @@ def journal(run: RunConfig, settings: str) -> JournalConfig | None:
 _FIRST_DATA = ("split", "prompt_field", "answer_field", "template", "options")
 _LATER_DATA = (
     "subset", "answer_pattern", "chat_template", "chat_template_kwargs", "system_prompt", "overlong_prompts", "mixture",
-    "columns",
+    "columns", "success_field", "success_range", "curriculum",
 )  # fmt: skip
 _LATER_MODEL = ("adapter", "attention", "renderer", "renderer_options")
 _LATER_REWARD = ("per", "runs", "timeout_s", "retries")

@@ -205,8 +205,7 @@ def meaning_problems(config: Config) -> Iterator[str]:
         )
     yield from metric_problems(config.validation, config.figures, config.data)
     yield from evaluation_problems(config.evaluation, config.reward, config.run)
-    if config.trainer.min_lr > config.trainer.lr:
-        yield f"trainer.min_lr: got {config.trainer.min_lr:g}, expected at most trainer.lr={config.trainer.lr:g}"
+    yield from optimizer_problems(config.trainer)
     if config.trainer.backend == "scripted" and rollout.engine != "scripted":
         yield (
             f"trainer.backend: got 'scripted' with rollout.engine={rollout.engine!r}, expected "
@@ -233,7 +232,7 @@ def meaning_problems(config: Config) -> Iterator[str]:
     if config.run.replay is not None:
         yield from replay_problems(config.run, config.validation, config.algorithm, window=config.overlap.window)
     yield from group_problems(config.algorithm, config.advantage)
-    yield from lora_problems(config.trainer, config.model.adapter)
+    yield from lora_problems(config.trainer, config.model.adapter, config.loss.reference_every)
     yield from objective_problems(config.loss, config.advantage, config.reward, config.algorithm.prev_logprobs)
     if config.router_replay.enabled:
         yield from route_problems(config.environment, config.rollout)
@@ -242,6 +241,32 @@ def meaning_problems(config: Config) -> Iterator[str]:
             config.algorithm.mode, config.sync, config.validation, config.evaluation, config.run.replay
         )
         yield from [f"resources.switch_roles: got 'always' with {obstacle}" for obstacle in obstacles]
+
+
+def optimizer_problems(trainer: TrainerConfig) -> Iterator[str]:
+    """Yield one sentence for each contradiction between the settings of the optimizer and its learning rate."""
+    if trainer.min_lr > trainer.lr:
+        yield f"trainer.min_lr: got {trainer.min_lr:g}, expected at most trainer.lr={trainer.lr:g}"
+    if trainer.warmup_ratio and trainer.warmup_steps:
+        yield (
+            f"trainer.warmup_ratio: got {trainer.warmup_ratio:g} beside trainer.warmup_steps={trainer.warmup_steps}, "
+            "expected one of the two, because both set the length of the warm-up"
+        )
+    if trainer.offload_optimizer and trainer.optimizer == "muon":
+        yield (
+            "trainer.offload_optimizer: got true with trainer.optimizer='muon', expected false, because only the "
+            "moments of AdamW can be in host memory"
+        )
+    if trainer.offload_optimizer and trainer.offload:
+        yield (
+            "trainer.offload_optimizer: got true with trainer.offload=true, expected false, because weights, gradients "
+            "and moments are in host memory already"
+        )
+    if trainer.freeze and trainer.lora.rank:
+        yield (
+            f"trainer.freeze: got {list(trainer.freeze)} with trainer.lora.rank={trainer.lora.rank}, expected [], "
+            "because all weights of the base are frozen; trainer.lora.targets chooses the layers with an adapter"
+        )
 
 
 def sync_problems(sync: SyncConfig, resources: ResourcesConfig) -> Iterator[str]:
@@ -417,9 +442,9 @@ def route_problems(environment: EnvironmentConfig, rollout: RolloutConfig) -> li
     ]
 
 
-def lora_problems(trainer: TrainerConfig, adapter: str | None) -> Iterator[str]:
+def lora_problems(trainer: TrainerConfig, adapter: str | None, reference_every: int) -> Iterator[str]:
     """Yield one sentence for each setting that does not go together with an adapter, or that needs one. adapter: value
-    of `model.adapter`."""
+    of `model.adapter`. reference_every: that of `loss.reference_every`."""
     lora = trainer.lora
     if not lora.rank:
         if adapter is not None:
@@ -428,6 +453,11 @@ def lora_problems(trainer: TrainerConfig, adapter: str | None) -> Iterator[str]:
                 "be the rank of that adapter"
             )
         return
+    if reference_every:
+        yield (
+            f"loss.reference_every: got {reference_every} with trainer.lora.rank={lora.rank}, expected 0, because the "
+            "reference model is the adapter's base, which does not change"
+        )
     if trainer.moe.bias_update_rate:
         yield (
             f"trainer.moe.bias_update_rate: got {trainer.moe.bias_update_rate:g} with trainer.lora.rank={lora.rank}, "

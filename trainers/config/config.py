@@ -119,8 +119,9 @@ class AlgorithmConfig(Section):
     whole step: `advantage.kind: reinforce_pp` with `advantage.baseline: step`."""
     mask_truncated: bool = False
     """If true, samples that were cut off at `rollout.max_new_tokens` are not trained on (overlong filtering, DAPO,
-    arXiv:2503.14476). Their rewards still count in the baselines of their groups. The means over rows of
-    `loss.aggregation` count only rows that are trained on; those of TRL count all rows."""
+    arXiv:2503.14476). Their rewards still count in the baselines of their groups. They still count in the means over
+    rows or prompts of `loss.aggregation`, so that the others do not weigh more for it (N is constant in Dr. GRPO,
+    arXiv:2503.20783, and in TRL). The mean over tokens leaves their tokens out."""
     prev_logprobs: Literal["rollout", "recompute"] = "rollout"
     """Source of the old policy's log-probs in the probability ratio. `rollout` uses the engine's log-probs, so the
     ratio also reflects how the policy has changed since the rollout. `recompute` uses the trainer's own log-probs from

@@ -154,9 +154,10 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
         f"data.{name}": (TABLE_PROMPTS,)
         for name in (
             "prompt_field", "answer_field", "answer_pattern", "template", "chat_template", "chat_template_kwargs",
-            "system_prompt", "overlong_prompts",
+            "system_prompt", "overlong_prompts", "success_field",
         )
     },
+    **{f"data.{name}": (_set("data.success_field"),) for name in ("success_range", "curriculum")},
     "data.mixture": (_is("data.train", MIXTURE),),
     "data.columns": (MODEL_BACKENDS, OWN_LOSS),
     "data.options": (TASK_PROMPTS,),
@@ -201,6 +202,8 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "loss.correction": (MODEL_BACKENDS,),
     "loss.correction_low": (MODEL_BACKENDS, _is("loss.correction", "icepop", "sequence_mask")),
     "loss.correction_high": (MODEL_BACKENDS, _unlike("loss.correction", "none")),
+    "loss.reference_every": (MODEL_BACKENDS, WITH_KL),
+    "loss.reference_mix": (MODEL_BACKENDS, _above_zero("loss.reference_every")),
     "loss.kl_kind": (MODEL_BACKENDS, WITH_KL),
     "loss.kl_max_log_ratio": (MODEL_BACKENDS, WITH_KL),
     "loss.kl_in": (MODEL_BACKENDS, WITH_KL),
@@ -208,11 +211,18 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "model.attention": (HF_MODELS,),
     **{f"trainer.{name}": (MEGATRON,) for name in ("pp", "sequence_parallel", "distributed_optimizer")},
     **{f"trainer.{name}": (MODEL_BACKENDS,) for name in ("cp", "ep")},
-    **{f"trainer.{name}": (_is("trainer.backend", "fsdp"),) for name in ("offload", "head", "reshard_after_forward")},
+    **{
+        f"trainer.{name}": (_is("trainer.backend", "fsdp"),)
+        for name in (
+            "offload", "head", "reshard_after_forward", "optimizer", "offload_optimizer",
+        )
+    },
+    **{f"trainer.{name}": (MODEL_BACKENDS,) for name in ("freeze", "groups")},
     **{
         f"trainer.{name}": (MODEL_BACKENDS,)
         for name in (
-            "recompute", "compile", "lr", "betas", "weight_decay", "grad_clip", "warmup_steps", "schedule",
+            "recompute", "compile", "lr", "betas", "eps", "weight_decay", "grad_clip", "warmup_steps", "warmup_ratio",
+            "schedule",
             "mixed_precision", "entropy_metric", "export_dtype", "moe.aux_loss_coef", "moe.bias_update_rate",
             "moe.load_metrics",
         )
@@ -225,7 +235,9 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "sync.adapter": (_above_zero("trainer.lora.rank"),),
     "rollout.max_adapters": (_above_zero("trainer.lora.rank"), _is("sync.adapter", "only")),
     "trainer.recompute_layers": (MODEL_BACKENDS, _is("trainer.recompute", "full")),
-    "trainer.min_lr": (MODEL_BACKENDS, _is("trainer.schedule", "cosine", "linear")),
+    "trainer.min_lr": (MODEL_BACKENDS, _unlike("trainer.schedule", "constant", "inverse_sqrt")),
+    "trainer.power": (MODEL_BACKENDS, _is("trainer.schedule", "polynomial")),
+    "trainer.decay_ratio": (MODEL_BACKENDS, _is("trainer.schedule", "warmup_stable_decay")),
     "sync.kv": (_is("sync.in_flight", "keep"), MODEL_ENGINES),
     "sync.cache": (_is("sync.transport", "auto", "collective", "ipc"),),
     "sync.dir": (_is("sync.transport", "disk"),),

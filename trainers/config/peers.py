@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .absent_peers import WITHOUT_COUNTERPART
+
 Row = tuple[str, str, str]
 """A setting of another library, our keys (separated by spaces), and a note on differences ("" if there are none)."""
 
@@ -24,9 +26,16 @@ PEERS: Mapping[str, tuple[Row, ...]] = {
         ("output_dir", "run.dir", ""),
         ("seed", "run.seed", ""),
         ("learning_rate", "trainer.lr", ""),
-        ("lr_scheduler_type", "trainer.schedule", "constant, cosine or linear"),
-        ("warmup_ratio", "trainer.warmup_steps", "in steps"),
-        ("optim", "trainer.lr trainer.betas trainer.weight_decay", "always AdamW"),
+        ("lr_scheduler_type", "trainer.schedule", "by the same names"),
+        ("lr_scheduler_kwargs", "trainer.min_lr trainer.power trainer.decay_ratio", ""),
+        ("warmup_steps", "trainer.warmup_steps", "below 1: trainer.warmup_ratio"),
+        ("warmup_ratio", "trainer.warmup_ratio", ""),
+        ("optim", "trainer.optimizer", "adamw, adamw_8bit, adamw_bf16 or muon"),
+        ("optim_args", "trainer.betas trainer.eps", ""),
+        ("adam_beta1", "trainer.betas", "the first"),
+        ("adam_beta2", "trainer.betas", "the second"),
+        ("adam_epsilon", "trainer.eps", ""),
+        ("weight_decay", "trainer.weight_decay", ""),
         ("max_grad_norm", "trainer.grad_clip", ""),
         ("bf16", "trainer.mixed_precision model.dtype", ""),
         ("gradient_checkpointing", "trainer.recompute", ""),
@@ -57,7 +66,10 @@ PEERS: Mapping[str, tuple[Row, ...]] = {
         ("importance_sampling_level", "loss.kind", "`sequence` is gspo"),
         ("loss_type", "loss.kind loss.aggregation", "grpo: sequence; dapo: token; dr_grpo: sequence_sum"),
         ("scale_rewards", "advantage.kind", "false: dr_grpo"),
-        ("mask_truncated_completions", "algorithm.mask_truncated", "masked rows count in no mean over rows"),
+        ("sync_ref_model", "loss.reference_every", "above 0"),
+        ("ref_model_sync_steps", "loss.reference_every", "in steps, not in updates"),
+        ("ref_model_mixup_alpha", "loss.reference_mix", ""),
+        ("mask_truncated_completions", "algorithm.mask_truncated", ""),
         ("reward_funcs", "reward.functions", "package.module:function"),
         ("reward_weights", "reward.functions", "`weight` of each function"),
         ("chat_template_kwargs", "data.chat_template_kwargs", ""),
@@ -75,12 +87,82 @@ PEERS: Mapping[str, tuple[Row, ...]] = {
         ("max_tool_calling_iterations", "environment.options", "max_turns, with environment.kind=tool_use"),
         ("multi_objective_aggregation", "advantage.kind", "normalize_then_sum: gdpo"),
         ("num_generations_eval", "validation.n", ""),
+        ("torch_compile", "trainer.compile", ""),
+        ("gradient_checkpointing_kwargs", "trainer.recompute", ""),
+        ("use_liger_kernel", "trainer.head", "selected"),
+        ("liger_kernel_config", "trainer.head", "selected"),
+        ("fp16", "trainer.mixed_precision", "in bfloat16"),
+        ("fsdp", "trainer.backend trainer.dp trainer.reshard_after_forward", ""),
+        ("fsdp_config", "trainer.backend trainer.dp trainer.reshard_after_forward", ""),
+        ("deepspeed", "trainer.backend trainer.dp trainer.offload_optimizer", "FSDP2 or Megatron"),
+        ("parallelism_config", "trainer.dp trainer.tp trainer.cp", ""),
+        ("accelerator_config", "trainer.dp trainer.tp trainer.mixed_precision", ""),
+        ("ddp_timeout", "resources.collective_timeout_s", ""),
+        ("auto_find_batch_size", "trainer.tokens_per_microbatch", _MICRO),
+        ("average_tokens_across_devices", "loss.aggregation", "always over all ranks"),
+        ("train_sampling_strategy", "trainer.packing", ""),
+        ("per_device_eval_batch_size", "rollout.max_batch", ""),
+        ("do_eval", "validation.every", ""),
+        ("eval_strategy", "validation.every", ""),
+        ("eval_on_start", "validation.every", "the first validation is before step 1"),
+        ("save_strategy", "run.checkpoint_every run.checkpoint_minutes", ""),
+        ("load_best_model_at_end", "run.keep_best", ""),
+        ("metric_for_best_model", "validation.metric", ""),
+        ("full_determinism", "run.deterministic", ""),
+        ("data_seed", "run.seed", ""),
+        ("disable_tqdm", "logging.progress", ""),
+        ("report_to", "logging.trackers", ""),
+        ("run_name", "run.name", ""),
+        ("project", "logging.trackers", "options"),
+        ("trackio_space_id", "logging.trackers", "options"),
+        ("trackio_bucket_id", "logging.trackers", "options"),
+        ("trackio_static_space_id", "logging.trackers", "options"),
         ("router_aux_loss_coef", "trainer.moe.aux_loss_coef", ""),
         ("entropy_coef", "loss.entropy_coef", ""),
         ("use_bias_correction_kl", "loss.kl_kind", "true: k3_is"),
-        ("model_init_kwargs", "model.dtype", "only the dtype can be chosen"),
+        ("model_init_kwargs", "model.dtype", "dtype and attention (model.attention)"),
     ),
     "verl": (
+        ("actor_rollout_ref.actor.optim.optimizer", "trainer.optimizer", ""),
+        ("actor_rollout_ref.actor.optim.optimizer_impl", "trainer.optimizer", ""),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", "trainer.warmup_ratio", ""),
+        ("actor_rollout_ref.actor.optim.total_training_steps", "algorithm.steps", ""),
+        ("actor_rollout_ref.actor.optim.betas", "trainer.betas", ""),
+        ("actor_rollout_ref.actor.optim.clip_grad", "trainer.grad_clip", ""),
+        ("actor_rollout_ref.actor.optim.min_lr_ratio", "trainer.min_lr", "a rate, not a share"),
+        ("actor_rollout_ref.actor.optim.lr_scheduler_type", "trainer.schedule", ""),
+        ("actor_rollout_ref.actor.optim.warmup_style", "trainer.schedule", ""),
+        ("actor_rollout_ref.actor.optim.override_optimizer_config", "trainer.betas trainer.eps", ""),
+        ("actor_rollout_ref.actor.fsdp_config.optimizer_offload", "trainer.offload_optimizer", ""),
+        ("actor_rollout_ref.actor.fsdp_config.offload_policy", "trainer.offload", ""),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size", "trainer.dp", ""),
+        ("actor_rollout_ref.actor.fsdp_config.seed", "run.seed", ""),
+        ("actor_rollout_ref.actor.fsdp_config.full_determinism", "run.deterministic", ""),
+        ("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size", "trainer.cp", ""),
+        ("actor_rollout_ref.actor.fsdp_config.use_torch_compile", "trainer.compile", ""),
+        ("actor_rollout_ref.actor.fsdp_config.strategy", "trainer.backend", ""),
+        ("actor_rollout_ref.actor.fsdp_config.dtype", "trainer.mixed_precision", ""),
+        ("actor_rollout_ref.actor.rollout_n", "algorithm.group_size", ""),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size", "trainer.tokens_per_microbatch", _MICRO),
+        ("actor_rollout_ref.actor.tau_pos", "loss.kind loss.options", "a loss of your own"),
+        ("actor_rollout_ref.actor.tau_neg", "loss.kind loss.options", "a loss of your own"),
+        ("actor_rollout_ref.actor.freeze_vision_tower", "trainer.freeze", "by patterns of names"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "loss.kind", ""),
+        ("actor_rollout_ref.actor.loss_scale_factor", "loss.length_norm", ""),
+        ("actor_rollout_ref.actor.calculate_entropy", "trainer.entropy_metric", ""),
+        ("actor_rollout_ref.actor.use_torch_compile", "trainer.compile", ""),
+        ("actor_rollout_ref.actor.data_loader_seed", "run.seed", ""),
+        ("actor_rollout_ref.actor.use_fused_kernels", "trainer.head", "selected"),
+        ("actor_rollout_ref.actor.router_replay.mode", "router_replay.enabled", ""),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "trainer.cp", ""),
+        ("actor_rollout_ref.actor.use_remove_padding", "trainer.packing", "packed"),
+        ("algorithm.rollout_correction.rollout_is", "loss.correction", "token: tis; sequence: sequence"),
+        ("algorithm.rollout_correction.rollout_is_threshold", "loss.correction_high", ""),
+        ("algorithm.rollout_correction.rollout_rs", "loss.correction", "icepop or sequence_mask"),
+        ("algorithm.rollout_correction.rollout_rs_threshold", "loss.correction_low loss.correction_high", ""),
+        ("algorithm.rollout_correction.bypass_mode", "algorithm.prev_logprobs", "rollout"),
+        ("algorithm.rollout_correction.loss_type", "loss.kind", ""),
+        ("algorithm.kl_penalty", "loss.kl_kind", "with loss.kl_in=reward"),
         ("actor_rollout_ref.model.path", "model.path", ""),
         ("data.train_files", "data.train", ".jsonl or a Hugging Face dataset"),
         ("data.val_files", "data.validation", ""),
@@ -88,6 +170,7 @@ PEERS: Mapping[str, tuple[Row, ...]] = {
         ("data.train_batch_size", "algorithm.prompts_per_step", ""),
         ("data.max_prompt_length", "data.max_prompt_tokens", ""),
         ("data.max_response_length", "rollout.max_new_tokens", ""),
+        ("data.sampler.class_path", "data.curriculum", "by data.success_field"),
         ("data.filter_overlong_prompts", "data.overlong_prompts", "drop"),
         ("actor_rollout_ref.rollout.n", "algorithm.group_size", ""),
         ("actor_rollout_ref.rollout.name", "rollout.engine", ""),
@@ -241,25 +324,13 @@ PEERS: Mapping[str, tuple[Row, ...]] = {
 }  # fmt: skip
 """Name of a library -> its settings."""
 
-WITHOUT_COUNTERPART = (
-    "cache_implementation", "cast_lm_head_to_fp32", "disable_dropout", "ds3_gather_for_generation",
-    "entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target", "generation_kwargs",
-    "log_completions_hub_repo", "log_multimodal", "log_unique_prompts", "min_p", "off_policy_mask_threshold",
-    "pad_to_multiple_of", "ref_model_mixup_alpha", "ref_model_sync_steps", "remove_unused_columns",
-    "repetition_penalty", "sapo_temperature_neg", "sapo_temperature_pos", "shuffle_dataset", "sync_ref_model",
-    "top_entropy_quantile", "transformers_continuous_batching_config", "trust_remote_code", "use_adaptive_entropy",
-    "use_transformers_continuous_batching", "use_transformers_paged", "vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg",
-    "vespo_lambda_pos", "vllm_group_port", "vllm_server_base_url", "vllm_server_host", "vllm_server_port",
-    "vllm_server_timeout", "vllm_structured_outputs_regex",
-)  # fmt: skip
-"""Settings of TRL's GRPOConfig for which there is no key here."""
-
 _LORA = "adapters are the section trainer.lora, from trainer.lora.rank on"
 _CRITIC = "there is no critic, advantages come from the rewards of a group (advantage.kind)"
 REMARKS: Mapping[str, str] = {
     **dict.fromkeys(("lora", "peft", "peft_config", "use_peft"), _LORA),
     **dict.fromkeys(("critic", "gae", "lam"), _CRITIC),
     "reward_model": "there is no reward model, a function of reward.functions can call one",
+    "profiler": "the timeline of run.trace_step and the metrics say where time and memory go",
 }
 """A part of the name of a setting -> why there is no key for it."""
 
@@ -276,7 +347,6 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "min_lr_rate": ("trainer.min_lr",),
     "min_lr_ratio": ("trainer.min_lr",),
     "n": ("algorithm.group_size",),
-    "optimizer": ("trainer.lr", "trainer.betas", "trainer.weight_decay"),
     "ppo_micro_batch_size": ("trainer.tokens_per_microbatch",),
     "tensor_model_parallel_size": ("rollout.tp", "trainer.tp"),
     "tensor_parallel_size": ("rollout.tp", "trainer.tp"),
@@ -317,7 +387,9 @@ def meant_keys(path: Sequence[str], own_names: Collection[str] = ()) -> Meant:
     absent = "" if is_row else next((REMARKS[part] for part in path if part in REMARKS), "")
     if absent:
         return Meant((), len(path), absent)
-    remark = "the optimizer is always AdamW" if last in ("optim", "optimizer", "optim_args") else ""
+    why = next((found for found in _reasons(path)), "")
+    if why and not is_row:
+        return Meant((), len(path), why)
     best, found = 0, list[str]()
     for theirs, ours, _ in (row for rows in PEERS.values() for row in rows):
         names = theirs.split(".")
@@ -329,13 +401,18 @@ def meant_keys(path: Sequence[str], own_names: Collection[str] = ()) -> Meant:
         if count and count == best:
             found += ours.split()
     if best <= 1 and last in ALIASES:
-        return Meant(ALIASES[last], 1, remark)
-    if not best and last in WITHOUT_COUNTERPART:
-        return Meant((), 1, NO_COUNTERPART)
+        return Meant(ALIASES[last], 1)
     whole = len(path) == 1 and any(row[0] == last for rows in PEERS.values() for row in rows)
     if best == 1 and last in own_names and not whole:
         return Meant((), 0)
-    return Meant(tuple(dict.fromkeys(found))[:MOST_MEANT], best, remark)
+    return Meant(tuple(dict.fromkeys(found))[:MOST_MEANT], best)
+
+
+def _reasons(path: Sequence[str]) -> Iterator[str]:
+    """Yield why there is no key for the setting whose dotted name, or its last part in TRL, `path` is."""
+    for names in WITHOUT_COUNTERPART.values():
+        for name in {".".join(path), path[-1]} & names.keys():
+            yield names[name]
 
 
 def leaves(section: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -354,8 +431,9 @@ def peers_markdown() -> str:
         lines = [f"\n## {library}\n\n| {library} | Headrace | |\n| --- | --- | --- |\n"]
         for theirs, ours, note in rows:
             lines.append(f"| `{theirs}` | {', '.join(f'`{key}`' for key in ours.split())} | {note} |\n")
-        if library == "TRL":
-            names = ", ".join(f"`{name}`" for name in WITHOUT_COUNTERPART)
-            lines.append(f"\nThese settings of TRL's `GRPOConfig` have no counterpart: {names}.\n")
+        if absent := WITHOUT_COUNTERPART.get(library):
+            lines.append(f"\nThese settings of {library} have no key here:\n\n| {library} | why |\n| --- | --- |\n")
+            whys = dict.fromkeys(absent.values())
+            lines += [f"| {', '.join(f'`{n}`' for n in absent if absent[n] == why)} | {why} |\n" for why in whys]
         parts.append("".join(lines))
     return "".join(parts)

@@ -61,6 +61,12 @@ def group_tokens(meta: KVBatchMeta) -> np.ndarray:
     return np.bincount(group, weights=trained_tokens(meta))[group].astype(np.float32)
 
 
+def counted_rows(meta: KVBatchMeta) -> np.ndarray:
+    """Return 1 for each row that counts in a mean over rows, else 0, float32 `[N]`. Rows that are masked because they
+    were cut off count, failed rows do not."""
+    return ((meta.tags["response_length"] > 0) & (meta.tags["valid"] > 0)).astype(np.float32)
+
+
 def trained_tokens(meta: KVBatchMeta) -> np.ndarray:
     """Return the trained response tokens of each row, float32 `[N]`: 0 for failed and masked rows."""
     trained = meta.tags.get(TRAINED_TOKENS)

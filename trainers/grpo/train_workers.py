@@ -31,7 +31,7 @@ from ..cluster.rollout_specs import sample_file
 from ..cluster.worker_specs import budget
 from ..config.config import Config
 from ..losses.config import LossConfig
-from .row_tags import group_tokens, trained_tokens, with_advantages
+from .row_tags import counted_rows, group_tokens, trained_tokens, with_advantages
 from .stages import Stages
 
 T = TypeVar("T")
@@ -53,12 +53,15 @@ class PlanRules:
     """True if each row carries the number of trained tokens of its whole group."""
     row_tokens: bool
     """True if each row carries the number of its trained tokens."""
+    counted: bool
+    """True if each row carries whether it counts in a mean over rows, because masked rows count, too."""
 
     @classmethod
-    def of(cls, trainer: TrainerConfig, loss: LossConfig, budget: Budget) -> PlanRules:
-        """Return the rules of a run with these sections."""
-        with_rows = bool(trainer.moe.aux_loss_coef)
-        return cls(trainer.topology, trainer.fetch, budget, loss.aggregation == "prompt", with_rows)
+    def of(cls, trainer: TrainerConfig, loss: LossConfig, budget: Budget, *, mask_truncated: bool) -> PlanRules:
+        """Return the rules of a run with these sections. mask_truncated: that of section `algorithm`."""
+        with_rows, by_prompt = bool(trainer.moe.aux_loss_coef), loss.aggregation == "prompt"
+        counted = mask_truncated and loss.aggregation != "token"
+        return cls(trainer.topology, trainer.fetch, budget, by_prompt, with_rows, counted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,9 @@ class TrainWorkers:
         return cls(
             handles=handles,
             stages=stages,
-            rules=PlanRules.of(trainer, loss, budget(trainer, config.model)),
+            rules=PlanRules.of(
+                trainer, loss, budget(trainer, config.model), mask_truncated=config.algorithm.mask_truncated
+            ),
             estimate=build_advantages(config.advantage, config.reward.weights),
             reference=(REF,) if loss.kl_coef else (),
             samples=sample_file(config.logging.samples, config.run, prompts),
@@ -192,6 +197,8 @@ def plan_step(
         tags["group_tokens"] = group_tokens(meta)
     if rules.row_tokens:
         tags["row_tokens"] = trained_tokens(meta)
+    if rules.counted:
+        tags["counted"] = counted_rows(meta)
     lean = replace(meta, tags=tags)
     parts = [plan.shard(dp) for dp in range(topology.dp)]
     receipts = [lean.select(rows).to_bytes() for rows, _ in parts]

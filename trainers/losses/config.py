@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ...dataplane.config import Count, NonNegative, Positive, Section
+from ...dataplane.config import Count, CountOrZero, NonNegative, Positive, Section
 
 KlKind = Literal["k1", "k2", "k3", "k3_is"]
 LOSS_KINDS = ("ppo_clip", "gspo", "cispo", "reinforce")
@@ -44,7 +44,8 @@ class LossConfig(Section):
     """Mean that turns the losses of a step's tokens into one number. `token` is the mean over all tokens. `sequence` is
     the mean over rows of each row's mean over its tokens. `sequence_sum` is the mean over rows of each row's sum
     divided by `loss.length_norm` (Dr. GRPO). `prompt` is the mean over prompts of each prompt's mean over its
-    tokens. Rows without a trained token, such as failed rows, are in none of these means."""
+    tokens. Failed rows are in none of these means; those that `algorithm.mask_truncated` leaves out are in the means
+    over rows and prompts, with a loss of 0."""
     length_norm: Count | None = None
     """Number of tokens by which `sequence_sum` divides the sum of each row's losses. Unset:
     `rollout.max_new_tokens`."""
@@ -63,6 +64,12 @@ class LossConfig(Section):
     kl_coef: NonNegative = 0.0
     """Weight of the KL divergence from the reference model, which has the run's initial weights. With 0 no reference
     model is kept."""
+    reference_every: CountOrZero = 0
+    """Number of steps after which the reference model moves towards the policy (TRL's `sync_ref_model`). 0 keeps the
+    initial weights. Needs a reference model of its own, which an adapter does not have."""
+    reference_mix: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the policy's weights in the reference model after such a move; the rest are those it had. With 1 the
+    policy becomes the reference."""
     kl_kind: KlKind = "k3"
     """Estimator of the KL divergence from d = log p_ref - log p at each token (joschu.net/blog/kl-approx.html). `k1` is
     -d, `k2` is d^2 / 2, and `k3` is exp(d) - 1 - d. `k3_is` is k3 times the objective's probability ratio, with the

@@ -50,6 +50,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     "offload": {"offload": True},
     "kept": {"reshard_after_forward": False},
     "full-head": {"head": "full"},
+    "muon": {"optimizer": "muon"},
+    "hosted": {"offload_optimizer": True},
 }
 
 

@@ -56,6 +56,11 @@ def test_one_rank(case: Case, folder: Path) -> None:
     assert moved == [moved[0]] * 2 * CYCLES and moved[0] > 0
 
 
+@pytest.mark.parametrize("case", cases("fsdp", tied="muon, hosted"), ids=lambda case: case.name)
+def test_one_rank_with_other_optimizers(case: Case, folder: Path) -> None:
+    assert_bit_equal(steps_with_cycles(0, None, case, folder))
+
+
 @pytest.mark.long
 def test_memory_falls_and_stays_flat(case: Case, backend: TrainBackend) -> None:
     step(case, backend, 0, 0)

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from headrace.trainers.backends.config import TrainerConfig
-from headrace.trainers.backends.train_step import TrainStep, build_adamw, clip_coefficient, learning_rate
+from headrace.trainers.backends.train_step import TrainStep, clip_coefficient
 from headrace.trainers.losses.terms import Denominator, LossInputs, PolicyLoss, TermSums
 
 CPU = torch.device("cpu")
@@ -131,43 +129,6 @@ def test_half_a_microbatch_is_never_applied() -> None:
     step.begin(1.0)
 
 
-def test_learning_rate_schedules() -> None:
-    warm = TrainerConfig(lr=1.0, warmup_steps=4)
-    assert [learning_rate(warm, step, 0) for step in (0, 1, 3, 4, 900)] == [0.25, 0.5, 1.0, 1.0, 1.0]
-    line = TrainerConfig(lr=1.0, warmup_steps=2, schedule="linear")
-    assert [learning_rate(line, step, 6) for step in (0, 2, 3, 6, 9)] == [0.5, 1.0, 0.75, 0.0, 0.0]
-    cosine = TrainerConfig(lr=2.0, schedule="cosine")
-    assert [learning_rate(cosine, step, 4) for step in (0, 2, 4, 5)] == pytest.approx([2.0, 1.0, 0.0, 0.0])
-    floor = TrainerConfig(lr=2.0, min_lr=1.0, schedule="cosine")
-    assert [learning_rate(floor, step, 4) for step in (0, 2, 4, 5)] == pytest.approx([2.0, 1.5, 1.0, 1.0])
-
-
-def test_a_schedule_moves_with_each_update_of_a_step() -> None:
-    line = TrainerConfig(lr=1.0, min_lr=0.5, warmup_steps=2, schedule="linear")
-    rates = [learning_rate(line, update, 6, updates_per_step=2) for update in (0, 1, 3, 4, 8, 12, 20)]
-    assert rates == [0.25, 0.5, 1.0, 1.0, 0.75, 0.5, 0.5]
-
-
 def test_clipping_only_shrinks() -> None:
     assert clip_coefficient(0.5, 1.0) == 1.0 and clip_coefficient(1e9, None) == 1.0
     assert clip_coefficient(4.0, 1.0) == pytest.approx(0.25, rel=1e-5)
-
-
-class HeadNorm(nn.Module):
-    """A norm of its own for each head, as Cohere has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 3))
-
-
-def test_weight_decay_is_of_matrices_alone() -> None:
-    model, experts, mixer = nn.Module(), nn.Module(), nn.Module()
-    experts.gate_up_proj, experts.gate_up_proj_bias = nn.Parameter(torch.ones(2, 3, 4)), nn.Parameter(torch.ones(2, 4))
-    mixer.A_log, mixer.conv1d = nn.Parameter(torch.ones(4, 2)), nn.Conv1d(4, 4, 3, groups=4)
-    model.q_norm, model.experts, model.mixer, model.head = HeadNorm(), experts, mixer, nn.Linear(3, 2)
-    optimizer = build_adamw(model, TrainerConfig(weight_decay=0.1))
-    decay = {id(param): group["weight_decay"] for group in optimizer.param_groups for param in group["params"]}
-    assert {name for name, param in model.named_parameters() if decay[id(param)]} == {
-        "experts.gate_up_proj", "mixer.conv1d.weight", "head.weight",
-    }  # fmt: skip

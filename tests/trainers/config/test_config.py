@@ -68,7 +68,7 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("use_peft=true", "use_peft: unknown key; adapters are the section trainer.lora"),
         ("rollout.xyz=x", "rollout.xyz: unknown key; rollout has engine, num_engines,"),
         ("trainer.learning_rate=1", "trainer.learning_rate: unknown key; did you mean trainer.lr?"),
-        ("trainer.optimizer=sgd", "trainer.betas or trainer.weight_decay? (the optimizer is always AdamW)"),
+        ("trainer.optimizer=sgd", "trainer.optimizer: got 'sgd', expected one of adamw, adamw_8bit, adamw_bf16, muon"),
         ("rollout.n=8", "rollout.n: unknown key; did you mean algorithm.group_size?"),
         ("loss.beta=0", "loss.beta: unknown key; did you mean loss.kl_coef?"),
         ("trainer.micro_batch_size=1", "did you mean trainer.tokens_per_microbatch?"),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from headrace.tests.trainers.config.refusals import file_problems, only_problem
+from headrace.tests.trainers.config.verl_keys import KEYS
+from headrace.trainers.config.absent_peers import WITHOUT_COUNTERPART
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.effects import value_of
-from headrace.trainers.config.peers import ALIASES, PEERS, WITHOUT_COUNTERPART, meant_keys
+from headrace.trainers.config.peers import ALIASES, PEERS, REMARKS, meant_keys
 
 ROWS = [(library, *row) for library, rows in PEERS.items() for row in rows]
 DEFAULTS = Config()
@@ -91,10 +94,12 @@ def test_a_whole_file_of_another_library_is_answered_key_by_key(tmp_path: Path) 
         ("peft_config=1", "peft_config: unknown key; adapters are the section trainer.lora, from trainer.lora.rank on"),
         ("critic.model.path=org/m", "critic.model.path: unknown key; there is no critic, advantages come from the"),
         ("reward_model.model.path=org/m", "reward_model.model.path: unknown key; there is no reward model, a function"),
-        ("trainer.optim=adamw_8bit", "trainer.betas or trainer.weight_decay? (the optimizer is always AdamW)"),
-        ("trainer.optim_args=fused", "trainer.optim_args: unknown key; the optimizer is always AdamW"),
-        ("rollout.min_p=0.1", "rollout.min_p: unknown key; it has no counterpart here"),
-        ("trust_remote_code=true", "trust_remote_code: unknown key; it has no counterpart here"),
+        ("trainer.optim=adamw_8bit", "trainer.optim: unknown key; did you mean trainer.optimizer?"),
+        ("rollout.min_p=0.1", "rollout.min_p: unknown key; sampling has rollout.temperature, rollout.top_p and rol"),
+        ("trust_remote_code=true", "trust_remote_code: unknown key; models with code of their own are not loaded"),
+        ("actor_rollout_ref.actor.profiler.tool_config.npu.level=1", "the timeline of run.trace_step and the metr"),
+        ("algorithm.lam=0.9", "algorithm.lam: unknown key; there is no critic, advantages come from the rewards"),
+        ("algorithm.kl_ctrl.type=adaptive", "the weight of the KL divergence is fixed, loss.kl_coef"),
     ],
 )
 def test_what_does_not_exist_is_said_to_be_missing(tmp_path: Path, typed: str, words: str) -> None:
@@ -102,16 +107,50 @@ def test_what_does_not_exist_is_said_to_be_missing(tmp_path: Path, typed: str, w
     assert words in sentence
 
 
-def test_every_setting_of_the_installed_trl_is_answered() -> None:
-    found = importlib.util.find_spec("trl")
+def fields(path: Path, name: str) -> set[str]:
+    """The fields that the class `name` of a Python file declares. Nothing is imported."""
+    classes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
+    [found] = (node for node in classes if node.name == name)
+    return {node.target.id for node in found.body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
+
+
+def installed(package: str) -> Path:
+    found = importlib.util.find_spec(package)
     if found is None or found.submodule_search_locations is None:
-        pytest.skip("TRL is not installed")
-    source = Path(found.submodule_search_locations[0], "trainer", "grpo_config.py").read_text()
-    [config] = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
-    settings = [node.target.id for node in config.body if isinstance(node, ast.AnnAssign)]  # type: ignore[union-attr]
-    answered = {row[0] for row in PEERS["TRL"]}
-    assert len(settings) >= 79 and not answered & set(WITHOUT_COUNTERPART)
-    assert sorted(set(settings) - answered) == sorted(set(WITHOUT_COUNTERPART) & set(settings))
+        pytest.skip(f"{package} is not installed")
+    return Path(found.submodule_search_locations[0])
+
+
+def assert_answered(folder: Path, library: str, names: Iterable[str]) -> None:
+    """Type each setting of a library, and expect our keys, or why there is none."""
+    rows = {theirs: ours for theirs, ours, _ in PEERS[library]}
+    without = WITHOUT_COUNTERPART[library]
+    for name in names:
+        [sentence] = file_problems(folder, "{}", f"{name}=1") if not exists(name) else [f"; did you mean {name}?"]
+        if name in rows:
+            assert all(key in sentence for key in rows[name].split()), sentence
+        else:
+            reason = without.get(name) or next((why for part, why in REMARKS.items() if part in name.split(".")), "")
+            assert reason and sentence == f"{name}: unknown key; {reason}", sentence
+
+
+def test_every_setting_of_the_installed_trl_is_answered(tmp_path: Path) -> None:
+    trainer = installed("trl") / "trainer"
+    own = fields(trainer / "grpo_config.py", "GRPOConfig")
+    inherited = fields(installed("transformers") / "training_args.py", "TrainingArguments")
+    every = own | inherited | fields(trainer / "base_config.py", "_BaseConfig")
+    assert len(own) >= 79 and len(every) >= 180
+    assert_answered(tmp_path, "TRL", sorted(every))
+
+
+def test_every_setting_of_the_actor_and_the_algorithm_of_verl_is_answered(tmp_path: Path) -> None:
+    assert len(KEYS) == 112
+    assert_answered(tmp_path, "verl", KEYS)
+
+
+def test_a_setting_has_keys_or_a_reason_and_not_both() -> None:
+    for library, absent in WITHOUT_COUNTERPART.items():
+        assert not {row[0] for row in PEERS[library]} & absent.keys()
 
 
 def test_a_misspelt_section_of_ours_is_still_a_misspelling() -> None:

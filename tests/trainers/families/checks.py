@@ -131,7 +131,7 @@ def gradients_of_step(backend: FsdpBackend, micros: Sequence[MicroBatch]) -> dic
             param.zero_() if param.grad is None else param.copy_(param.grad)
             param.grad = None
 
-    hook = backend._optimizer.register_step_pre_hook(swap)
+    hook = backend._optimizer.parts[0].register_step_pre_hook(swap)
     try:
         step(backend, micros)
         names = {name for name, param in backend._policy.model.named_parameters() if param.requires_grad}

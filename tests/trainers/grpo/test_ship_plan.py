@@ -45,7 +45,8 @@ def meta() -> Iterator[KVBatchMeta]:
 def ship(meta: KVBatchMeta, **sections: dict[str, Any]) -> tuple[list[TrainShard], int]:
     """(each rank's shard, bytes in all)."""
     config = Config.model_validate(sections)
-    rules = PlanRules.of(config.trainer, config.loss, Budget(4096))
+    masked = config.algorithm.mask_truncated
+    rules = PlanRules.of(config.trainer, config.loss, Budget(4096), mask_truncated=masked)
     shards = plan_step(rules, meta, 5, traced=False)
     sent = [messages.encode(shard) for shard in shards]
     return [messages.decode(message, TrainShard) for message in sent], sum(len(message) for message in sent)
@@ -85,3 +86,14 @@ def test_tokens_of_groups_are_shipped_when_the_loss_asks(meta: KVBatchMeta) -> N
     for key, told in zip(receipt.keys, receipt.tags["group_tokens"], strict=True):
         group = position[key] // 8
         assert told == trained[8 * group : 8 * group + 8].sum()
+
+
+def test_masked_rows_count_in_means_over_rows_and_failed_rows_do_not(meta: KVBatchMeta) -> None:
+    masked = {"mask_truncated": True}
+    for kind in ("sequence", "sequence_sum", "prompt"):
+        [shard], _ = ship(meta, loss={"aggregation": kind}, algorithm=masked)
+        receipt = KVBatchMeta.from_bytes(shard.meta or b"")
+        valid = dict(zip(meta.keys, meta.tags["valid"], strict=True))
+        assert receipt.tags["counted"].tolist() == [valid[key] for key in receipt.keys]
+    [shard], _ = ship(meta, loss={"aggregation": "token"}, algorithm=masked)
+    assert "counted" not in KVBatchMeta.from_bytes(shard.meta or b"").tags

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from ....actors.engines.hf.positions import fix_rotary_length
 from ....actors.protocols import MicroBatch
-from ..checkpoint_files import training_state
 from ..config import BackendConfig
 from ..expert_balance import ExpertBalance
 from ..layers import compile_layers, recompute_layers
@@ -21,13 +20,14 @@ from ..lora.adapted_layers import LoraSwitch, add_adapter, expect_gradients, mat
 from ..lora.rounded_layers import fill_rounded, round_layers
 from ..model_backend import ModelBackend
 from ..model_split import check_split, resolved_packing
+from ..optimizers.optimizer import build_optimizer
 from ..router_replay import RouterReplay, route_spec
 from ..rows.packed_rows import sum_rows, whole_counts
 from ..rows.row_layout import RowLayout, exactly, lay_out
 from ..throughput import flop_model
-from ..train_step import build_adamw, local_gradients, scale_, square_norm
+from ..train_step import local_gradients, scale_, square_norm
 from ..weight_stream import OwnPiece
-from .causal_lm import CausalLM, half_parameters, halve_frozen, use_closed_form_norms
+from .causal_lm import CausalLM, freeze_weights, half_parameters, use_closed_form_norms
 from .context_parallel import check_context, require_splittable, split_rows
 from .expert_parallel import holds_experts
 from .hf_routers import balance_experts, replay_routers
@@ -104,8 +104,9 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         recompute_layers(layers, config.trainer.recompute, config.trainer.recompute_layers)
         dtype = torch.bfloat16 if self._half else torch.float32
         self._weights = spread_weights(self._policy.model, config.topology, dtype)
-        self._optimizer = build_adamw(self._policy.model, config.trainer)
-        self._prepare_steps(flops, group, counts_rows=True)
+        self._optimizer = build_optimizer(self._policy.model, config.trainer, _place_of(config, rank))
+        # Context-parallel ranks share their rows, so only the first of them counts rows.
+        self._prepare_steps(flops, group, counts_rows=self._place.cp == 0)
 
     def _route_replay(self, policy: CausalLM) -> RouterReplay | None:
         if not self._config.router_replay.enabled:
@@ -168,7 +169,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
             self._residence.close()
 
     def _clear(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
 
     def _columns(
         self, micros: Iterable[MicroBatch], count: int, reference: bool, temperature: float
@@ -193,7 +194,15 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         return own_pieces(self._policy.model)
 
     def _load(self, path: str) -> None:
-        self._checkpointer.load(path, self._state())
+        state, model = self._state(), self._policy.model
+        # A run with fewer frozen weights can have written the checkpoint, or one on another mesh, with other scales.
+        optional = {name: state.pop(name) for name in list(state) if ".scale." in name}
+        if self._adapter is None:
+            every = {f"model.{name}": value for name, value in model.state_dict().items()}
+            optional |= {name: value for name, value in every.items() if name not in state}
+        optional |= {name: state.pop(name, value) for name, value in self._reference_state().items()}
+        self._checkpointer.load(path, state, optional)
+        self._optimizer.restore(model, {**state, **optional})
 
     @property
     def _experts_transposed(self) -> bool:
@@ -232,10 +241,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
                 round_layers(model, base, torch.bfloat16 if self._half else torch.float32)
             self._switch = add_adapter(model, self._config.trainer.lora)
             self._adapter.expect_matrices(matrix_names(model))
-        elif not trained:
-            model.requires_grad_(False)
-        if self._half:
-            halve_frozen(model)
+        freeze_weights(model, self._config.trainer.freeze if trained else None, half=self._half)
         return CausalLM(model, head)
 
     def _spread(self, module: CausalLM, source: WeightSource, *, offload: bool) -> CausalLM:
@@ -288,9 +294,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
 
         def update(factor: float, rate: float) -> None:
             scale_(grads, factor)
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self._optimizer.step()
+            self._optimizer.step(rate)
 
         totals = self._step.finish(square)
         metrics = totals.apply(self._config, self._steps, update)
@@ -355,11 +359,34 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         for model in filter(None, (self._policy, self._reference)):
             give_back(model)
             yield from map(own_piece, (*model.parameters(), *model.buffers()))
-        for state in self._optimizer.state.values():
-            yield from map(own_piece, state.values())
+        yield from map(own_piece, self._optimizer.tensors())
+
+    @torch.no_grad()
+    def _move_reference(self, mix: float) -> None:
+        assert self._reference is not None
+        pairs = []
+        for module in (self._policy, self._reference):
+            give_back(module)
+            pairs.append(map(own_piece, (*module.parameters(), *module.buffers())))
+        for value, kept in zip(*pairs, strict=True):
+            if kept.is_floating_point():
+                value = value.float()
+                kept.copy_(torch.lerp(kept.to(value), value, mix))
+
+    def _reference_state(self) -> dict[str, torch.Tensor]:
+        if self._reference is None:
+            return {}
+        return {f"reference.{name}": value for name, value in self._reference.model.state_dict().items()}
 
     def _state(self) -> dict[str, torch.Tensor]:
-        return training_state(self._policy.model, self._optimizer, self._steps)
+        state = self._optimizer.training_state(self._policy.model, self._steps)
+        return {**state, **self._reference_state()} if self._config.reference_updates else state
+
+
+def _place_of(config: BackendConfig, rank: int) -> str:
+    """Return the name of a rank's place in the mesh, which a checkpoint of the same mesh has, too."""
+    topology = config.topology
+    return f"dp{topology.dp}.tp{topology.tp}.cp{topology.cp}.ep{topology.ep}.{rank}"
 
 
 def _replaying(replay: RouterReplay | None, layout: RowLayout) -> AbstractContextManager[object]:

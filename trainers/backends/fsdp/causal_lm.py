@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from ..layers import attend_rows
+from ..optimizers.groups import freeze
 from ..rows.row_layout import RowLayout
 from ..vocab.logprobs import Entropy, VocabShard, token_logprobs
 
@@ -92,10 +93,17 @@ class CausalLM(nn.Module):
         return found or list(max(lists, key=len))
 
 
-def halve_frozen(module: nn.Module) -> None:
-    """Change the dtype of the parameters of `module` that are not trained to bfloat16. Passes compute with the same
-    values as those in `half_parameters`."""
-    for param in module.parameters():
+def freeze_weights(model: nn.Module, patterns: Sequence[str] | None, *, half: bool) -> None:
+    """Exclude the parameters whose names match `patterns` from training, as `freeze` does, or all if it is None.
+
+    With `half` the dtype of all parameters that are not trained becomes bfloat16. Passes compute with the same values
+    as those in `half_parameters`.
+    """
+    if patterns is None:
+        model.requires_grad_(False)
+    else:
+        freeze(model, patterns)
+    for param in model.parameters() if half else ():
         if param.is_floating_point() and not param.requires_grad:
             param.data = param.data.to(torch.bfloat16)
 

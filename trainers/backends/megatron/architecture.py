@@ -25,8 +25,10 @@ def check_fits(config: BackendConfig, model: Any) -> None:
 
 
 def _check_model(config: BackendConfig, model: Any) -> None:
-    if config.trainer.offload:
-        raise ValueError("trainer.offload: got True, expected False with trainer.backend = 'megatron'")
+    for name in ("offload", "offload_optimizer", "optimizer"):
+        value, plain = getattr(config.trainer, name), TrainerConfig.model_fields[name].default
+        if value != plain:
+            raise ValueError(f"trainer.{name}: got {value!r}, expected {plain!r} with trainer.backend = 'megatron'")
     if config.trainer.head == "full":
         raise ValueError("trainer.head: got 'full', expected 'auto' or 'selected' with trainer.backend = 'megatron'")
     require_family(config.model, model)
@@ -36,6 +38,11 @@ def _check_model(config: BackendConfig, model: Any) -> None:
 
 def _check_adapter(trainer: TrainerConfig) -> None:
     lora = trainer.lora
+    if trainer.groups:
+        raise ValueError(
+            f"trainer.groups: got {len(trainer.groups)} entries with trainer.lora.rank = {lora.rank}, expected [] with "
+            "trainer.backend = 'megatron'"
+        )
     if lora.experts:
         raise ValueError("trainer.lora.experts: got True, expected False with trainer.backend = 'megatron'")
     if lora.base != "model":

@@ -40,8 +40,9 @@ from .lora import ModelAdapter
 from .megatron_routers import PipelineBalance, PipelineReplay
 from .mesh import clear_scratch, global_groups, open_mesh
 from .model import build_model
-from .pieces import OwnPieces, TrainingState, spread_weights, trained_tensors
+from .pieces import REFERENCE, OwnPieces, TrainingState, spread_weights, trained_tensors
 from .pipeline import OpenPipeline
+from .weight_groups import freeze_entries, group_parameters
 from .without_cuda import megatron_calls
 
 
@@ -87,6 +88,8 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         self._lora: ModelAdapter | None = None
         if self._adapter is not None:
             self._lora = ModelAdapter(self._adapter, self._policy, self._source, self._mesh, self._topology)
+        if config.trainer.freeze:
+            freeze_entries(self._policy, self._source, config.trainer)
         # The base of an adapter is the reference.
         with_copy = config.with_reference and self._adapter is None
         self._reference = reference_copy(self._policy) if with_copy else None
@@ -120,10 +123,12 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         self._prepare_steps(flop_model(model, frozen=self._lora is not None), self._mesh.tokens, counts_rows=first)
 
     def _build_training(self) -> _Training:
+        group_parameters(self._policy, self._source, self._config.trainer)
         wrapped = wrap_model(self._config, self._policy)
         optimizer = build_optimizer(self._config, wrapped)
         trained = trained_tensors(self._policy, self._source.config) if self._lora is None else self._lora.trained
-        state = TrainingState(*trained, optimizer, self._steps, self._source.config, self._mesh)
+        reference = dict(zip(self._policy.weights(), self._reference or (), strict=False))
+        state = TrainingState(*trained, optimizer, self._steps, self._source.config, self._mesh, reference)
         return _Training(wrapped, optimizer, state)
 
     # ---------------- These methods run one train step.
@@ -211,8 +216,16 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
 
     def _load(self, path: str) -> None:
         state = self._parts.state.blank()
-        self._checkpointer.load(path, state)
-        self._parts.state.restore(state)
+        optional = {name: state.pop(name) for name in list(state) if name.startswith(REFERENCE)}
+        self._checkpointer.load(path, state, optional)
+        self._parts.state.restore({**state, **optional})
+
+    @torch.no_grad()
+    def _move_reference(self, mix: float) -> None:
+        assert self._reference is not None
+        for kept, value in zip(self._reference, self._policy.weights().values(), strict=True):
+            if kept.is_floating_point():
+                kept.copy_(torch.lerp(kept.float(), value.to(kept.device, torch.float32), mix))
 
     def _dropping(self) -> AbstractContextManager[None]:
         return nullcontext() if self._lora is None else self._lora.switch.dropping()
@@ -333,7 +346,7 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
             # The norm already covers all ranks, so only the first rank contributes it to the sum.
             whole = norm**2 if dist.get_rank(self._mesh.tokens) == 0 else 0.0
             totals = self._step.finish(torch.tensor(whole, dtype=torch.float64, device=self._device))
-            update = partial(apply, training.optimizer, self._config.trainer.weight_decay)
+            update = partial(apply, training.optimizer)
             metrics = totals.apply(self._config, self._steps, update)
             if self._balance is not None:
                 metrics |= self._balance.finish(totals)

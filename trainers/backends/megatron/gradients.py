@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import BackendConfig
-from ..train_step import ADAM_EPS, scale_
+from ..train_step import scale_
 from .library import (
     ChainedOptimizer,
     DistributedDataParallel,
@@ -18,6 +18,7 @@ from .library import (
     get_megatron_optimizer,
 )
 from .model import PolicyModel
+from .weight_groups import overrides_of
 
 
 def wrap_model(config: BackendConfig, model: PolicyModel) -> DistributedDataParallel:
@@ -31,7 +32,8 @@ def wrap_model(config: BackendConfig, model: PolicyModel) -> DistributedDataPara
 
 
 def build_optimizer(config: BackendConfig, model: DistributedDataParallel) -> ChainedOptimizer:
-    """Build AdamW with weight decay for matrices only. The optimizer keeps float32 copies of bfloat16 parameters."""
+    """Build AdamW for the groups of parameters that `group_parameters` has marked. The optimizer keeps float32 copies
+    of bfloat16 parameters."""
     half = config.trainer.mixed_precision
     wanted = config.trainer
     settings = OptimizerConfig(
@@ -41,13 +43,13 @@ def build_optimizer(config: BackendConfig, model: DistributedDataParallel) -> Ch
         weight_decay=wanted.weight_decay,
         adam_beta1=wanted.betas[0],
         adam_beta2=wanted.betas[1],
-        adam_eps=ADAM_EPS,
+        adam_eps=wanted.eps,
         bf16=half,
         params_dtype=torch.bfloat16 if half else torch.float32,
         use_distributed_optimizer=config.trainer.distributed_optimizer,
         clip_grad=0.0,  # `apply` scales and clips in one multiplication.
     )
-    optimizer = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(settings, [model], overrides_of(model), use_gloo_process_groups=False)
     assert isinstance(optimizer, ChainedOptimizer)
     for group in optimizer.param_groups:  # Without Apex, Megatron uses torch's AdamW without fused kernels.
         group["fused"] = all(param.is_cuda for param in group["params"])
@@ -100,16 +102,14 @@ def sum_gradients(
 
 
 @torch.no_grad()
-def apply(optimizer: ChainedOptimizer, weight_decay: float, factor: float, rate: float) -> None:
+def apply(optimizer: ChainedOptimizer, factor: float, rate: float) -> None:
     """Multiply the summed gradients by `factor` and step the optimizer at learning rate `rate`. Collective."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     grads = [param.grad for param in params if param.grad is not None]
     if grads:
         scale_(grads, factor)
     for group in optimizer.param_groups:
-        group["lr"] = rate
-        # Megatron's scheduler, which is not used here, would exempt vectors from weight decay (`wd_mult` 0).
-        group["weight_decay"] = weight_decay * group["wd_mult"]
+        group["lr"], group["weight_decay"] = rate * group["max_lr"], group["wd_mult"]
     optimizer.step_with_ready_grads()
 
 

@@ -31,6 +31,7 @@ with warnings.catch_warnings():
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.pipeline_parallel.schedules import forward_step, get_tensor_shapes
@@ -77,6 +78,8 @@ __all__ = [
     "MoELayer",
     "OptimizerConfig",
     "P2PCommunicator",
+    "ParamKey",
+    "ParamPredicate",
     "RowParallelLinear",
     "TopKRouter",
     "TransformerBlockSubmodules",

@@ -21,6 +21,7 @@ from ..checkpoint_files import STEPS
 from ..families.megatron import Split
 from ..hf_model import HfSource
 from ..model_split import expert_tensor_size
+from ..optimizers.lean_adamw import MOMENTS
 from ..weight_stream import Cut, Piece, SpreadWeight
 from .library import ChainedOptimizer, DistributedOptimizer
 from .mesh import Mesh
@@ -111,12 +112,14 @@ class OwnPieces:
 
 def trained_tensors(model: PolicyModel, config: Any) -> tuple[dict[str, torch.Tensor], list[Entry]]:
     """Return the tensors of a rank's `model` that training changes if it has no adapter, by name, and their entries.
-    config: HF config."""
-    params = model.weights()
-    return params, entries_of(list(params), model.first_layer, config)
+    Frozen ones are left out. config: HF config."""
+    every = model.weights()
+    params = {name: value for name, value in every.items() if value.requires_grad or not is_parameter(value)}
+    return params, [entry for entry in entries_of(list(every), model.first_layer, config) if entry.name in params]
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+REFERENCE = "reference"
+"""First part of the names of a checkpoint's entries of a reference model that moves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +139,14 @@ class TrainingState:
 
     def __init__(
         self, params: Mapping[str, torch.Tensor], entries: Sequence[Entry], optimizer: ChainedOptimizer,
-        steps: torch.Tensor, config: Any, mesh: Mesh,
+        steps: torch.Tensor, config: Any, mesh: Mesh, reference: Mapping[str, torch.Tensor],
     ) -> None:  # fmt: skip
         """Allocate the optimizer's state, so that even a checkpoint before the first step contains the full state.
 
         `params` are the tensors of the rank that training changes, by the names in `entries`. `config` is the HF
-        config.
+        config. `reference` has those of a reference model that moves, by the same names.
         """
+        self._reference = reference
         self._params, self._entries = params, entries
         self._steps, self._config, self._mesh = steps, config, mesh
         self._optimizer = optimizer
@@ -163,6 +167,8 @@ class TrainingState:
             whole = self._whole(self._params[entry.name])
             for kind, value in whole.items():
                 state |= self._boxed(entry, value, kind)
+            if entry.name in self._reference:
+                state |= self._boxed(entry, self._reference[entry.name].to(whole["weight"]), REFERENCE)
             if len(whole) > 1:
                 state |= {f"optimizer.{name}.step": self._steps.float() for name in entry.hf_names}
         if self._config.tie_word_embeddings:  # The state of the fsdp backend has both names.
@@ -176,7 +182,7 @@ class TrainingState:
         state: dict[str, torch.Tensor] = {STEPS: torch.zeros_like(self._steps)}
         for entry in self._entries:
             room = torch.zeros_like(self._params[entry.name], dtype=torch.float32)
-            for kind in _kinds(self._params[entry.name]):
+            for kind in (*_kinds(self._params[entry.name]), *((REFERENCE,) if entry.name in self._reference else ())):
                 state |= self._boxed(entry, room.clone(), kind)
         return state
 
@@ -187,12 +193,17 @@ class TrainingState:
         self._steps.copy_(state[STEPS])
         for entry in self._entries:
             for kind in _kinds(self._params[entry.name]):
-                found = [state[_key(name, kind)] for name in entry.hf_names]
-                local = [value.to_local() if isinstance(value, DTensor) else value for value in found]
-                self._set(self._params[entry.name], kind, unbox(entry, local, self._config, self._mesh.part))
+                self._set(self._params[entry.name], kind, self._unboxed(entry, state, kind))
+            if entry.name in self._reference and all(_key(name, REFERENCE) in state for name in entry.hf_names):
+                self._reference[entry.name].copy_(self._unboxed(entry, state, REFERENCE))
         for part in self._optimizer.chained_optimizers:
             for state_of_param in part.optimizer.state.values():
                 state_of_param["step"].fill_(float(self._steps))
+
+    def _unboxed(self, entry: Entry, state: dict[str, torch.Tensor], kind: str) -> torch.Tensor:
+        found = [state[_key(name, kind)] for name in entry.hf_names]
+        local = [value.to_local() if isinstance(value, DTensor) else value for value in found]
+        return unbox(entry, local, self._config, self._mesh.part)
 
     def _set(self, param: torch.Tensor, kind: str, value: torch.Tensor) -> None:
         if kind == "weight":
@@ -241,11 +252,16 @@ class TrainingState:
 
 def _kinds(tensor: torch.Tensor) -> tuple[str, ...]:
     """Return what a checkpoint has of a parameter, or of a buffer, which no optimizer changes."""
-    return ("weight", *MOMENTS) if isinstance(tensor, torch.nn.Parameter) else ("weight",)
+    return ("weight", *MOMENTS) if is_parameter(tensor) else ("weight",)
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of a model is a parameter, and no buffer."""
+    return isinstance(tensor, torch.nn.Parameter)
 
 
 def _key(name: str, kind: str) -> str:
-    return f"model.{name}" if kind == "weight" else f"optimizer.{name}.{kind}"
+    return {"weight": f"model.{name}", REFERENCE: f"{REFERENCE}.{name}"}.get(kind, f"optimizer.{name}.{kind}")
 
 
 def _shares(optimizer: ChainedOptimizer, params: list[torch.nn.Parameter]) -> dict[torch.Tensor, Share]:

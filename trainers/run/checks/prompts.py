@@ -8,6 +8,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,7 @@ def _read_source(
     mistake."""
     import numpy as np
 
+    from ....actors.rollout.difficulty import success_rates, wanted_prompts
     from ....actors.rollout.prompt_rows import check_rows
     from ....actors.rollout.prompt_sources import load_rows, validation_note
     from ....actors.rollout.prompts import (
@@ -145,6 +147,7 @@ def _read_source(
         TableSource,
         check_prompt_lengths,
         open_source,
+        place_of,
         without_overlong,
     )
     from ....actors.rollout.rows import check_columns
@@ -171,7 +174,11 @@ def _read_source(
     if tokenizer is not None and (data.overlong_prompts == "error" or source.size is None):
         check_prompt_lengths(source, tokenizer, most)
     elif tokenizer is not None and not in_part:
-        without_overlong(source, tokenizer, most)
+        source, _ = without_overlong(source, tokenizer, most)
+    if data.success_field is not None and not held_out and source.size is not None:
+        rates = success_rates(source, data, partial(place_of, source))
+        if not in_part and (left := len(wanted_prompts(rates, data, source.name))) < len(rates):
+            read.notes.append(f"data.success_range leaves {left} of the {len(rates)} prompts of {source.name}")
 
 
 def plan_epochs(read: PromptsRead, data: DataConfig, algorithm: AlgorithmConfig) -> None:

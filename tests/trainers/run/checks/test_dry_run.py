@@ -59,6 +59,14 @@ def test_memory_as_the_backend_splits_it() -> None:
     assert trained(config(backend="megatron", dp=2, tp=2, distributed_optimizer=False)) == 8000
 
 
+def test_memory_as_the_optimizer_keeps_its_moments() -> None:
+    sizes = [trained(config(optimizer=kind)) for kind in ("adamw", "adamw_bf16", "adamw_8bit", "muon")]
+    assert sizes == [16_000, 12_000, 10_031, 12_000]
+    moved = config(dp=2, optimizer="adamw_8bit", offload_optimizer=True)
+    assert trained(moved) == 4000 and on_host(moved, gpus=True) == 1015
+    assert on_host(moved, gpus=False) == 5015, "without GPUs all is in host memory"
+
+
 def test_host_memory_is_that_of_a_rank_s_own_pieces() -> None:
     kept = config(dp=4, tp=2).model_copy(update={"loss": LossConfig(kl_coef=0.1)})
     assert on_host(kept, gpus=False) == trained(kept) == 1000 * 4 * 5 // 8
