@@ -90,6 +90,7 @@ MOVING_RATIO = Need(
 )
 WITH_KL = _above_zero("loss.kl_coef")
 VALIDATES = _above_zero("validation.every")
+SUPERVISED = Need("sft.train", "sft.train set", lambda config: bool(config.sft.train), switch=True)
 WARMED_UP = replace(_is("warmup.corpus", "digit_skills"), switch=True)
 TASK_PROMPTS = Need(
     "data.train",
@@ -147,6 +148,12 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "model.dtype": (MODEL_ENGINES,),
     "warmup.corpus": (BUILTIN_MODEL,),
     **{f"warmup.{name}": (WARMED_UP,) for name in ("steps", "target_loss", "batch_size", "lr")},
+    **{
+        f"sft.{name}": (SUPERVISED,)
+        for name in (
+            "validation", "messages_field", "turns", "chat_template_kwargs", "epochs", "max_tokens", "overlong"
+        )
+    },
     "data.validation": (VALIDATES,),
     **{f"data.{name}": (DATASET_PROMPTS,) for name in ("subset", "split")},
     **{f"data.validation_{name}": (VALIDATES, DATASET_PROMPTS) for name in ("subset", "split")},

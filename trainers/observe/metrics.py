@@ -60,7 +60,7 @@ def time_split(record: Mapping[str, float | None]) -> dict[str, float]:
 
 def judged_label(judged: str) -> str:
     """Return the label that is shown to readers for `judged`, the key of the metric that `validation.metric` names."""
-    return f"held-out {judged.removeprefix('val/').replace('_', ' ')}"
+    return f"held-out {judged.removeprefix('val/').removeprefix('validation/').replace('_', ' ')}"
 
 
 def judged_format(judged: str) -> str:

@@ -81,7 +81,7 @@ def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, tim
                 with closing(live_report):
                     _Training(config, folder, endpoint, progress, watch, times, cluster, live_report).run(resume)
             finally:
-                tell_how_to_go_on(folder, progress)
+                tell_how_to_go_on(folder, progress, "sft" if config.sft.train else "train")
     return folder.path
 
 
@@ -91,9 +91,9 @@ def _steps_done(folder: RunFolder) -> int:
     return checkpoints.latest_state().step if (folder.path / "model").is_dir() else 0
 
 
-def tell_how_to_go_on(folder: RunFolder, progress: Progress) -> None:
+def tell_how_to_go_on(folder: RunFolder, progress: Progress, verb: str = "train") -> None:
     """Print the step of the newest checkpoint and the command that continues the run, or that there is no checkpoint.
-    Prints nothing if the run has not begun."""
+    Prints nothing if the run has not begun. verb: command of Headrace that began the run."""
     try:
         step = Checkpoints(folder.checkpoints_dir).latest_state().step
     except NoCheckpoint:
@@ -102,7 +102,7 @@ def tell_how_to_go_on(folder: RunFolder, progress: Progress) -> None:
         return
     except (OSError, UserError):  # The failure of the disk, or the damage, was already reported.
         return
-    command = f"headrace train {shlex.quote(str(folder.config_path))} --resume"
+    command = f"headrace {verb} {shlex.quote(str(folder.config_path))} --resume"
     if folder.metrics.finished:
         progress.message(f"to train longer, with N above {step}: {command} algorithm.steps=N")
         return

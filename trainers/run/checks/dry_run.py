@@ -237,7 +237,7 @@ class _Description:
         config = self._config
         algorithm, trainer = config.algorithm, config.trainer
         topology = trainer.topology
-        rows, longest = config.rows_per_step, config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        rows, (_, longest) = config.rows_per_step, config.longest_row
         per_replica = rows // topology.dp
         padded = round_up(longest, topology.pad_multiple)
         microbatches = ceil_div(per_replica, trainer.tokens_per_microbatch // padded)
