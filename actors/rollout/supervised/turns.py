@@ -83,7 +83,7 @@ class TurnMarker:
                     "as a policy would write it, expected sft.turns=each or sft.turns=last"
                 )
             spans.append((len(before), end))
-        return self._marked(whole, spans)
+        return self._marked(whole[: spans[-1][1]], spans)  # What follows the last turn teaches nothing.
 
     def _end(self, turn: str, start: int) -> int:
         """Return the place behind the last end token in `turn[start:]`, or 0 if there is none."""
