@@ -13,7 +13,7 @@ from ...actors.engines.config import ModelConfig, RouterReplayConfig, ScriptedCo
 from ...actors.environments.config import EnvironmentConfig
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import RolloutConfig
-from ...actors.rollout.data_config import MIXTURE, DataConfig
+from ...actors.rollout.data_config import JSONL_SUFFIXES, MIXTURE, DataConfig
 from ...actors.rollout.evaluation_metrics import figure_names, find_figure
 from ...actors.rollout.supervised.config import SftConfig
 from ...actors.sample_file import SamplesConfig
@@ -187,19 +187,33 @@ class RunConfig(Section):
 
 
 class WarmupConfig(Section):
-    """Supervised warm-up of the built-in model before step 1. Training metrics do not include this phase."""
+    """Supervised warm-up of the model before step 1. Training metrics do not include this phase."""
 
-    corpus: Literal["none", "digit_skills"] = "none"
-    """Texts that the model learns. `digit_skills` generates texts about digits that differ from the RL task.
-    `none` disables the warm-up."""
+    corpus: PathText = "none"
+    """Texts that the model learns. `digit_skills` generates texts about digits, for a built-in model, that differ from
+    the RL task. A file of conversations (.jsonl), as `sft.train` takes it, is learned by a supervised run of
+    `warmup.steps` steps in the folder `warmup` of the run folder; the keys of section `sft` about turns and lengths
+    apply to it. `none` disables the warm-up."""
     steps: Count = 1000
-    """Largest number of steps. The warm-up ends sooner when the model has learned the corpus."""
+    """Largest number of steps. The warm-up on `digit_skills` ends sooner when the model has learned the corpus."""
     target_loss: Positive = 0.12
-    """Loss at which the warm-up ends early, in nats per token."""
+    """Loss at which the warm-up on `digit_skills` ends early, in nats per token."""
     batch_size: Count = 128
     """Number of texts in a step."""
     lr: Positive = 5e-3
     """Peak learning rate."""
+
+    @field_validator("corpus")
+    @classmethod
+    def _known_corpus(cls, corpus: str) -> str:
+        if corpus not in ("none", "digit_skills") and not corpus.endswith(JSONL_SUFFIXES):
+            raise ValueError(f"got {corpus!r}, expected none, digit_skills or a file that ends in .jsonl")
+        return corpus
+
+    @property
+    def on_file(self) -> bool:
+        """True if the model learns a user's file."""
+        return self.corpus.endswith(JSONL_SUFFIXES)
 
 
 class ResourcesConfig(Section):
@@ -398,7 +412,8 @@ class Config(Section):
         sets = [(f"evaluation.{name}.data.source", one.data.source) for name, one in self.evaluation.items()]
         mixed = [(f"data.mixture.{index}.source", part.source) for index, part in enumerate(self.data.mixture)]
         trained = mixed if self.data.train == MIXTURE else [("data.train", self.data.train)]
-        return [*trained, ("data.validation", self.data.validation), *sets]
+        warmup = [("warmup.corpus", self.warmup.corpus)] if self.warmup.on_file else []
+        return [*trained, ("data.validation", self.data.validation), *sets, *warmup]
 
     @property
     def rubrics(self) -> dict[str, RewardConfig]:

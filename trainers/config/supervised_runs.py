@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from ...actors.engines.config import RouterReplayConfig
@@ -14,6 +13,7 @@ from ...actors.rollout.supervised.examples import Examples
 from ..advantages.config import AdvantageConfig
 from ..losses.config import SUPERVISED, LossConfig
 from .config import AlgorithmConfig, Config
+from .effects import shown
 from .evaluation_sets import ValidationConfig
 
 _ALGORITHM = ("mode", "max_staleness", "chunk_groups", "steps", "prompts_per_step", "minibatches", "epochs")
@@ -31,11 +31,10 @@ def as_supervised(config: Config) -> Config:
     sft = config.sft
     if sft.epochs is not None:
         try:
-            rows = sft.epochs * Examples(sft, validation=False).size
+            algorithm["steps"] = Examples(sft, validation=False).steps(config.algorithm.prompts_per_step)
         except ValueError:
             pass
         else:
-            algorithm["steps"] = math.ceil(rows / config.algorithm.prompts_per_step)
             sft = sft.model_copy(update={"epochs": None})
     samples = config.logging.samples.model_copy(update={"every": 0})
     return config.model_copy(
@@ -58,6 +57,9 @@ def as_supervised(config: Config) -> Config:
 
 def supervised_problems(config: Config) -> Iterator[str]:
     """Yield one sentence for each setting that does not fit the kind of the run: supervised, or on rollouts."""
+    if config.warmup.on_file and (config.sft.train or config.trainer.lora.base != "model"):
+        key = "sft.train" if config.sft.train else f"trainer.lora.base={config.trainer.lora.base}"
+        yield f"warmup.corpus: got {config.warmup.corpus!r} with {key}, expected 'none', because the two do not combine"
     if not config.sft.train:
         if config.loss.kind == SUPERVISED:
             yield "loss.kind: got 'sft' without sft.train, expected another loss, because rollouts are no examples"
@@ -71,6 +73,6 @@ def supervised_problems(config: Config) -> Iterator[str]:
         ("pool.address", config.pool.address),
     ):
         if value:
-            yield f"{key}: got {value!r} with sft.train, expected it unset, because a supervised run has no rollouts"
+            yield f"{key}: got {shown(value)} with sft.train, expected it unset, because such a run has no rollouts"
     if config.loss.kl_coef and config.loss.kl_kind == "k3_is":
         yield "loss.kl_kind: got 'k3_is' with sft.train, expected 'k2' or 'k3', because no policy sampled the rows"

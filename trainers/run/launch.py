@@ -32,6 +32,7 @@ from .checks.preflight import check_start
 from .checks.trust_probe import distrust
 from .processes import launched
 from .restarts import lost_only_workers, lost_process, needed_processes, root_cause
+from .supervised_start import warm_up
 from .under_watchdog import StepSize, WatchdogProcess, under_watchdog
 
 
@@ -67,6 +68,7 @@ def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, tim
                 f"{done} to continue it"
             )
             return folder.path
+        warm_up(config, folder.path, lambda one, resumed: run_training(one, resume=resumed))
         with (
             Progress(config.run.name, steps, enabled=config.logging.progress, judged=config.judged_figure) as progress,
             under_watchdog(config.resources, folder.path, size, cluster.processes() if cluster else ()) as watch,

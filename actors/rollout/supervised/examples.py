@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,11 @@ class Examples:
     def size(self) -> int:
         """Number of rows."""
         return len(self._parts)
+
+    def steps(self, rows: int) -> int:
+        """Return the number of steps of `rows` rows each in `sft.epochs`, rounded up."""
+        assert self._config.epochs is not None
+        return max(1, math.ceil(self._config.epochs * self.size / rows))
 
     def row(self, index: int) -> PromptRow:
         """Return the row's number as a prompt, which a `PromptStream` puts in order."""

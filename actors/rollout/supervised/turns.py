@@ -6,6 +6,7 @@ for an answer, and ends with the token that ends the answer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,13 @@ class TurnMarker:
     """Renders conversations with the chat template of a tokenizer, and finds the assistant's turns in the text."""
 
     def __init__(self, tokenizer: Any, ends: EndTokens, arguments: Mapping[str, Any]) -> None:
-        """ends: tokens that end an answer. arguments: arguments of the chat template."""
+        """ends: tokens that end an answer. arguments: arguments of the chat template. Raises ValueError for an argument
+        that the template does not read."""
+        template = str(getattr(tokenizer, "chat_template", None) or "")
+        if unread := [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", template)]:
+            raise ValueError(
+                f"sft.chat_template_kwargs: got {unread[0]!r}, expected arguments that the model's chat template reads"
+            )
         self._tokenizer = tokenizer
         self._arguments = arguments
         self._ends = [str(text) for text in tokenizer.convert_ids_to_tokens(list(ends.ids))]

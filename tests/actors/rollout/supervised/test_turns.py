@@ -107,7 +107,8 @@ def test_tokens_and_mask_are_those_of_transformers(layout: Layout) -> None:
     if layout.name not in PIECES:
         return
     tokens, piece = marker.conversation(TALK, None, (1, 3)), PIECES[layout.name]
-    marked = f"{{% if m.role == 'assistant' %}}{{% generation %}}{piece}{{% endgeneration %}}{{% else %}}{piece}{{% endif %}}"
+    inside = f"{{% generation %}}{piece}{{% endgeneration %}}"
+    marked = f"{{% if m.role == 'assistant' %}}{inside}{{% else %}}{piece}{{% endif %}}"
     after = "{{ '\\n' }}"  # A line break behind a block would be left out.
     template = tokenizer.chat_template.replace(f"{piece}\n", f"{piece}{after}").replace(piece, marked)
     given = tokenizer.apply_chat_template(
