@@ -1,4 +1,4 @@
-"""`headrace sft` on a file, then `headrace train`; its validation, its resume after kill -9, its mesh, and a warm-up."""
+"""`headrace sft` on a file, then `headrace train`; validation, resume after kill -9, and a warm-up on a file."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class HeldOutLoss:
 
 _OF_ROLLOUTS = (
     "reward/", "advantage/", "staleness/", "rollout/", "sync/", "logprob/", "reward_by_source/", "idle/", "policy/",
-    "train/sampled_entropy",
+    "queue/", "train/sampled_entropy",
 )  # fmt: skip
 
 
