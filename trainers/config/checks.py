@@ -21,7 +21,7 @@ from ..losses.config import LossConfig
 from .config import AlgorithmConfig, Config, ResourcesConfig, RunConfig
 from .evaluation_sets import EvaluationConfig, ValidationConfig
 from .staleness import Mode, Overlap
-from .supervised_runs import supervised_problems
+from .supervised_runs import supervised_problems, warmup_problems
 
 ROLLOUT_TOKEN_BYTES = 9
 """Bytes that a rollout writes per token: input_ids int32, response_mask uint8, rollout_logprobs float32."""
@@ -236,7 +236,8 @@ def meaning_problems(config: Config) -> Iterator[str]:
         yield from replay_problems(config.run, config.validation, config.algorithm, window=config.overlap.window)
     if not config.sft.train:
         yield from group_problems(config.algorithm, config.advantage)
-    yield from supervised_problems(config)
+    yield from supervised_problems(config.sft, config.loss, config.rollout, config.run, config.pool)
+    yield from warmup_problems(config.warmup, config.sft, config.trainer.lora.base)
     yield from lora_problems(config.trainer, config.model.adapter)
     yield from objective_problems(config.loss, config.advantage, config.reward, config.algorithm.prev_logprobs)
     if config.router_replay.enabled:

@@ -66,8 +66,8 @@ def judged_label(judged: str) -> str:
 
 
 def best_of(judged: str, values: Sequence[float]) -> float:
-    """Return the best of the values of `judged`, the key of the metric by which a run is judged: the lowest loss, or
-    the highest value of any other metric."""
+    """Return the best of the values of a metric. That is the lowest loss, or the highest value of any other metric.
+    judged: key of the metric."""
     return min(values) if judged == HELD_OUT_LOSS else max(values)
 
 

@@ -22,7 +22,6 @@ from ..grpo.feed import PARTITION, Feed
 from ..grpo.run_parts import Run
 from ..grpo.step_warnings import StepWarnings
 from ..grpo.training_modes import AfterStep, open_feed, run_steps
-from ..observe.metrics import REPLACED
 from ..observe.progress import Progress
 from ..observe.prometheus import RunEndpoint
 from ..observe.report import LiveReport, write_report
@@ -32,7 +31,7 @@ from .checks.preflight import check_start
 from .checks.trust_probe import distrust
 from .processes import launched
 from .restarts import lost_only_workers, lost_process, needed_processes, root_cause
-from .supervised_start import warm_up
+from .supervised_start import warm_up, warmup_sections
 from .under_watchdog import StepSize, WatchdogProcess, under_watchdog
 
 
@@ -68,7 +67,10 @@ def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, tim
                 f"{done} to continue it"
             )
             return folder.path
-        warm_up(config, folder.path, lambda one, resumed: run_training(one, resume=resumed))
+        if config.warmup.on_file:
+            changed = warmup_sections(config.warmup, config.run, config.sft, config.trainer, folder.path)
+            sections = config.model_copy(update=changed).model_dump()
+            warm_up(sections, folder.path, run_training)
         with (
             Progress(config.run.name, steps, enabled=config.logging.progress, judged=config.judged_figure) as progress,
             under_watchdog(config.resources, folder.path, size, cluster.processes() if cluster else ()) as watch,
@@ -241,8 +243,7 @@ class _Training:
         self._endpoint.run.watch(run.observers.watch)
 
         def replaced(died: str) -> None:
-            folder.metrics.event(REPLACED, state.step, died=died)
-            folder.incident(state.step, f"{died} (replaced)")
+            folder.replaced(state.step, died)
 
         run.actors.on_death.append(replaced)
         checkpoints.load(run.workers, run.rollouts, state)

@@ -3,59 +3,57 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from ...actors.rollout.supervised.config import SftConfig
+from ..backends.config import TrainerConfig
 from ..backends.lora_config import LoraConfig
 from ..base_model.prepare import WARMUP
-from ..config.config import AlgorithmConfig, Config, PoolConfig, WarmupConfig
-from ..config.supervised_runs import as_supervised
+from ..config.config import AlgorithmConfig, PoolConfig, RunConfig, WarmupConfig
+from ..config.load import build_config
 from ..grpo.checkpoints import Checkpoints, NoCheckpoint
 
 RISE_STEPS = 25
 """Largest number of steps in which the learning rate rises."""
 
 
-def warmup_run(config: Config, folder: Path) -> Config:
-    """Return the configuration of the warm-up of a run. It trains all weights of the model with the run's backend and
-    mesh. The learning rate rises to `warmup.lr` and falls to 0. folder: the run folder."""
-    warmup = config.warmup
-    changed = {
-        "run": {
-            "dir": str(folder / WARMUP),
-            "name": f"{config.run.name}: warm-up",
-            "record": False,
-            "replay": None,
-            "keep_best": False,
-        },
-        "sft": {"train": (warmup.corpus,), "validation": None, "epochs": None},
-        "trainer": {
-            "lr": warmup.lr,
-            "min_lr": 0.0,
-            "schedule": "linear",
-            "warmup_steps": min(RISE_STEPS, warmup.steps),
-            "lora": LoraConfig(),
-        },
+def warmup_sections(
+    warmup: WarmupConfig, run: RunConfig, sft: SftConfig, trainer: TrainerConfig, folder: Path
+) -> dict[str, Any]:
+    """Return the sections in which the warm-up of a run differs from it: section name -> section. The warm-up trains
+    all weights of the model with the run's backend and mesh. The learning rate rises to `warmup.lr` and falls to 0.
+    folder: the run folder."""
+    plain = {"record": False, "replay": None, "keep_best": False}
+    rate = {
+        "lr": warmup.lr,
+        "min_lr": 0.0,
+        "schedule": "linear",
+        "warmup_steps": min(RISE_STEPS, warmup.steps),
+        "lora": LoraConfig(),
     }
-    sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in changed.items()}
-    algorithm = AlgorithmConfig(steps=warmup.steps, prompts_per_step=warmup.batch_size)
-    return as_supervised(
-        config.model_copy(
-            update={**sections, "algorithm": algorithm, "warmup": WarmupConfig(), "pool": PoolConfig()},
-        )
-    )
+    return {
+        "run": run.model_copy(update={"dir": str(folder / WARMUP), "name": f"{run.name}: warm-up", **plain}),
+        "sft": sft.model_copy(update={"train": (warmup.corpus,), "validation": None, "epochs": None}),
+        "trainer": trainer.model_copy(update=rate),
+        "algorithm": AlgorithmConfig(steps=warmup.steps, prompts_per_step=warmup.batch_size),
+        "warmup": WarmupConfig(),
+        "pool": PoolConfig(),
+    }
 
 
-def warm_up(config: Config, folder: Path, train: Callable[[Config, bool], Path]) -> None:
-    """Carry out the warm-up of a run on a file, unless that is done or the run has none. A warm-up that was interrupted
-    goes on from its checkpoint. train: function that trains a configuration, with True to resume."""
+def warm_up(sections: Mapping[str, Any], folder: Path, train: Callable[..., Path]) -> None:
+    """Carry out the warm-up of the run in `folder`, unless that is done. A warm-up that was interrupted goes on from
+    its checkpoint. sections: all sections of the warm-up, as plain values. train: function that trains a configuration,
+    given as `resume` whether to resume it. Raises ConfigError if they do not fit each other."""
     run = folder / WARMUP
-    if not config.warmup.on_file or (run / "model").is_dir():
+    if (run / "model").is_dir():
         return
     try:
         Checkpoints(run / "checkpoints").latest_state()
     except (NoCheckpoint, FileNotFoundError):
         shutil.rmtree(run, ignore_errors=True)
-        train(warmup_run(config, folder), False)
+        train(build_config(sections), resume=False)
     else:
-        train(warmup_run(config, folder), True)
+        train(build_config(sections), resume=True)

@@ -12,7 +12,7 @@ from ...engines.stop_tokens import EndTokens
 from ...protocols import PromptRow
 from ..prompt_sources import PromptRows, read_jsonl
 from .config import SftConfig
-from .turns import TurnMarker, TurnTokens
+from .turn_marks import TurnMarker, TurnTokens
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a message can have."""

@@ -30,7 +30,7 @@ class SupervisedRows:
     purpose: Purpose = "replay"
 
     def __init__(self, config: SftConfig, tokenizer: Any, model: str, *, seed: int) -> None:
-        """Read all files. model: folder or hub id of the model. seed: seed of the order, which each epoch draws anew.
+        """Read all files. model: folder or hub id of the model. seed: seed of the order of each epoch.
         Raises ValueError, which names file and line, for a line that is no conversation."""
         self._marker = marker_of(config, tokenizer, end_tokens(model, tokenizer))
         self._train = Examples(config, validation=False)

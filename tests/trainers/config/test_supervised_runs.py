@@ -9,9 +9,9 @@ import pytest
 
 from headrace.trainers.cluster.placement import Host, PlacementRequest, plan_placement
 from headrace.trainers.config.config import Config, resolved_yaml
-from headrace.trainers.config.load import load_config
+from headrace.trainers.config.load import build_config, load_config
 from headrace.trainers.errors import ConfigError
-from headrace.trainers.run.supervised_start import warmup_run
+from headrace.trainers.run.supervised_start import warmup_sections
 
 
 def load(tmp_path: Path, *overrides: str, rows: int = 10) -> Config:
@@ -89,7 +89,8 @@ def test_a_warm_up_on_a_file_is_a_supervised_run(tmp_path: Path) -> None:
     given = ("sft.train=[]", f"warmup.corpus={tmp_path}/a.jsonl", "warmup.steps=7", "warmup.batch_size=4")
     config = load(tmp_path, *given, "trainer.lora.rank=4", "trainer.dp=2")
     assert config.warmup.on_file and config.rollout.num_engines == 1
-    warmup = warmup_run(config, tmp_path / "run")
+    changed = warmup_sections(config.warmup, config.run, config.sft, config.trainer, tmp_path / "run")
+    warmup = build_config(config.model_copy(update=changed).model_dump())
     assert warmup.sft.train == (f"{tmp_path}/a.jsonl",) and warmup.sft.max_tokens == 32
     assert (warmup.algorithm.steps, warmup.algorithm.prompts_per_step, warmup.trainer.lr) == (7, 4, 5e-3)
     assert (warmup.trainer.lora.rank, warmup.trainer.dp, warmup.rollout.num_engines) == (0, 2, 0)

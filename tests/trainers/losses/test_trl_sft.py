@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from headrace.actors.engines.stop_tokens import tokenizer_ends
-from headrace.actors.rollout.supervised.turns import TurnMarker
+from headrace.actors.rollout.supervised.turn_marks import TurnMarker
 from headrace.tests.trainers.backends.backend_ranks import Row, micro_batch, weights_of
 from headrace.tests.trainers.losses.test_trl_updates import Weights, largest, save_model
 from headrace.trainers.backends.config import BackendConfig, TrainerConfig

@@ -98,8 +98,8 @@ class TurnMarker:
         return max((at + len(text) for at, text in found if at >= 0), default=0)
 
     def completion(self, prompt: str, completion: str) -> TurnTokens:
-        """Return the tokens of a text that continues another, with the tokenizer's end token, which is trained on,
-        too."""
+        """Return the tokens of a text with its continuation. The continuation and the tokenizer's end token behind it
+        are trained on."""
         [front] = encode_prompts(self._tokenizer, [prompt])
         answer = [*self._tokenizer(completion, add_special_tokens=False)["input_ids"]]
         if answer[-1:] != self._eos:

@@ -17,7 +17,7 @@ from headrace.actors.environments.config import EnvironmentConfig
 from headrace.actors.environments.episode import Episode
 from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.protocols import Prompt
-from headrace.actors.rollout.supervised.turns import TurnMarker, TurnTokens
+from headrace.actors.rollout.supervised.turn_marks import TurnMarker, TurnTokens
 from headrace.tests.actors.engines.tokenizer_layouts import LAYOUTS, Layout, make_tokenizer, save_config
 
 ASKED, ANSWERS = ("2 + 2 = é?", "and 3 + 3?"), ("It is 4, é.", "6")
