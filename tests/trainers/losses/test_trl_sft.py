@@ -113,5 +113,5 @@ def test_losses_and_weights_of_eight_updates(tmp_path: Path) -> None:
         assert metrics["train/tokens"] == sum(int(row.mask.sum()) for row in rows)
         apart.append(abs(metrics["train/loss"] - losses[number]))
         moved.append(largest(weights_of(backend), expected))
-    print(f"losses {losses}, apart {apart}, weights apart {moved}")
-    assert max(apart) < 1e-5 and max(moved) < 1e-4 and losses[-1] < losses[0] - 0.2
+    # With TRL 1.16: losses 4e-7 apart, weights 9e-6, while the loss falls from 3.8 to 2.5.
+    assert max(apart) < 1e-5 and max(moved) < 2e-5 and losses[-1] < losses[0] - 0.2
