@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from headrace.cli.command import main
 from headrace.tests import forks
 from headrace.tests.runs import cli_runs as runs
 from headrace.tests.runs.test_journal_resume import kill_all
@@ -35,11 +36,11 @@ def write_texts(folder: Path) -> None:
     (folder / "sft.yaml").write_text(json.dumps(sections))
 
 
-def sft(folder: Path, name: str, *overrides: str, code: int = 0) -> str:
+def sft(folder: Path, name: str, *overrides: str) -> str:
     """The output of `headrace sft`, which joins this process's Ray."""
     arguments = ["headrace.cli", "sft", "sft.yaml", f"run.dir={folder / name}", *SHORT, runs.shared_ray(), *overrides]
-    got, output = forks.run(arguments, folder, runs.environment(), 240)
-    assert got == code, output
+    code, output = forks.run(arguments, folder, runs.environment(), 240)
+    assert code == 0, output
     return output
 
 
@@ -81,13 +82,19 @@ def test_sft_and_then_train(tmp_path: Path) -> None:
     assert trained["train/skipped"] == 0 and trained["rollout/failed_rows"] == 0
 
 
-def test_each_command_names_the_other(tmp_path: Path) -> None:
+def test_each_command_names_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_texts(tmp_path)
-    code, output = forks.run(["headrace.cli", "train", "sft.yaml"], tmp_path, runs.environment(), 60)
-    assert code == 2 and "sft.train: got a file with `headrace train`, expected it with `headrace sft`" in output
-    assert "sft.train: not set, expected a file of conversations" in sft(tmp_path, "x", "sft.train=[]", code=2)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "sft.yaml"]) == 2
+    assert "sft.train: got a file with `headrace train`, expected it with `headrace sft`" in capsys.readouterr().err
+    assert main(["sft", "sft.yaml", "sft.train=[]"]) == 2
+    assert "sft.train: not set, expected a file of conversations" in capsys.readouterr().err
     (tmp_path / "train.jsonl").write_text('{"prompt": "z1=", "completion": "1"}\n{"prompt": "z2="}\n')
-    assert "sft.train: line 2 of 'train.jsonl': got the columns prompt, expected" in sft(tmp_path, "y", code=2)
+    assert main(["sft", "sft.yaml", *SHORT, "--dry-run"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "sft.train: line 2 of 'train.jsonl': got the columns prompt, expected" in told
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import numpy as np
 
 from ....dataplane.meta import POSITION
 from ...engines.stop_tokens import end_tokens
-from ...protocols import Prompt, Sample, Score
+from ...protocols import Sample, Score
 from ..journal import JournaledGroup, Purpose
 from ..prompts import PromptStream
 from ..results import group_figures
@@ -41,18 +41,27 @@ class SupervisedRows:
     def find_all(self, positions: Iterable[int]) -> list[JournaledGroup]:
         """Return the rows at `positions`; those from HELD_OUT on are the rows of validation. Raises ValueError, which
         names file and line, for a row that cannot be made."""
-        return [JournaledGroup(position, *self._row(position)) for position in positions]
+        places = list(positions)
+        samples = [self._sample(position) for position in places]
+        if not samples:
+            return []
+        scores = [Score(reward=1.0, components={}, valid=True)] * len(samples)
+        batch, tags = rollout_rows(samples, scores)
+        tags[POSITION] = np.array(places, np.int64)
+        keys = [key for sample in samples for key in sample_keys(sample, 1)]
+        rows = RolloutRows(keys, np.zeros(len(keys), np.int64), tags, batch).split([1] * len(keys))
+        figures = [group_figures([sample], scores[:1]) for sample in samples]
+        return [JournaledGroup(*group) for group in zip(places, rows, figures, strict=True)]
 
-    def _row(self, position: int) -> tuple[RolloutRows, Any]:
+    def _sample(self, position: int) -> Sample:
         if position >= HELD_OUT:
             assert self._held_out is not None, "only a run with a file of validation asks for its rows"
-            stream, examples = PromptStream(self._held_out, shuffle=False), self._held_out
-            source = stream[position - HELD_OUT]
+            examples, prompt = self._held_out, PromptStream(self._held_out, shuffle=False)[position - HELD_OUT]
         else:
-            source, examples = self.prompts[position], self._train
-        tokens = examples.tokens(source.fields["row"], self._marker)
-        sample = Sample(
-            prompt=Prompt(source.uid, "", "", {}),
+            examples, prompt = self._train, self.prompts[position]
+        tokens = examples.tokens(prompt.fields["row"], self._marker)
+        return Sample(
+            prompt=prompt,
             index=0,
             input_ids=tokens.ids,
             response_mask=tokens.mask,
@@ -61,11 +70,6 @@ class SupervisedRows:
             finish_reason="stop",
             versions=np.full(len(tokens.ids), -1, np.int32),
         )
-        score = Score(reward=1.0, components={}, valid=True)
-        batch, tags = rollout_rows([sample], [score])
-        tags[POSITION] = np.array([position], np.int64)
-        rows = RolloutRows(sample_keys(sample, 1), np.zeros(1, np.int64), tags, batch)
-        return rows, group_figures([sample], [score])
 
     def append(self, groups: Iterable[JournaledGroup]) -> None:
         """Refuse groups, because a supervised run generates none."""

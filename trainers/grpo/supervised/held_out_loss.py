@@ -38,6 +38,7 @@ class HeldOutLoss:
         self._rows = Examples(config.sft, validation=True).size if self._every else 0
         if self._every:
             run.client.register(PARTITION, row_schema(None), [TASK])
+            run.client.clear(PARTITION)  # A validation that a train worker's death ended can have left rows.
 
     def before_first_step(self, state: State) -> dict[str, float]:
         """Return the loss of the initial policy."""
