@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...engines.stop_tokens import EndTokens
 from ...protocols import PromptRow
 from ..prompt_sources import PromptRows, read_jsonl
 from .config import SftConfig
@@ -100,15 +99,10 @@ class Examples:
                     f"the row has {len(tokens.ids)} tokens, expected at most sft.max_tokens={most} "
                     "(sft.overlong=truncate cuts rows)",
                 )
-            tokens = tokens.first(most)
+            tokens = TurnTokens(tokens.ids[:most], tokens.mask[:most])
         if not tokens.mask.any():
             raise self._wrong(index, f"none of the first sft.max_tokens={most} tokens is trained on, expected some")
         return tokens
-
-    def check(self, marker: TurnMarker, most: int) -> None:
-        """Make the tokens of the first `most` rows. Raises ValueError as `tokens` does."""
-        for index in range(min(self.size, most)):
-            self.tokens(index, marker)
 
     # ---------------- These private methods read lines.
 
@@ -182,8 +176,3 @@ def _messages(given: Any, column: str) -> tuple[Mapping[str, Any], ...]:
             raise ValueError(f"message {index} has the content {content!r}, expected text")
         checked.append({**message, "content": "" if content is None else content})
     return tuple(checked)
-
-
-def marker_of(config: SftConfig, tokenizer: Any, ends: EndTokens) -> TurnMarker:
-    """Return the marker of turns for a run. ends: tokens that end an answer of its model."""
-    return TurnMarker(tokenizer, ends, config.chat_template_kwargs)

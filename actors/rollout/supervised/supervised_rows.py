@@ -18,7 +18,8 @@ from ..prompts import PromptStream
 from ..results import group_figures
 from ..rows import RolloutRows, rollout_rows, sample_keys
 from .config import SftConfig
-from .examples import Examples, marker_of
+from .examples import Examples
+from .turn_marks import TurnMarker
 
 HELD_OUT = 1 << 40
 """Position of the first row of validation. Those before it are rows to train on."""
@@ -32,7 +33,7 @@ class SupervisedRows:
     def __init__(self, config: SftConfig, tokenizer: Any, model: str, *, seed: int) -> None:
         """Read all files. model: folder or hub id of the model. seed: seed of the order of each epoch.
         Raises ValueError, which names file and line, for a line that is no conversation."""
-        self._marker = marker_of(config, tokenizer, end_tokens(model, tokenizer))
+        self._marker = TurnMarker(tokenizer, end_tokens(model, tokenizer), config.chat_template_kwargs)
         self._train = Examples(config, validation=False)
         self.prompts = PromptStream(self._train, seed=seed)
         """Rows to train on, in the order of training."""

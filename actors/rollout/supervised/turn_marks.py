@@ -35,10 +35,6 @@ class TurnTokens:
         mask[:1] = 0
         return cls(np.asarray(ids, dtype=np.int32), mask)
 
-    def first(self, count: int) -> TurnTokens:
-        """Return the first `count` tokens."""
-        return TurnTokens(self.ids[:count], self.mask[:count])
-
 
 class TurnMarker:
     """Renders conversations with the chat template of a tokenizer, and finds the assistant's turns in the text."""

@@ -181,7 +181,8 @@ def read_examples(
     """Read the conversations of a supervised run as its rollout actors do later, and add what was found to `read`.
     absent: paths that do not exist, which are mistakes by themselves."""
     from ....actors.engines.stop_tokens import end_tokens, tokenizer_ends
-    from ....actors.rollout.supervised.examples import Examples, marker_of
+    from ....actors.rollout.supervised.examples import Examples
+    from ....actors.rollout.supervised.turn_marks import TurnMarker
 
     with _one_tokenizer_thread():
         tokenizer = _tokenizer(read, model, absent)
@@ -193,7 +194,9 @@ def read_examples(
                 examples = Examples(sft, validation=validation)
                 if tokenizer is not None:
                     ends = tokenizer_ends(tokenizer) if model.builtin else end_tokens(model.path, tokenizer)
-                    examples.check(marker_of(sft, tokenizer, ends), READ_PROMPTS)
+                    marker = TurnMarker(tokenizer, ends, sft.chat_template_kwargs)
+                    for index in range(min(examples.size, READ_PROMPTS)):
+                        examples.tokens(index, marker)
             except ValueError as error:
                 read.problems.append(str(error))
                 continue

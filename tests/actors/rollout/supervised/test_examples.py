@@ -11,8 +11,9 @@ import pytest
 
 from headrace.actors.engines.stop_tokens import tokenizer_ends
 from headrace.actors.rollout.supervised.config import SftConfig
-from headrace.actors.rollout.supervised.examples import Examples, marker_of
+from headrace.actors.rollout.supervised.examples import Examples
 from headrace.actors.rollout.supervised.supervised_rows import HELD_OUT, SupervisedRows
+from headrace.actors.rollout.supervised.turn_marks import TurnMarker
 from headrace.dataplane.meta import POSITION
 from headrace.tests.actors.engines.tokenizer_layouts import LAYOUTS, make_tokenizer, save_config
 
@@ -30,7 +31,7 @@ def texts(config: SftConfig) -> list[list[str]]:
     """The trained tokens of each row, by row, as text."""
     examples, found = Examples(config, validation=False), []
     for index in range(examples.size):
-        tokens = examples.tokens(index, marker_of(config, TOKENIZER, tokenizer_ends(TOKENIZER)))
+        tokens = examples.tokens(index, TurnMarker(TOKENIZER, tokenizer_ends(TOKENIZER), {}))
         edges = np.flatnonzero(np.diff(np.concatenate([[0], tokens.mask, [0]])))
         found.append([TOKENIZER.decode(tokens.ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)])
     return found
@@ -93,7 +94,7 @@ def test_what_is_no_file_of_lines_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"sft.validation: .* has no line, expected at least one"):
         Examples(SftConfig(validation=write(tmp_path / "e.jsonl", "\n")), validation=True)
     with pytest.raises(ValueError, match=r"sft.chat_template_kwargs: got 'thinks', expected arguments that the"):
-        marker_of(SftConfig(chat_template_kwargs={"thinks": True}), TOKENIZER, tokenizer_ends(TOKENIZER))
+        TurnMarker(TOKENIZER, tokenizer_ends(TOKENIZER), {"thinks": True})
 
 
 def test_each_epoch_has_every_row_once_in_an_order_of_its_own(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def played(tokenizer: Any, layout: Layout, asked: Sequence[Sequence[Mapping[str,
 
 @by_layout
 def test_a_row_is_that_of_an_episode_with_the_same_answers(layout: Layout, tmp_path: Any) -> None:
-    tokenizer = make_tokenizer(layout)
+    tokenizer: Any = make_tokenizer(layout)
     marker = TurnMarker(tokenizer, end_tokens(save_config(layout, tokenizer, tmp_path), tokenizer), {})
     if layout.name in CHANGING:
         with pytest.raises(ValueError, match=r"changes message 1 when others follow.*expected sft.turns=each"):
@@ -99,7 +99,7 @@ PIECES = {
 @by_layout
 def test_tokens_and_mask_are_those_of_transformers(layout: Layout) -> None:
     """Transformers finds the mask by marks in the template, as TRL trains on."""
-    tokenizer = make_tokenizer(layout)
+    tokenizer: Any = make_tokenizer(layout)
     marker = TurnMarker(tokenizer, tokenizer_ends(tokenizer), {})
     size = len((last := marker.conversation(TALK, None, (3,))).ids) - (layout.name == "GLM-4")
     whole = tokenizer.apply_chat_template(TALK, tokenize=True, return_dict=False)
@@ -120,7 +120,7 @@ def test_tokens_and_mask_are_those_of_transformers(layout: Layout) -> None:
 
 
 def test_a_completion_ends_with_the_end_token_and_follows_its_prompt() -> None:
-    tokenizer = make_tokenizer(LAYOUTS[0])
+    tokenizer: Any = make_tokenizer(LAYOUTS[0])
     marker = TurnMarker(tokenizer, tokenizer_ends(tokenizer), {})
     tokens = marker.completion("2+2=", "4")
     begin, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|begin_of_text|>", "<|eot_id|>"))
@@ -134,7 +134,7 @@ def test_a_completion_ends_with_the_end_token_and_follows_its_prompt() -> None:
 
 
 def test_tools_and_their_results_stand_in_the_row_and_are_not_trained_on() -> None:
-    tokenizer = make_tokenizer(LAYOUTS[1])
+    tokenizer: Any = make_tokenizer(LAYOUTS[1])
     tokenizer.chat_template = (
         "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}{% endfor %}<|im_end|>\n{% endfor %}"
@@ -154,7 +154,7 @@ def test_tools_and_their_results_stand_in_the_row_and_are_not_trained_on() -> No
 
 
 def test_a_template_that_asks_in_another_way_is_refused() -> None:
-    tokenizer = make_tokenizer(LAYOUTS[1])
+    tokenizer: Any = make_tokenizer(LAYOUTS[1])
     tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
     marker = TurnMarker(tokenizer, tokenizer_ends(tokenizer), {})
     with pytest.raises(ValueError, match="does not begin message 1 as it asks a policy for it"):
