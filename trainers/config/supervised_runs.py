@@ -12,6 +12,7 @@ from ...actors.rollout.config import RolloutConfig
 from ...actors.rollout.data_config import DataConfig
 from ...actors.rollout.supervised.config import SftConfig
 from ...actors.rollout.supervised.examples import Examples
+from ...actors.sample_file import SamplesConfig
 from ..advantages.config import AdvantageConfig
 from ..losses.config import SUPERVISED, LossConfig
 from .config import AlgorithmConfig, LoggingConfig, PoolConfig, RunConfig, WarmupConfig
@@ -45,7 +46,6 @@ def supervised_sections(
             pass
         else:
             sft = sft.model_copy(update={"epochs": None})
-    samples = logging.samples.model_copy(update={"every": 0})
     return {
         "sft": sft,
         "data": DataConfig(),
@@ -58,7 +58,7 @@ def supervised_sections(
         "algorithm": AlgorithmConfig(**kept, group_size=1),
         "loss": LossConfig(kind=SUPERVISED, **{name: getattr(loss, name) for name in _LOSS}),
         "validation": ValidationConfig(every=validation.every if sft.validation else 0),
-        "logging": logging.model_copy(update={"samples": samples}),
+        "logging": logging.model_copy(update={"samples": SamplesConfig(every=0)}),
     }
 
 
