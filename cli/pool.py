@@ -47,6 +47,12 @@ def add_pool_commands(commands: Any) -> None:
     start.add_argument("--trusted-network", action="store_true", help="join a Ray cluster that asks for no token, too")
     start.add_argument("--cpus", type=int, metavar="N", help="logical CPUs of the Ray cluster that is started")
     start.add_argument(
+        "--engines",
+        type=path,
+        metavar="CONFIG",
+        help="start the engines of this run's configuration, which runs with pool.engines=shared use together",
+    )
+    start.add_argument(
         "--prometheus-port", type=int, metavar="PORT", help="serve pool_* metrics on loopback (0: any free port)"
     )
     start.set_defaults(command=_start)
@@ -76,6 +82,7 @@ def add_pool_commands(commands: Any) -> None:
 
 
 def _start(arguments: argparse.Namespace) -> int:
+    from ..trainers.config.load import load_config
     from ..trainers.pool.server.server import served_pool
 
     if arguments.gpus is not None and arguments.gpus < 1:
@@ -84,15 +91,28 @@ def _start(arguments: argparse.Namespace) -> int:
     if port is not None and not 0 <= port <= 65535:
         raise UserError(f"--prometheus-port: got {port}, expected a port from 0 to 65535")
     stop_on_sigterm()
-    with served_pool(
-        arguments.dir,
-        name=arguments.name,
-        num_gpus=arguments.gpus,
-        address=arguments.address,
-        num_cpus=arguments.cpus,
-        prometheus_port=port,
-        trusted_network=arguments.trusted_network,
-    ) as served:
+    config = None if arguments.engines is None else load_config(arguments.engines)
+    with contextlib.ExitStack() as stack:
+        served = stack.enter_context(
+            served_pool(
+                arguments.dir,
+                name=arguments.name,
+                num_gpus=arguments.gpus,
+                address=arguments.address,
+                num_cpus=arguments.cpus,
+                prometheus_port=port,
+                trusted_network=arguments.trusted_network,
+            )
+        )
+        if config is not None:
+            from ..trainers.pool.tenant.shared_engines import SharedEngines
+
+            gpus = stack.enter_context(SharedEngines(served.name, arguments.dir, config).running())
+            print(
+                f"{len(gpus)} engine(s) of {config.model.path} on GPU(s) {gpus}, for up to "
+                f"{config.rollout.max_adapters} runs with pool.engines=shared",
+                flush=True,
+            )
         print(
             f"pool {served.name} of {served.num_gpus} GPU(s); a run joins it with\n"
             f"  RAY_AUTH_MODE={served.auth_mode} headrace train CONFIG pool.address={served.address}",
@@ -136,7 +156,8 @@ def _stop(arguments: argparse.Namespace) -> int:
     from ..trainers.supervision.cleanup import wait_until_ended
 
     served = find_pool(arguments.dir)
-    if not arguments.force and (tenants := [tenant.name for tenant in _asked(served).tenants]):
+    tenants = [] if arguments.force else [one.name for one in _asked(served).tenants if one.driver != served.pid]
+    if tenants:
         raise UserError(f"pool: the pool has the tenants {', '.join(tenants)}, expected none; --force stops it anyway")
     if served.space != pid_space():
         raise UserError(f"pool: the pool (pid {served.pid}) is on another host or in another container; stop it there")

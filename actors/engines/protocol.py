@@ -53,6 +53,12 @@ class CutOff:
     """Number of tokens that the sample has so far."""
 
 
+BASE = "base"
+"""Name of the model without its adapter, as requests give it."""
+Which = Literal["", "base"]
+"""Whether a request is for the newest version of the policy (""), or for the model without its adapter (`base`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request. Reported log-probs are those of the distribution that is sampled from, with
@@ -78,6 +84,8 @@ class SamplingParams:
     routes_from: int = 0
     """Index of the first prompt token whose route is wanted, for engines that record routes. A request that continues
     an earlier one asks only for the routes that are still missing."""
+    adapter: Which = ""
+    """What to sample from."""
     continues: CutOff | None = None
     """The sample that this request continues; the sample's tokens so far are the end of the prompt. None for a request
     that begins a sample."""

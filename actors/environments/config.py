@@ -24,7 +24,8 @@ class EndpointConfig(Section):
     """Way in which an episode's calls become rows. `conversation`: a call that continues an earlier call extends the
     same row. `call`: each call is a separate row. `environment.max_rows` limits their number."""
     model: str = Field(default="policy", min_length=1)
-    """Name of the model in answers and in the list of models. Requests can name any model."""
+    """Name of the policy in the list of models. Requests can name any model, unless the policy is an adapter: then
+    they name the policy, or `base` for the model without it, whose answers are not trained on."""
     max_body_mib: Count = 4
     """Largest size of a request's body in MiB; a larger body is refused while it is read."""
     max_calls: Count = 1024

@@ -28,6 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...dataplane.security.authenticated_listener import Strangers, has_unread
 from ...dataplane.security.few_lines import few_lines, limit_accept_errors
+from ..engines.protocol import BASE, Which
 from .config import EndpointConfig
 from .endpoint_session import Call, Session, digest_of
 from .endpoint_wire import BadRequest, CallAnswer, answer_body, answer_events, error_body, models_body, read_call
@@ -54,8 +55,10 @@ class _ClientGone(Exception):
 class EndpointServer:
     """The endpoint of one rollout actor. It runs in the actor's event loop, from the first episode to `close`."""
 
-    def __init__(self, config: EndpointConfig) -> None:
+    def __init__(self, config: EndpointConfig, *, adapters: bool = False) -> None:
+        """adapters: whether the policy is an adapter, so that requests name the policy or the model without it."""
         self._config = config
+        self._names: dict[str, Which] = {BASE: BASE, config.model: ""} if adapters else {}
         self._sessions: dict[bytes, Session] = {}
         self._secrets: dict[Episode, bytes] = {}
         self._num_calls = 0
@@ -81,7 +84,7 @@ class EndpointServer:
         await self._start()
         secret = secrets.token_urlsafe(32)
         digest = _digest(secret)
-        self._sessions[digest] = Session(episode, self._config.rows)
+        self._sessions[digest] = Session(episode, self._config.rows, self._names)
         self._secrets[episode] = digest
         return EndpointAddress(self._url, secret, self._config.model)
 
@@ -156,7 +159,7 @@ class EndpointServer:
             self._session_of(request)
         except BadRequest as refused:
             return _refusal(refused)
-        return Response(models_body(self._config.model), media_type="application/json")
+        return Response(models_body(self._names or (self._config.model,)), media_type="application/json")
 
     async def _answered(self, request: Request, *, chat: bool) -> Response:
         try:

@@ -17,10 +17,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from ..engines.chat import Reply
-from ..engines.protocol import Completion
+from ..engines.protocol import Completion, Which
 from ..engines.tokenizer import encode_prompts
 from .endpoint_wire import BadRequest, CallAnswer, CallRequest
 from .episode import Episode, OutOfTokens
@@ -33,6 +34,7 @@ MAX_KEPT = 64
 
 _THINKING = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL)
 """Pattern of the reasoning that some clients put in front of an answer's text when they send it back."""
+_ANY: Mapping[str, Which] = MappingProxyType({})
 Said = tuple[Any, ...]
 """Form in which the messages of calls are compared, with one entry per message."""
 
@@ -78,10 +80,14 @@ class Call:
 class Session:
     """The calls of one episode. Methods run in the endpoint's event loop, which is that of the rollout actor."""
 
-    def __init__(self, episode: Episode, rows: Literal["conversation", "call"]) -> None:
-        """rows: see `EndpointConfig.rows`."""
+    def __init__(
+        self, episode: Episode, rows: Literal["conversation", "call"], models: Mapping[str, Which] = _ANY
+    ) -> None:
+        """rows: see `EndpointConfig.rows`. models: what the names stand for that calls must give; {} if they can give
+        any name."""
         self.episode = episode
         self._rows = rows
+        self._models = models
         self._recorded: list[_Recorded] = []
         self._calls: OrderedDict[str, Call] = OrderedDict()
         self._open: set[Call] = set()
@@ -152,6 +158,8 @@ class Session:
         if call.recorded or self.closed:
             return
         call.recorded = True
+        if self._models.get(call.request.model):
+            return  # The policy has not answered.
         answer, prompt, request = call.task.result(), call.prompt, call.request
         assert prompt is not None
         row = prompt.row
@@ -180,13 +188,17 @@ class Session:
     async def _answer(self, call: Call) -> CallAnswer:
         request, episode = call.request, self.episode
         services = episode.services
+        if self._models and request.model not in self._models:
+            expected = " or ".join(map(repr, self._models))
+            raise BadRequest(f"model: got {request.model!r}, expected {expected}", status=404, code="model_not_found")
+        adapter = self._models.get(request.model, "")
         chat = services.chat() if request.is_chat else None
         if request.tools and not (chat and chat.reads_tools):
             raise BadRequest(
                 "tools: the model's chat format cannot read calls of tools, expected model.renderer to be set"
             )
         try:
-            prompt = call.prompt = self._prompt_of(request)
+            prompt = call.prompt = _Prompt(self._rendered(request), None, 0) if adapter else self._prompt_of(request)
             first = prompt.row.num_prompt if prompt.row is not None else len(prompt.ids)
             completion, call.text = await episode.sample_turn(
                 prompt.ids,
@@ -194,6 +206,7 @@ class Session:
                 stop=request.stop,
                 max_new_tokens=request.max_new_tokens,
                 stop_token_ids=chat.stop_token_ids if chat else (),
+                adapter=adapter,
             )
         except OutOfTokens as error:
             raise BadRequest(str(error), code="context_length_exceeded") from None

@@ -274,10 +274,10 @@ def error_body(message: str, code: str) -> bytes:
     return json.dumps({"error": {"message": message, "type": "invalid_request_error", "code": code}}).encode()
 
 
-def models_body(model: str) -> bytes:
-    """Return the JSON body of the list of models, which names one model."""
-    shown = {"id": model, "object": "model", "created": 0, "owned_by": "headrace"}
-    return json.dumps({"object": "list", "data": [shown]}).encode()
+def models_body(models: Iterable[str]) -> bytes:
+    """Return the JSON body of the list of models."""
+    shown = [{"id": model, "object": "model", "created": 0, "owned_by": "headrace"} for model in models]
+    return json.dumps({"object": "list", "data": shown}).encode()
 
 
 def _event(body: Mapping[str, Any]) -> bytes:

@@ -23,7 +23,7 @@ import numpy as np
 
 from ..columns import ColumnConfig, TokenValues, column_named
 from ..engines.chat import ChatFormat, Reply
-from ..engines.protocol import SESSION_SEPARATOR, Completion, Generator, SamplingParams
+from ..engines.protocol import SESSION_SEPARATOR, Completion, Generator, SamplingParams, Which
 from ..engines.tokenizer import encode_prompts, response_texts
 from ..process.user_errors import storable
 from ..process.user_function_timeouts import TooManyHang, UserThreads
@@ -328,11 +328,12 @@ class Episode:
         max_new_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
         routes_from: int = 0,
+        adapter: Which = "",
     ) -> tuple[Completion, str]:
         """Let the policy continue from `prompt_ids`, and return its tokens with their text, without recording them.
 
         room: number of tokens that may be added. routes_from: index of the first token whose route is wanted, where the
-        engine records routes. Raises the errors of `generate`.
+        engine records routes. adapter: see `SamplingParams.adapter`. Raises the errors of `generate`.
         """
         if room < 1:
             self.out_of_tokens = True
@@ -343,6 +344,7 @@ class Episode:
             stop=(*self.params.stop, *stop),
             stop_token_ids=(*self.params.stop_token_ids, *stop_token_ids),
             routes_from=routes_from,
+            adapter=adapter,
         )
         services = self._services
         with self.clock.stopped():

@@ -45,16 +45,16 @@ def build_environment(config: EnvironmentConfig) -> Any:
     return environment
 
 
-def build_endpoint(config: EndpointConfig) -> EpisodeEndpoint | None:
-    """Build the endpoint through which agents call the policy; None if the run has no endpoint. Raises MissingExtra if
-    a package that it needs is not installed."""
+def build_endpoint(config: EndpointConfig, *, adapters: bool = False) -> EpisodeEndpoint | None:
+    """Build the endpoint through which agents call the policy; None if the run has no endpoint. adapters: whether the
+    policy is an adapter. Raises MissingExtra if a package that it needs is not installed."""
     if not config.enabled:
         return None
     try:
         from .endpoint_server import EndpointServer
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "uvicorn", "rollout.endpoint.enabled=true", "endpoint") from None
-    return EndpointServer(config)
+    return EndpointServer(config, adapters=adapters)
 
 
 def check_environment(config: EnvironmentConfig, endpoint: EndpointConfig) -> None:

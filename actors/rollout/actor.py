@@ -107,6 +107,8 @@ class RolloutSetup:
     """Rules for the expert routes in rows; None without router replay."""
     sft: SftConfig | None = None
     """Section `sft` of the configuration, for an actor that supplies the rows of a supervised run; else None."""
+    adapters: bool = False
+    """True if the policy is an adapter beside a model that does not change."""
 
 
 class RolloutActor(EngineHost):
@@ -211,7 +213,7 @@ class RolloutActor(EngineHost):
             setup.environment,
             chat=chat,
             max_prompt_tokens=setup.data.max_prompt_tokens,
-            endpoint=build_endpoint(setup.endpoint),
+            endpoint=build_endpoint(setup.endpoint, adapters=setup.adapters),
             columns=setup.data.columns,
         )
 

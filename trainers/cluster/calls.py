@@ -115,6 +115,9 @@ class ActorHandle:
     """The driver's handle of one actor of the run. When the actor's process is replaced by another, the handle stays
     the same."""
 
+    is_own = True
+    """False if the actor's process belongs to other runs, too."""
+
     def __init__(self, start: Callable[[], Any], name: str, meter: DriverMeter, cluster: Cluster = RAY) -> None:
         """Start the actor's process without waiting for it. start: function that starts a process and returns Ray's
         handle of it."""

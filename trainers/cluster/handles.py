@@ -3,6 +3,7 @@
     ActorHandle          every actor: `ping`
       TrainHandle        one train rank (`TrainActor` and the `TrainWorker` that it hosts)
       EngineHandle       an actor with a generation engine (`EngineHost`, and the `GenerationEngine` in it)
+        SeatHandle       a seat in an engine that several runs share (`SeatActor`)
         RolloutHandle    a rollout actor (`RolloutActor` and the `RolloutWorker` that it hosts)
 
 Every method sends its call and returns a `Call` at once; `gather` (calls.py) waits for the result. The method of the
@@ -11,7 +12,9 @@ same name in the actor's class documents what the call does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec
 
 from ...actors.early_actors import EarlyEngineActor, EarlyTrainActor
 from ...actors.engine_actor import EngineHost
@@ -24,6 +27,8 @@ from ...actors.rollout.worker import RolloutWorker
 from ...actors.train.actor import TrainActor
 from ...actors.train.worker import TrainWorker
 from .calls import ActorHandle, Call, calling
+
+P = ParamSpec("P")
 
 
 class TrainHandle(ActorHandle):
@@ -84,6 +89,20 @@ class EngineHandle(ActorHandle):
     commit_weights = calling(GenerationEngine.commit_weights)
     verify_weights = calling(GenerationEngine.verify_weights)
     drop_weights = calling(GenerationEngine.drop_weights)
+
+
+class SeatHandle(EngineHandle):
+    """Handle of this run's seat in an engine that other runs use, too. The engine's process belongs to the pool."""
+
+    is_own = False
+
+    def kill(self, why: str = "was left by this run") -> None:
+        """Leave the engine. Its process goes on for other runs, unless the engine in it has died."""
+        self._kills.append((time.monotonic(), why))
+        self.ray_actor.leave()
+
+    def run(self, function: Callable[Concatenate[Any, P], Any], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Do nothing, because the process is not the run's."""
 
 
 class RolloutHandle(EngineHandle):

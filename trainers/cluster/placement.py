@@ -135,6 +135,8 @@ class PlacementRequest:
     """Whether engines or train workers use GPUs on hosts that have any."""
     pooled: bool
     """Whether the GPUs belong to a pool, which lends them to one run at a time."""
+    shares_engines: bool = False
+    """Whether the engines are those of the pool, so that the run starts none."""
 
     @classmethod
     def of(cls, config: Config) -> PlacementRequest:
@@ -150,6 +152,7 @@ class PlacementRequest:
             rollout_gpus=resources.rollout_gpus,
             uses_gpus=not (rollout.engine == "scripted" and trainer.backend == "scripted"),
             pooled=config.pool.address is not None,
+            shares_engines=config.shares_engines,
         )
 
     @property
@@ -165,12 +168,17 @@ class PlacementRequest:
     @property
     def num_cpus(self) -> int:
         """Number of logical CPUs that all actors request from Ray if no GPU is shared: one for each process."""
-        return self.num_engines * self.tp + self.topology.world + (self.num_actors or 0)
+        return self.engine_cpus + self.topology.world + (self.num_actors or 0)
+
+    @property
+    def engine_cpus(self) -> int:
+        """Number of logical CPUs that the run's own engines request if no GPU is shared."""
+        return 0 if self.shares_engines else self.num_engines * self.tp
 
     def engine_seat(self, index: int, cpus: int, host: int | None, gpus: tuple[int, ...] = ()) -> Seat:
         """Return the seat of the actor with engine `index`. cpus: logical CPUs of each engine process."""
         kind = "rollout" if self.num_actors is None else "engine"
-        return Seat(f"{kind} {index}", cpus * self.tp, host, gpus)
+        return Seat(f"{kind} {index}", 0 if self.shares_engines else cpus * self.tp, host, gpus)
 
 
 ON_CPUS = Placement("cpu", "on CPUs")

@@ -50,6 +50,7 @@ def rollout_setup(
         check_prompts=index == 0,
         data_plane=handle,
         mask_truncated=config.algorithm.mask_truncated,
+        adapters=config.sends_adapter,
         keeps_old_kv=config.sync.keeps_old_kv,
         engine_timeout_s=config.resources.stage_timeout_s,
         samples=sample_file(config.logging.samples, config.run, config.algorithm.prompts_per_step),
@@ -119,7 +120,8 @@ def fingerprint(config: Config) -> str:
     if config.model.dtype == "auto":
         model["dtype"] = "float32"  # This was the default when the first journals were written.
     sampled = asdict(sampling(rollout, n=config.algorithm.group_size, seed=seed))
-    del sampled["routes_from"], sampled["continues"]  # These fields vary by request and are not settings of the run.
+    for varies_by_request in ("routes_from", "continues", "adapter"):
+        del sampled[varies_by_request]
     decisive = {
         "seed": seed,
         "model": model,

@@ -18,6 +18,7 @@ from ...actors.early_actors import EarlyEngineActor, EarlyTrainActor
 from ...actors.engine_actor import CONCURRENCY, EngineActor, EngineSetup
 from ...actors.process.own_process import ActorInfo
 from ...actors.rollout.actor import RolloutActor
+from ...actors.shared_engine import SeatOf
 from ...actors.train.actor import CONCURRENCY_GROUPS
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.factory import DataPlane
@@ -28,7 +29,7 @@ from .calls import ActorFailed, ActorHandle, Call, DriverMeter, ended, gather
 from .engine_pool import Engine, EnginePool
 from .engine_specs import engine_ahead, engine_config, threads
 from .gpu_bundles import Reservation, check_reports
-from .handles import EngineHandle, RolloutHandle, TrainHandle
+from .handles import EngineHandle, RolloutHandle, SeatHandle, TrainHandle
 from .placement import ON_CPUS, Placement, PlacementRequest, Seat
 from .rollout_specs import rollout_setup
 from .start_times import StartTimes
@@ -174,6 +175,11 @@ class Loan(Protocol):
         """Level at which engines sleep after they are built; see `Sleeper.sleep`."""
         ...
 
+    @property
+    def shares_engines(self) -> bool:
+        """True if the engines are those of the pool, which never sleep."""
+        ...
+
     def holding(self, role: Literal["train", "rollout"]) -> AbstractContextManager[None]:
         """Context manager that waits for all GPUs of a role, and returns them at the end of its block."""
         ...
@@ -237,7 +243,8 @@ class StartingActors:
         counts = [host.num_workers() for host in self.hosts]
         asked = self.rollouts[0].data_notes()
         pairs = zip(self.hosts, _started(counts, "start", timeout_s), strict=True)
-        slept, dropped = loan is not None, loan is not None and loan.sleep_level == 2
+        slept = loan is not None and not loan.shares_engines
+        dropped = slept and loan is not None and loan.sleep_level == 2
         first = self._first_version
         found = [Engine(host, count, first, first, asleep=slept, broken=dropped) for host, count in pairs]
         engines = EnginePool(found, self._embedded)
@@ -259,6 +266,8 @@ class StartingActors:
             _started([worker.offload() for worker in self.workers], "start", timeout_s)
             if loan is not None:
                 loan.expect_freed(self.workers)
+        if loan is not None and loan.shares_engines:
+            loan = None
         with nullcontext() if loan is None else loan.holding("rollout"):
             _build(generators, [], timeout_s, times)
             if loan is not None:
@@ -282,10 +291,12 @@ class ActorStarter:
         route: WeightRoute,
         *,
         one_host: bool,
+        seat_in: Callable[[int], SeatOf] | None = None,
     ) -> None:
         """stack: kills the actors when it is closed. reservation: places of the actors. route: route of the weights
-        from train workers to engines. one_host: whether all processes of the run are on one host.
-        `resources.switch_roles` must be decided already, so not `auto`.
+        from train workers to engines. one_host: whether all processes of the run are on one host. seat_in: function
+        that waits for an engine of the pool, by its number, and returns the run's seat in it; None for a run with its
+        own engines. `resources.switch_roles` must be decided already, so not `auto`.
         """
         self._config = config
         self._meter = meter
@@ -296,6 +307,7 @@ class ActorStarter:
         self.placement = reservation.placement
         self.route = route
         self._one_host = one_host
+        self._seat_in = seat_in
         on_gpus = self.placement.layout != "cpu" and PlacementRequest.of(config).uses_gpus
         self._device = "cuda:0" if on_gpus else "cpu"
         kind = "scripted" if config.run.replay else config.rollout.engine
@@ -306,10 +318,15 @@ class ActorStarter:
         """Whether engines and train workers are in the memory of a GPU at the same time."""
 
     def engine(self, index: int) -> EngineHandle:
-        """Start engine actor `index`; returns its handle."""
+        """Start engine actor `index`, or take a seat in that engine of the pool; returns its handle."""
         spec = partial(self._engine_setup, f"engine {index}")
-        host = (_path(EngineActor), *self._ahead)
         seat = self.placement.engines[index]
+        if self._seat_in is not None:
+            handle = SeatHandle(partial(self._seat_in, index), seat.name, self._meter)
+            self._stack.callback(handle.kill)
+            self._specs.append((handle, spec))
+            return handle
+        host = (_path(EngineActor), *self._ahead)
         return self._start(EngineHandle, EarlyEngineActor, host, spec, seat, max_concurrency=CONCURRENCY)
 
     def _engine_setup(self, name: str, model: str, handle: DataPlaneHandle) -> EngineSetup:
@@ -388,7 +405,7 @@ def _identify(
     infos = _started([handle.configure() for handle in handles], stage, timeout_s)
     for handle, info in zip(handles, infos, strict=True):
         handle.info = info
-    on_started(infos)
+    on_started([handle.info for handle in handles if handle.is_own])
     check_reports(placement, infos)
 
 

@@ -489,7 +489,10 @@ def pool_problems(config: Config) -> Iterator[str]:
     if config.pool.address is None:
         return
     because = "with pool.address set"
-    yield from _map_problems(config.resources, config.rollout.num_engines, config.engine_gpus, because)
+    if config.shares_engines:
+        yield from _shared_engine_problems(config.resources, sends_adapter=config.sends_adapter)
+    else:
+        yield from _map_problems(config.resources, config.rollout.num_engines, config.engine_gpus, because)
     if not config.overlap.window:
         yield (
             f"algorithm.mode: got {config.algorithm.mode!r} {because}, expected 'async' or 'async_streaming' with "
@@ -513,7 +516,7 @@ def pool_problems(config: Config) -> Iterator[str]:
             f"sync.in_flight: got 'wait' {because}, expected 'keep' or 'abort', because training would keep its GPUs "
             "until the longest request of the engines that are awake has ended"
         )
-    if config.sync.delta:
+    if config.sync.delta and not config.shares_engines:
         yield (
             f"sync.delta: got true {because}, expected false, because a sleeping engine keeps no version that a delta "
             "could refer to"
@@ -527,6 +530,26 @@ def pool_problems(config: Config) -> Iterator[str]:
         for key, is_background in background
         if is_background
     ]
+
+
+def _shared_engine_problems(resources: ResourcesConfig, *, sends_adapter: bool) -> Iterator[str]:
+    because = "with pool.engines=shared"
+    if not sends_adapter:
+        yield (
+            f"trainer.lora.rank: got 0 {because}, expected an adapter and sync.adapter=only, because the engines keep "
+            "the base model for all their runs"
+        )
+    train, rollout = resources.trainer_gpus, resources.rollout_gpus
+    if train is None or rollout is None:
+        yield (
+            f"resources.trainer_gpus: not set {because}, expected it and resources.rollout_gpus: GPUs of the pool, and "
+            "those of its engines"
+        )
+    elif both := sorted(set(train).intersection(rollout)):
+        yield (
+            f"resources.trainer_gpus: got GPU {both[0]} {because}, expected none of resources.rollout_gpus, because "
+            "the engines of the pool never sleep"
+        )
 
 
 def _map_problems(

@@ -35,6 +35,10 @@ class PoolConfig(Section):
     tenant named `run.name`. Unset: the GPUs are the run's own."""
     name: str = Field(default="pool", min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the pool in that cluster."""
+    engines: Literal["own", "shared"] = "own"
+    """`shared`: the run generates with the engines of the pool (`headrace pool start --engines CONFIG`), beside other
+    runs with the same base model, each with its own adapter. `own`: with its own engines, on GPUs that the pool
+    lends."""
     weight: Positive = 1.0
     """Weight of this run when the pool divides GPUs for rollouts. Compared with another run with equal remaining work,
     a run with twice the weight gets about twice as many GPUs."""
@@ -355,6 +359,11 @@ class Config(Section):
         if self.resources.residual_mib is not None:
             return self.resources.residual_mib
         return POOL_RESIDUAL_MIB if self.pool.address is not None else RESIDUAL_MIB
+
+    @property
+    def shares_engines(self) -> bool:
+        """True if the run uses the engines of its pool."""
+        return self.pool.address is not None and self.pool.engines == "shared"
 
     @property
     def engine_gpus(self) -> tuple[tuple[int, ...], ...]:

@@ -148,8 +148,15 @@ class _Launch:
     def start(self, places: Places) -> StartingActors:
         """Start the processes of all actors, without waiting for them."""
         config, route = places.config, places.route
+        membership = places.membership
         starter = ActorStarter(
-            config, self._meter, self._ending_actors, places.reservation, route, one_host=places.one_host
+            config,
+            self._meter,
+            self._ending_actors,
+            places.reservation,
+            route,
+            one_host=places.one_host,
+            seat_in=membership.seat_in if membership is not None and membership.shares_engines else None,
         )
         return StartingActors(
             starter,

@@ -13,7 +13,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -297,22 +297,47 @@ class _Window:
         return output.logits[:, -1]
 
 
+class Served(Protocol):
+    """What requests are answered with: an engine, or the part of a shared engine that belongs to one run."""
+
+    stats: EngineStats
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """Adapter in service; None for the model alone."""
+        ...
+
+
+@dataclass(slots=True)
+class BaseAlone:
+    """The model without its adapter."""
+
+    version: int
+    stats: EngineStats
+    adapter: None = None
+
+
 class Pending:
     """A generate call that waits for its completions."""
 
-    __slots__ = ("request", "params", "future", "aborted")
+    __slots__ = ("request", "params", "future", "aborted", "served")
 
-    def __init__(self, request: DecodeRequest, params: SamplingParams, future: asyncio.Future) -> None:
+    def __init__(self, request: DecodeRequest, params: SamplingParams, future: asyncio.Future, served: Served) -> None:
+        """served: what answers the request, an engine or a run's seat in it."""
         self.request = request
         self.params = params
         self.future = future
         self.aborted = False
+        self.served = served
 
     @property
     def batch_key(self) -> tuple:
         """Sampling parameters that must be equal in all requests of a batch."""
         p = self.params
-        return (p.temperature, p.top_p, p.top_k, p.max_new_tokens, p.stop_token_ids, p.stop)
+        return (id(self.served), p.temperature, p.top_p, p.top_k, p.max_new_tokens, p.stop_token_ids, p.stop)
 
     def settle(self, completions: list[Completion]) -> None:
         if not self.future.done():
@@ -331,12 +356,14 @@ class Batch:
     """Requests that are decoded together. Methods are called from the event loop, and never while the decoding thread
     works on the batch (`stepping`)."""
 
-    def __init__(self, pendings: list[Pending], version: int, adapter: Adapter | None) -> None:
-        """version, adapter: what the engine serves when the batch begins."""
+    def __init__(self, pendings: list[Pending]) -> None:
+        """pendings: requests with equal `batch_key`."""
         self.pendings = pendings
-        self.version = version
+        self.served = pendings[0].served
+        """What answers the requests. Its version and adapter when the batch begins are those of the batch."""
+        self.version = self.served.version
         """Policy version of the next token."""
-        self.adapter = adapter
+        self.adapter = self.served.adapter
         """The adapter of that version; None if it is a version of the model's own weights."""
         self.params = pendings[0].params
         """Sampling parameters of the first request. All requests of the batch share them, except for `n` and `seed`."""
@@ -362,7 +389,7 @@ class Batch:
         if kv == "recompute" and self.decoding is not None:
             self.decoding.forget_keys_and_values()
 
-    def settle_aborted(self, stats: EngineStats) -> None:
+    def settle_aborted(self) -> None:
         """Answer the aborted requests with the tokens generated so far."""
         assert not self.stepping
         for index in [index for index, pending in self._open.items() if pending.aborted]:
@@ -370,15 +397,22 @@ class Batch:
                 self._open.pop(index).settle_empty()
                 continue
             self.decoding.end(index)
-            self._settle(index, stats)
+            self._settle(index)
 
-    def settle(self, stats: EngineStats) -> None:
+    def settle(self) -> None:
         """Answer all requests. Must be called only after all their rows have ended."""
         for index in list(self._open):
-            self._settle(index, stats)
+            self._settle(index)
 
-    def _settle(self, index: int, stats: EngineStats) -> None:
+    def take_back(self) -> list[Pending]:
+        """Return the requests that are not answered yet. They begin again in another batch."""
+        assert not self.stepping
+        left, self._open = list(self._open.values()), {}
+        return left
+
+    def _settle(self, index: int) -> None:
         assert self.decoding is not None
+        stats = self.served.stats
         pending = self._open.pop(index)
         try:
             completions = self.decoding.completions(index)

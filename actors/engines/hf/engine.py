@@ -7,10 +7,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,14 +22,25 @@ from ...process.memory import ProcessMemory, measure
 from ...weight_sync.transports.protocol import ReceiverConfig
 from ..config import Attention
 from ..in_process import DROPPED, InProcessEngine
-from ..protocol import Completion, EngineBroken, KeysAndValues, PauseMode, SamplingParams, expect_pause_mode
+from ..protocol import (
+    BASE,
+    Completion,
+    EngineBroken,
+    EngineStats,
+    KeysAndValues,
+    PauseMode,
+    SamplingParams,
+    expect_pause_mode,
+)
 from ..stop_tokens import end_tokens, resolve_stops
 from ..token_sampling import StopTexts, checked_prompt, row_keys
 from ..tokenizer import find_tokenizer
 from .adapters import Adapter, AdapterLayers
-from .decoding import Batch, DecodeRequest, Decoding, Pending
+from .decoding import BaseAlone, Batch, DecodeRequest, Decoding, Pending, Served
 from .model import ParameterSet, RouteRecorder, load_model
 from .positions import counts_columns, fix_rotary_length
+
+T = TypeVar("T")
 
 
 class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
@@ -82,7 +93,10 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         self._device = torch.device(device)
         self._parameters = ParameterSet(self._model)
         self._layers = None if adapters is None else AdapterLayers(self._model, path, adapters)
-        self._adapter: Adapter | None = None  # This is the adapter in service; None is the model alone.
+        self.adapter: Adapter | None = None
+        """The adapter in service; None for the model alone."""
+        self.base = BaseAlone(version, EngineStats())
+        """What answers requests for the model without its adapter."""
         super().__init__(receiver, self._check, version)
         self._max_batch = max_batch
         self._seed = seed
@@ -124,28 +138,38 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         `sleep` has dropped the weights, and RuntimeError if the engine is asleep or closed.
         """
         self._expect_usable(request_id, self._in_flight)
-        params = resolve_stops(params, self._tokenizer)
-        prompt = checked_prompt(request_id, prompt_ids, params, context=self._context, vocab_size=self._vocab_size)
-        keys = row_keys(self._seed if params.seed is None else params.seed, request_id, params.n)
-        pending = Pending(
-            DecodeRequest(prompt, keys, params.routes_from), params, asyncio.get_running_loop().create_future()
-        )
-        self._in_flight[request_id] = pending
-        (self._held if self._paused else self._queue).append(pending)
-        self._serve_on()
+        pending = self._in_flight[request_id] = self.checked(request_id, prompt_ids, params, self)
+        if self._paused:
+            self._held.append(pending)
+        else:
+            self.enqueue([pending])
         try:
             return await pending.future
         finally:
             del self._in_flight[request_id]
             if pending.future.cancelled():
-                self._end(pending)
+                self.end(pending)
+
+    def checked(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, served: Served) -> Pending:
+        """Return a request that fits the model. Raises ValueError as `generate` does. served: what answers it."""
+        params = resolve_stops(params, self._tokenizer)
+        prompt = checked_prompt(request_id, prompt_ids, params, context=self._context, vocab_size=self._vocab_size)
+        keys = row_keys(self._seed if params.seed is None else params.seed, request_id, params.n)
+        request = DecodeRequest(prompt, keys, params.routes_from)
+        served = self.base if params.adapter == BASE and self._layers is not None else served
+        return Pending(request, params, asyncio.get_running_loop().create_future(), served)
+
+    def enqueue(self, requests: Iterable[Pending]) -> None:
+        """Let requests be decoded."""
+        self._queue.extend(requests)
+        self._serve_on()
 
     async def abort(self, request_id: str) -> None:
         pending = self._in_flight.get(request_id)
         if pending is not None:
-            self._end(pending)
+            self.end(pending)
 
-    def _end(self, pending: Pending) -> None:
+    def end(self, pending: Pending) -> None:
         """Abort a request. It is answered with the tokens generated so far: immediately if it is not being decoded,
         otherwise after the current decoding step."""
         for queue in (self._held, self._queue):
@@ -156,9 +180,37 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         pending.aborted = True
         self._interrupt.set()
         if self._batch is not None and not self._batch.stepping:
-            self._batch.settle_aborted(self.stats)
+            self._batch.settle_aborted()
             if self._batch.done:
                 self._batch = None
+
+    def withdraw(self, served: Served, *, running: bool) -> list[Pending]:
+        """Take the waiting requests of a run's seat out of the queue, and return them. running: whether those of the
+        current batch begin again, too; no thread may be decoding then."""
+        taken = [pending for pending in self._queue if pending.served is served]
+        self._queue = deque(pending for pending in self._queue if pending.served is not served)
+        if running and self._batch is not None and self._batch.served is served:
+            taken = [*self._batch.take_back(), *taken]
+            self._batch = None
+        return taken
+
+    @property
+    def layers(self) -> AdapterLayers:
+        """Layers that compute with adapters. Raises ValueError if the engine has no room for any."""
+        if self._layers is None:
+            raise ValueError(
+                "weights: got an adapter, expected the model's weights, because the engine has no room for any"
+            )
+        return self._layers
+
+    async def load(self, adapter: Adapter) -> None:
+        """Move an adapter to the device of the model."""
+        await asyncio.to_thread(adapter.move, self._device)
+
+    async def alone(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a function in the decoding thread while no batch is decoded."""
+        async with self._exclusive:
+            return await self._in_thread(function, *args)
 
     async def pause(self, mode: PauseMode = "wait") -> None:
         expect_pause_mode(mode)
@@ -166,7 +218,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         self._frozen = self._frozen or mode == "keep"  # A frozen engine stays frozen until `resume`.
         if mode == "abort":
             for pending in list(self._in_flight.values()):
-                self._end(pending)
+                self.end(pending)
         if self._frozen:
             self._interrupt.set()
             async with self._exclusive:
@@ -178,9 +230,8 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
 
     async def resume(self) -> None:
         self._paused = self._frozen = False
-        self._queue.extend(self._held)
-        self._held.clear()
-        self._serve_on()
+        held, self._held = self._held, deque()
+        self.enqueue(held)
 
     # ---------------- These methods change and check weights and free memory.
 
@@ -189,11 +240,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
     ) -> list[tuple[str, torch.Tensor]] | Adapter:
         if spec is None:
             return self._parameters.match(named)
-        if self._layers is None:
-            raise ValueError(
-                "weights: got an adapter, expected the model's weights, because the engine has no room for any"
-            )
-        return self._layers.check(spec, named)
+        return self.layers.check(spec, named)
 
     def _replaces(self, ready: list[tuple[str, torch.Tensor]] | Adapter) -> bool:
         return not isinstance(ready, Adapter)
@@ -203,7 +250,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         # The swap finishes even if this call is cancelled; otherwise the new weights could be served as the old
         # version.
         await asyncio.shield(self._swap(version, kv))
-        return kept if self._adapter is None else 0
+        return kept if self.adapter is None else 0
 
     async def _swap(self, version: int, kv: KeysAndValues) -> None:
         async with self._swapping:
@@ -229,7 +276,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
                 await self._take_back()
             await self._in_thread(self._parameters.copy, pairs)
             self._put_in_service(version)
-            self._adapter = None
+            self.adapter, self.base.version = None, version
             if self._batch is not None:
                 self._batch.continue_with(version, None, kv)
 
@@ -239,10 +286,10 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         if self._asleep:
             async with self._exclusive:
                 await self._take_back()
-        await asyncio.to_thread(adapter.move, self._device)
+        await self.load(adapter)
         if self._batch is not None and self._batch_differs:
             self._batch.continue_with(version, adapter, "recompute")
-        self._adapter = adapter
+        self.adapter = adapter
         self._put_in_service(version)
 
     @property
@@ -255,8 +302,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
 
         Raises RuntimeError if that batch cannot end, because it is frozen.
         """
-        assert self._layers is not None
-        room = self._layers.slots.count
+        room = self.layers.slots.count
         self._full = True
         while room < 2 and self._batch is not None and self._batch.adapter is not None and not self._batch_differs:
             self._serve_on()
@@ -276,9 +322,8 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         return count
 
     def _verify(self, digests: ParameterDigests) -> tuple[int, str]:
-        if self._adapter is not None:
-            assert self._layers is not None
-            return self._layers.verify(self._adapter, digests, self._name)
+        if self.adapter is not None:
+            return self.layers.verify(self.adapter, digests, self._name)
         if any(weight.name.startswith(PREFIX) for weight in digests.weights):
             raise ValueError(
                 f"weights: version {digests.version} cannot be verified, because it is served without an adapter"
@@ -335,7 +380,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
             while queue:
                 queue.popleft().fail(RuntimeError("the engine was closed before the request ran"))
         for pending in list(self._in_flight.values()):
-            self._end(pending)
+            self.end(pending)
         async with self._exclusive:
             self._thread.shutdown(wait=False)
         self._incoming.close()
@@ -382,7 +427,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         if self._batch is None:
             if not self._has_work:
                 return
-            self._batch = Batch(self._take(), self._version, self._adapter)
+            self._batch = Batch(self._take())
         batch = self._batch
         self._interrupt.clear()
         started = time.perf_counter()
@@ -394,8 +439,8 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
             finished = True
         finally:
             batch.stepping = False
-        self.stats.busy_s += time.perf_counter() - started
-        batch.settle(self.stats) if finished else batch.settle_aborted(self.stats)
+        batch.served.stats.busy_s += time.perf_counter() - started
+        batch.settle() if finished else batch.settle_aborted()
         if batch.done:
             self._batch = None
 
@@ -432,7 +477,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
 
     def _move(self, device: torch.device) -> None:
         self._model.to(device)
-        for adapter in (self._adapter, None if self._batch is None else self._batch.adapter):
+        for adapter in (self.adapter, None if self._batch is None else self._batch.adapter):
             if adapter is not None:
                 adapter.move(device)
         if self._device.type == "cuda":

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,33 +47,42 @@ def check_slots(slots: AdapterSlots) -> None:
 class HeldAdapters:
     """The versions of adapters that one engine holds, and their use by requests."""
 
-    def __init__(self, process: VllmProcess, slots: AdapterSlots, model: str) -> None:
-        """model: folder or hub id of the base."""
+    def __init__(
+        self, process: VllmProcess, slots: AdapterSlots, model: str, beside: HeldAdapters | None = None
+    ) -> None:
+        """model: folder or hub id of the base. beside: versions of the engine itself, if this object is for one of
+        several runs that share it; the numbers of all versions are different."""
         self._process = process
-        self._slots = slots
+        self.slots = slots
         self._model = model
+        self._beside = beside
         self._base: asyncio.Future[str] | None = None
         self._held: list[HeldAdapter] = []
-        self._numbers = itertools.count(FIRST_NUMBER)
+        self._numbers: Iterator[int] = itertools.count(FIRST_NUMBER) if beside is None else beside._numbers
         self.current: HeldAdapter | None = None
         """Version that new requests use; None if they use the base alone."""
 
     async def check(self, update: WeightUpdate, spec: AdapterSpec) -> None:
         """Raise ValueError unless the adapter fits into a slot and belongs to the engine's base. The first call reads
         the whole base in a thread."""
-        if spec.rank > self._slots.rank:
+        if spec.rank > self.slots.rank:
             raise ValueError(
-                f"adapter: version {update.version} has rank {spec.rank}, expected at most {self._slots.rank}, with "
+                f"adapter: version {update.version} has rank {spec.rank}, expected at most {self.slots.rank}, with "
                 "which the engine was started"
             )
-        if self._base is None or (self._base.done() and self._base.exception() is not None):
-            self._base = asyncio.ensure_future(asyncio.to_thread(base_digest, self._model))
-        base = await asyncio.shield(self._base)
+        base = await self._digest()
         if spec.base != base:
             raise ValueError(
                 f"adapter: version {update.version} belongs to a base with digest {spec.base}, expected {base}, the "
                 f"digest of {self._model!r}"
             )
+
+    async def _digest(self) -> str:
+        if self._beside is not None:
+            return await self._beside._digest()
+        if self._base is None or (self._base.done() and self._base.exception() is not None):
+            self._base = asyncio.ensure_future(asyncio.to_thread(base_digest, self._model))
+        return await asyncio.shield(self._base)
 
     def begin(self) -> HeldAdapter | None:
         """Count a new request to the version in service, and return that version. None: the base alone."""
@@ -89,7 +98,7 @@ class HeldAdapters:
     @property
     def full(self) -> bool:
         """True if no slot is free."""
-        return len(self._held) >= self._slots.count
+        return len(self._held) >= self.slots.count
 
     def new(self, version: int) -> HeldAdapter:
         """Take a free slot for `version`, whose tensors the workers are about to stage."""
@@ -113,6 +122,11 @@ class HeldAdapters:
         if held in self._held:
             await self._process.call("headrace_remove_adapter", held.number)
             self._held.remove(held)
+
+    async def remove_all(self) -> None:
+        """Free the slots of all versions. No request may use one."""
+        self.current = None
+        await self.remove_old()
 
     async def remove_old(self) -> None:
         """Free the slots of all versions that are not in service and that no request uses."""

@@ -25,6 +25,7 @@ from ...process.memory import ProcessMemory, available_memory, measure
 from ...weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from ..config import LogprobWay
 from ..protocol import (
+    BASE,
     CommitReport,
     Completion,
     EngineBroken,
@@ -58,6 +59,11 @@ class VllmEngine:
     Stop tokens are the model's own end tokens (see `end_tokens`) and `params.stop_token_ids`. `stop` texts need the
     model's tokenizer. All calls must come from the event loop that made the first call.
     """
+
+    _prefix = ""
+    """Beginning of the ids of this object's samples in vLLM."""
+    _base_version: int | None = None
+    """Policy version of tokens that the base alone generates; None: the version of the weights in vLLM."""
 
     def __init__(
         self,
@@ -116,8 +122,7 @@ class VllmEngine:
         self._logprobs = LogprobTaker(self._process, logprobs, several)
         self._updates = WeightUpdates(self._process, model, receiver, tp, adapters=adapters is not None)
         self._adapters = HeldAdapters(process, adapters, model) if adapters is not None else None
-        self._tp = tp
-        self._version = version
+        self._tp, self._model, self._version = tp, model, version
         self._begin()
 
     def _begin(self) -> None:
@@ -217,7 +222,7 @@ class VllmEngine:
         if request_id in self._in_flight:
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
         prompt, params = self._checks.checked(request_id, prompt_ids, params)
-        request = self._in_flight[request_id] = RunningRequest(request_id, params.n)
+        request = self._in_flight[request_id] = RunningRequest(request_id, params.n, self._prefix)
         try:
             completions = None
             while completions is None:
@@ -236,7 +241,7 @@ class VllmEngine:
         """Return the completions of an admitted request; None if it was withdrawn and must begin again."""
         if not request.submitted:
             return [Completion.empty() for _ in range(params.n)]
-        if self._adapters is None:
+        if self._adapters is None or params.adapter == BASE:
             return await self._samples(request, prompt, params)
         held = request.adapter = self._adapters.begin()
         try:
@@ -279,7 +284,7 @@ class VllmEngine:
         routes_from: int,
     ) -> Completion:
         versions, adapter = self._process.versions, request.adapter
-        versions.open(sample_id, None if adapter is None else adapter.version)
+        versions.open(sample_id, self._base_version if adapter is None else adapter.version)
         final, taken = None, params.logprobs is not None  # If log-probs were requested from vLLM, its output has them.
         try:
             # An abort may have come before this task started, when vLLM did not know the id yet.

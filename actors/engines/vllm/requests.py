@@ -23,9 +23,10 @@ class RunningRequest:
     """A `generate` call in progress. It consists of `n` vLLM requests, one per sample, so that each sample has its own
     random numbers."""
 
-    def __init__(self, request_id: str, num_samples: int) -> None:
+    def __init__(self, request_id: str, num_samples: int, prefix: str = "") -> None:
+        """prefix: beginning of the samples' ids in vLLM, which tells the runs that share an engine apart."""
         self.id = request_id
-        self.sample_ids = [f"{request_id}#{sample}" for sample in range(num_samples)]
+        self.sample_ids = [f"{prefix}{request_id}#{sample}" for sample in range(num_samples)]
         self.adapter: HeldAdapter | None = None
         """Version of the adapter with which the request runs; None while it does not run, and for the base alone."""
         self.withdrawn = False

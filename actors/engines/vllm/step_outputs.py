@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -282,6 +282,10 @@ class TokenVersions:
         # More tokens may have arrived than the request keeps, for example tokens after a stop text or an abort.
         assert len(versions) >= num_tokens, (request_id, spans, num_tokens)
         return versions[:num_tokens]
+
+    def count(self, request_ids: Iterable[str]) -> int:
+        """Return the number of tokens that running requests have so far. Ids of others are ignored."""
+        return sum(count for one in request_ids for _, count in self._spans.get(one, ()))
 
     def newest(self) -> list[tuple[int, int]]:
         """Return each running sample's last weight version, and how many of its last tokens that version generated. A

@@ -14,6 +14,7 @@ generate nothing meanwhile; and each of its calls goes through the engine proces
 
 from __future__ import annotations
 
+import copy
 import pickle
 import time
 from collections.abc import Callable
@@ -73,6 +74,11 @@ class StagedWeightEngine(library.WeightTransferEngine):
         self.loader = ModelLoader(plain, self.vllm_config)
         self.adapters: AdapterStore | None = None
         """Adapters of this worker; None if the engine has no room for any."""
+        self._seats: dict[str, StagedWeightEngine] = {}
+        """What receives the adapters of each run that shares the engine, by the run's name."""
+        self._begin()
+
+    def _begin(self) -> None:
         self._engine = ""
         self._inbox: WeightInbox | None = None
         self._names: WeightNames | None = None
@@ -129,7 +135,9 @@ class StagedWeightEngine(library.WeightTransferEngine):
         raise NotImplementedError("weights: vLLM cannot send weights; a WeightPublisher of the trainer sends them")
 
     def shutdown(self) -> None:
-        """Close the inbox and the connection to the engine. Idempotent."""
+        """Close the inbox, those of all seats, and the connections to the engine. Idempotent."""
+        for name in list(self._seats):
+            self.close_seat(name)
         if self._inbox is not None:
             self._inbox.close()
             self._inbox = None
@@ -159,7 +167,8 @@ class StagedWeightEngine(library.WeightTransferEngine):
             elif order.load is not None:
                 self._begun = partial(link.answer, order)
                 link.answer(order, report=self._load(order.load, order.adapter))
-                self.loader.look()
+                if not order.adapter:
+                    self.loader.look()
             elif order.verify is not None:
                 link.answer(order, verified=self._verify(order.verify, order.adapter))
 
@@ -264,6 +273,30 @@ class StagedWeightEngine(library.WeightTransferEngine):
         _, names = self._opened()
         self.adapters = AdapterStore(manager, names)
 
+    # ---------------- These methods are for the runs that share the engine.
+
+    def open_seat(self, name: str, info: InboxInfo, manager: Any) -> None:
+        """Receive the adapters of run `name`, too. They are kept beside those of other runs. manager: vLLM's
+        WorkerLoRAManager."""
+        seat = copy.copy(self)
+        seat._seats = {}
+        seat._begin()
+        seat.init_transfer_engine(info)
+        if self.adapters is None:
+            seat.open_adapters(manager)
+            self.adapters = seat.adapters
+        seat.adapters = self.adapters
+        self._seats[name] = seat
+
+    def close_seat(self, name: str) -> None:
+        """Stop receiving the adapters of run `name`. Idempotent."""
+        if (seat := self._seats.pop(name, None)) is not None:
+            seat.shutdown()
+
+    def of_seat(self, name: str) -> StagedWeightEngine:
+        """Return what receives the updates of run `name`; "" for an engine that no runs share."""
+        return self._seats[name] if name else self
+
     def _store(self) -> AdapterStore:
         if self.adapters is None:
             raise RuntimeError("adapter: this worker has no room for adapters")
@@ -298,9 +331,18 @@ class WeightWorker:
         kept: SampledLogprobs | None = vars(self).get("headrace_logprobs")
         return messages.encode(np.zeros(0, np.float32) if kept is None else kept.take(ids, lengths))
 
-    def headrace_drop(self, version: int) -> None:
-        """Forget a prepared version in this worker, or stop receiving it."""
-        self.weight_transfer_engine.drop(version)
+    def headrace_drop(self, version: int, seat: str) -> None:
+        """Forget a prepared version in this worker, or stop receiving it. seat: name of a run that shares the engine;
+        "" if none does."""
+        self.weight_transfer_engine.of_seat(seat).drop(version)
+
+    def headrace_open_seat(self, name: str, info: dict[str, Any]) -> None:
+        """Receive the adapters of run `name`, one of several that share the engine. info: fields of an InboxInfo."""
+        self.weight_transfer_engine.open_seat(name, InboxInfo(**info), self.model_runner.lora_manager)
+
+    def headrace_close_seat(self, name: str) -> None:
+        """Stop receiving the adapters of run `name`."""
+        self.weight_transfer_engine.close_seat(name)
 
     def headrace_open_adapters(self) -> None:
         """Make vLLM get adapters from this worker's `AdapterStore` instead of from files."""

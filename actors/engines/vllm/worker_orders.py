@@ -261,11 +261,20 @@ class WeightUpdates:
     """Drives the weight updates of one engine. At most one version at a time is prepared or being received."""
 
     def __init__(
-        self, process: VllmProcess, model: str, receiver: ReceiverConfig | None, num_workers: int, *, adapters: bool
+        self,
+        process: VllmProcess,
+        model: str,
+        receiver: ReceiverConfig | None,
+        num_workers: int,
+        *,
+        adapters: bool,
+        seat: str = "",
     ) -> None:
-        """adapters: whether adapters come, too."""
+        """adapters: whether adapters come, too. seat: name of the run that gets the updates, if several runs share the
+        engine."""
         self._process = process
         self._adapters = adapters
+        self._seat = seat
         self._receiver_info = None if receiver is None else {"receiver": pickle.dumps(receiver), "model": model}
         self._opened = False
         self._links = WorkerLinks(num_workers)
@@ -314,9 +323,12 @@ class WeightUpdates:
                 raise ValueError("weights: the engine was built without a receiver")
             if not self._opened:
                 info = {**self._receiver_info, "link": await self._links.listen()}
-                await self._process.call("init_weight_transfer_engine", init_info=info)
-                if self._adapters:
-                    await self._process.call("headrace_open_adapters")
+                if self._seat:
+                    await self._process.call("headrace_open_seat", self._seat, info)
+                else:
+                    await self._process.call("init_weight_transfer_engine", init_info=info)
+                    if self._adapters:
+                        await self._process.call("headrace_open_adapters")
                 self._opened = True
             if self.prepared is not None:
                 await self.drop(self.prepared)
@@ -341,7 +353,7 @@ class WeightUpdates:
         if self.prepared == version:
             self.prepared = None
         if self._opened and version != self.loading:
-            await self._process.call("headrace_drop", version)
+            await self._process.call("headrace_drop", version, self._seat)
 
     async def load(
         self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None, *, adapter: int = 0
@@ -395,6 +407,11 @@ class WeightUpdates:
         if failed:
             raise RuntimeError("; ".join(failed))
         return min(report.num_compared for report in reports), any(report.changes for report in reports)
+
+    async def leave(self) -> None:
+        """Make the workers close what they have for this seat. A no-op if they have nothing."""
+        if self._opened:
+            await self._process.call("headrace_close_seat", self._seat)
 
     async def close(self) -> None:
         """Close the connections to the workers. Idempotent."""

@@ -51,8 +51,9 @@ class World:
         *,
         endpoint: EndpointConfig | None = None,
         config: EnvironmentConfig = DEFAULTS,
+        adapters: bool = False,
     ) -> None:
-        self.server = EndpointServer(endpoint or EndpointConfig(enabled=True))
+        self.server = EndpointServer(endpoint or EndpointConfig(enabled=True), adapters=adapters)
         self.engine = engine
         chat = build_chat_format(TOKENIZER, "qwen3", {}, {})
         self.host = EpisodeHost(play, config, chat=lambda: chat, max_prompt_tokens=2000, endpoint=self.server)

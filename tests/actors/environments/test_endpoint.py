@@ -22,6 +22,7 @@ pytest.importorskip("renderers")
 import openai
 
 from headrace.actors.engines.hf.engine import HfEngine
+from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.environments import endpoint_server, endpoint_session
 from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
 from headrace.actors.environments.episode import Episode
@@ -459,3 +460,32 @@ def test_httpx_is_loaded_before_agents_can_run() -> None:
     code = f"import sys; import {endpoint_server.__name__}; print(sys.modules['httpx'].Timeout(1))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "Timeout" in done.stdout, done.stderr
+
+
+def test_a_policy_that_is_an_adapter_is_one_of_two_models() -> None:
+    """The other is its base, whose answers are no turns of the episode."""
+
+    async def chooses(episode: Episode) -> float:
+        async with client_of(episode) as client:
+            assert [model.id async for model in client.models.list()] == ["base", "policy"]
+            messages: list[Any] = [{"role": "user", "content": "hi"}]
+            answers = [
+                (await client.chat.completions.create(model=name, messages=messages)).choices[0].message.content
+                for name in ("base", "policy", "base")
+            ]
+            assert answers == ["one", "two", "three"]
+            with pytest.raises(openai.NotFoundError, match="model: got 'gpt', expected 'base' or 'policy'"):
+                await client.chat.completions.create(model="gpt", messages=messages)
+        return 1.0
+
+    class Noting(Recorder):
+        asked: list[str] = []
+
+        async def generate(self, request_id: str, prompt_ids: Any, params: SamplingParams) -> Any:
+            self.asked.append(params.adapter)
+            return await super().generate(request_id, prompt_ids, params)
+
+    engine = Noting("one", "two", "three")
+    [sample] = played(chooses, engine, adapters=True)
+    assert not sample.error and [turn.text for turn in sample.turns] == ["two"] and len(sample.rows) == 1
+    assert engine.asked == ["base", "", "base"]

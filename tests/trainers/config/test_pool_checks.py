@@ -20,6 +20,7 @@ GOOD: dict[str, Any] = {
     "algorithm": {"mode": "async"},
     "sync": {"in_flight": "keep"},
 }
+APART = {"resources": {"trainer_gpus": [4, 5]}}
 EXAMPLES = Path(__file__).parents[3] / "examples" / "time-sharing"
 
 
@@ -59,6 +60,14 @@ def test_the_example_fits(name: str) -> None:
         ({"sync": {"in_flight": "wait"}}, "sync.in_flight: got 'wait' with pool.address set, expected 'keep' or"),
         ({"sync": {"delta": True}}, "sync.delta: got true"),
         ({"validation": {"background": True}}, "validation.background: got true"),
+        (
+            {"pool": {"engines": "shared"}, **APART},
+            "trainer.lora.rank: got 0 with pool.engines=shared, expected an adapter",
+        ),
+        (
+            {"pool": {"engines": "shared"}, "trainer": {"lora": {"rank": 4}}},
+            "resources.trainer_gpus: got GPU 0 with pool.engines=shared, expected none of resources.rollout_gpus",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], words: str) -> None:

@@ -170,6 +170,9 @@ def status_lines(status: PoolStatus) -> list[str]:
         f"  GPU {gpu:<4} {place}{holder}" for gpu, (place, holder) in enumerate(zip(places, status.gpus, strict=True))
     ]
     for tenant in status.tenants:
+        if not tenant.train_gpus:
+            lines.append(f"  {tenant.name}: {len(tenant.shards)} engine(s), for runs with pool.engines=shared")
+            continue
         awake = sum(len(tenant.shards[shard]) for shard in tenant.awake)
         left = "unknown" if tenant.remaining is None else str(tenant.remaining)
         trains = ", trains" if tenant.trains else ""

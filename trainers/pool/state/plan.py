@@ -51,8 +51,8 @@ class TenantMap:
 
     @property
     def tp(self) -> int:
-        """Number of GPUs of an engine."""
-        return len(self.shards[0])
+        """Number of GPUs of an engine; 0 for a tenant without engines of its own."""
+        return len(self.shards[0]) if self.shards else 0
 
     @property
     def rollout_gpus(self) -> tuple[int, ...]:

@@ -290,4 +290,4 @@ def _wake_one(draft: Draft, taker: Gap, givable: np.ndarray) -> list[str] | None
 @functools.lru_cache(maxsize=1024)
 def shard_gpus(own: TenantMap) -> np.ndarray:
     """Return the GPUs of a tenant's shards, int64 `[shards, tp]`."""
-    return np.array(own.shards, dtype=np.int64)
+    return np.array(own.shards, dtype=np.int64).reshape(len(own.shards), own.tp)

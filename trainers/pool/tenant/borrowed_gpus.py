@@ -126,7 +126,8 @@ class BorrowsGpus:
             return Demand(left.target + self._step_groups, left.completed)  # An evaluation counts as a step.
 
         self._tenant.serve(self._shards.carry_out, demand)
-        self._tenant.open_rollouts(self._step_groups)
+        if self._tenant.map.shards:
+            self._tenant.open_rollouts(self._step_groups)
 
     def engines_kept(self) -> AbstractContextManager[object]:
         return self._shards.kept()

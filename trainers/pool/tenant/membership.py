@@ -22,6 +22,7 @@ from ...cluster.handles import EngineHandle, TrainHandle
 from ...cluster.placement import PlacementRequest, plan_placement
 from ...cluster.run_actors import RunActors
 from ...config.config import Config
+from ...errors import UserError
 from ...grpo.gpu_turns import TrainerMemory, residual_limit, wait_until_freed
 from ...grpo.stages import Stages
 from ...grpo.weight_sync import WeightSync
@@ -33,6 +34,7 @@ from ..state.commands import Processes
 from ..state.plan import TenantMap
 from .borrowed_gpus import BorrowsGpus
 from .shards import Shards
+from .shared_engines import find_engine, seats_of, shared_gpus
 from .tenant import Tenant
 
 STAGES_OF_AN_ORDER = 4
@@ -57,11 +59,33 @@ class PoolMembership:
         self._client = PoolClient(config.pool.name)
         train_gpus = config.resources.trainer_gpus
         assert train_gpus is not None, "pool_problems demands it, and resources.rollout_gpus"
-        gpus = TenantMap(config.run.name, config.pool.weight, train_gpus, config.engine_gpus)
+        self.shares_engines = config.shares_engines
+        self.seat_in = seats_of(config.pool.name, config.run.name, config.resources.start_timeout_s)
+        """Function that waits for an engine of the pool, by its number, and returns this run's seat in it."""
+        self._check_engines()
+        shards = () if self.shares_engines else config.engine_gpus
+        gpus = TenantMap(config.run.name, config.pool.weight, train_gpus, shards)
         self.tenant = Tenant(self._client, gpus, processes, config.pool.order_timeout_s)
         self.tenant.join()
         [own] = [tenant for tenant in self._client.status().tenants if tenant.name == config.run.name]
         self._order_timeout_s = own.order_timeout_s
+
+    def _check_engines(self) -> None:
+        """Raise UserError if the run would use the pool's engines otherwise than they are placed."""
+        config, pool = self._config, self._config.pool.name
+        taken = shared_gpus(self._client.status())
+        if self.shares_engines:
+            expected = find_engine(pool, 0, config.resources.start_timeout_s).gpus
+            if config.engine_gpus != expected:
+                raise UserError(
+                    f"resources.rollout_gpus: got {list(map(list, config.engine_gpus))} by engine, expected "
+                    f"{list(map(list, expected))}, the GPUs of the engines of pool {pool!r}"
+                )
+        elif both := sorted(taken.intersection((*(config.resources.trainer_gpus or ()), *sum(config.engine_gpus, ())))):
+            raise UserError(
+                f"resources.rollout_gpus: got GPU {both[0]}, expected other GPUs than {sorted(taken)}, which the "
+                f"shared engines of pool {pool!r} never give back"
+            )
 
     def places(self) -> Reservation:
         """Return the places of the run's actors on the GPUs that the pool has reserved. If the pool's GPUs are numbers

@@ -88,7 +88,8 @@ class Shards:
         self._changes = threading.Condition(threading.RLock())
         self._stages: list[StageNote] = []
         now = time.monotonic()
-        self._asleep_since = {engine.name: now for engine in actors.engines.engines}
+        # A tenant that uses the pool's engines has no shards.
+        self._asleep_since = {engine.name: now for engine in actors.engines.engines if own.shards}
         self._asleep_s = 0.0
         self._unready: set[str] = set()
         """Engines that could not wake by the present order because no version is kept."""

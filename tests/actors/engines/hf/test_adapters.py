@@ -139,8 +139,8 @@ def test_an_abort_ends_requests_and_later_ones_have_the_new_version(model_folder
 def test_a_version_leaves_with_its_last_request_and_a_commit_waits_for_room(model_folder: str, tmp_path: Path) -> None:
     async def main(engine: HfEngine, trainer: Trainer) -> None:
         await trainer.serve(engine, 1, adapter(model_folder, 1))
-        assert engine._adapter is not None
-        old = weakref.ref(engine._adapter.pairs[Q_PROJ][0])
+        assert engine.adapter is not None
+        old = weakref.ref(engine.adapter.pairs[Q_PROJ][0])
         steps, running = await begin(engine)
         queued = asyncio.create_task(engine.generate("queued", [6], replace(PARAMS, max_new_tokens=11)))
         await engine.prepare_weights(trainer.publish(2, adapter(model_folder, 2)))
@@ -259,8 +259,8 @@ def test_an_adapter_that_is_not_served_as_sent_serves_nothing(
         running = asyncio.create_task(engine.generate("running", [6], PARAMS))
         await until(lambda: engine._batch is not None)
         await engine.pause("keep")
-        assert engine._adapter is not None
-        harm(engine._adapter)
+        assert engine.adapter is not None
+        harm(engine.adapter)
         with pytest.raises(EngineBroken, match=message):
             await engine.verify_weights(trainer.publisher.digests(1))
         await engine.resume()
