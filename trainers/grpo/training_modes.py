@@ -174,9 +174,9 @@ class Steps:
         note_failed_rows(run, state.step, fed.reports)
         seconds = time.perf_counter() - tally.started
         metrics = {**step_metrics(run, state, fed, tally.passes, meta, seconds, sync), **validated}
+        metrics["queue/groups_in_flight"] = float(feed.in_flight)
         if run.config.sft.train:
             metrics = supervised_metrics(metrics)
-        metrics["queue/groups_in_flight"] = float(feed.in_flight)
         metrics |= self._evaluations.after_step(state, last=state.step == run.config.algorithm.steps)
         self._after_step(state, metrics)
         self._stop_if_nothing_is_trained(metrics)
