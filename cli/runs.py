@@ -1,10 +1,11 @@
-"""The commands that run something: train, simulate, eval, replay, recipe and doctor."""
+"""The commands that run something: train, sft, simulate, eval, replay, recipe and doctor."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from .terminal import print_table, show_results, status_line
 
 def add_run_commands(commands: Any) -> None:
     """Add the commands that run something."""
-    _add_train(commands)
+    _add_train(commands, "train", "train from a YAML file", supervised=False)
+    _add_train(commands, "sft", "train on a user's conversations, the files of section sft", supervised=True)
     _add_simulate(commands)
     _add_eval(commands)
     _add_replay(commands)
@@ -44,8 +46,9 @@ def add_run_commands(commands: Any) -> None:
     doctor.set_defaults(command=_doctor)
 
 
-def _add_train(commands: Any) -> None:
-    train = commands.add_parser("train", help="train from a YAML file", description="Train from a YAML file.")
+def _add_train(commands: Any, name: str, what: str, *, supervised: bool) -> None:
+    """Add `headrace train`, or if `supervised` is True `headrace sft`."""
+    train = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
     config_and_overrides(train)
     train.add_argument(
         "--dry-run",
@@ -59,7 +62,7 @@ def _add_train(commands: Any) -> None:
         help="with --dry-run: plan for this machine instead of the present one, such as 4x8x80",
     )
     train.add_argument("--resume", action="store_true", help="continue the run in run.dir from its last checkpoint")
-    train.set_defaults(command=_train)
+    train.set_defaults(command=partial(_train, supervised=supervised))
 
 
 def _add_simulate(commands: Any) -> None:
@@ -151,7 +154,7 @@ def _add_recipe(commands: Any) -> None:
     recipe.set_defaults(command=_recipe)
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def _train(arguments: argparse.Namespace, *, supervised: bool) -> int:
     from ..trainers.config.config import resolved_yaml, with_run_dir
     from ..trainers.config.load import load_config
     from ..trainers.simulation.config import simulation_section
@@ -165,6 +168,12 @@ def _train(arguments: argparse.Namespace) -> int:
         from ..trainers.run.checks.preflight import with_later_problems
 
         raise with_later_problems(error, resume=arguments.resume) from None
+    if bool(config.sft.train) != supervised:
+        raise UserError(
+            "sft.train: not set, expected a file of conversations"
+            if supervised
+            else "sft.train: got a file with `headrace train`, expected it with `headrace sft`; sft.train=[] unsets it"
+        )
     simulation_section(config)  # A run does not use this section, but mistakes in it are reported at once.
     if arguments.resume and config.run.dir is None:
         raise UserError("--resume: run.dir is not set, expected the folder of the run to continue")

@@ -73,8 +73,8 @@ class EngineKeys(Section):
     """Kind of the engines. `hf` generates with transformers. `vllm` generates with vLLM, which `make vllm` installs on
     a CPU and the extra `vllm` on GPUs. `scripted` makes up answers without a model, for trying out everything around
     the engine."""
-    num_engines: Count = 1
-    """Number of engines, each with a complete copy of the model."""
+    num_engines: CountOrZero = 1
+    """Number of engines, each with a complete copy of the model. A supervised run has none, and only that can be 0."""
     tp: Count = 1
     """Tensor-parallel size of each engine: the number of processes over which it splits its layers."""
     num_actors: Count | None = None

@@ -36,7 +36,9 @@ from .evaluation_metrics import FigureScheme
 from .journal import GroupJournal, JournalConfig
 from .prompts import PromptStream, open_prompts
 from .rows import RouteRules
-from .worker import HeldOut, RolloutWorker
+from .supervised.config import SftConfig
+from .supervised.supervised_rows import SupervisedRows
+from .worker import HeldOut, KnownGroups, RolloutWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,8 @@ class RolloutSetup:
     journal."""
     routes: RouteRules | None = None
     """Rules for the expert routes in rows; None without router replay."""
+    sft: SftConfig | None = None
+    """Section `sft` of the configuration, for an actor that supplies the rows of a supervised run; else None."""
     adapters: bool = False
     """True if the policy is an adapter beside a model that does not change."""
 
@@ -135,10 +139,7 @@ class RolloutActor(EngineHost):
         torch.set_num_threads(setup.threads)
         rubric = build_rubric(setup.reward)
         tokenizer = load_tokenizer(setup.tokenizer)
-        opened = open_prompts(setup.data, tokenizer, seed=setup.seed, check_lengths=setup.check_prompts)
-        note = end_note(end_tokens(setup.tokenizer, tokenizer), tokenizer)
-        self._data_notes = (*opened.notes, *([note] if note else []))
-        prompts = PromptStream(opened.source, seed=setup.seed, rates=opened.rates)
+        prompts, journal = self._open_rows(tokenizer)
         held_out = {evaluation.name: self._open_evaluation(evaluation, tokenizer) for evaluation in setup.evaluations}
         if setup.engine is None:
             engine = Router(timeout_s=setup.engine_timeout_s, on_left_out=lambda left: self.worker.note_left_out(left))
@@ -153,7 +154,7 @@ class RolloutActor(EngineHost):
             prompts=prompts,
             held_out=held_out,
             client=connect_async(setup.data_plane, name=setup.name),
-            journal=None if setup.journal is None else GroupJournal(setup.journal, setup.name),
+            journal=journal,
             reward_timeout_s=setup.reward.timeout_s,
             mask_truncated=setup.mask_truncated,
             keeps_old_kv=setup.keeps_old_kv,
@@ -163,6 +164,18 @@ class RolloutActor(EngineHost):
             columns=setup.data.columns,
         )
         return engine
+
+    def _open_rows(self, tokenizer: Any) -> tuple[PromptStream, KnownGroups | None]:
+        """Open the source of prompts and the journal, or the rows of a supervised run."""
+        setup = self._setup
+        if setup.sft is not None:
+            rows = SupervisedRows(setup.sft, tokenizer, setup.tokenizer, seed=setup.seed)
+            return rows.prompts, rows
+        opened = open_prompts(setup.data, tokenizer, seed=setup.seed, check_lengths=setup.check_prompts)
+        note = end_note(end_tokens(setup.tokenizer, tokenizer), tokenizer)
+        self._data_notes = (*opened.notes, *([note] if note else []))
+        journal = None if setup.journal is None else GroupJournal(setup.journal, setup.name)
+        return PromptStream(opened.source, seed=setup.seed, rates=opened.rates), journal
 
     def _open_evaluation(self, setup: EvaluationSetup, tokenizer: Any) -> HeldOut:
         """Open the prompts of an evaluation, and build its rubric. Raises ValueError, naming the evaluation, if the

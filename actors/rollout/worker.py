@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from ..rewards.apart import ApartValues
 from ..rewards.rubric import Rubric
 from ..sample_file import TRAINING, SampleFile, episode_line
 from .evaluation_metrics import FigureScheme, FigureSums
-from .journal import GroupJournal, JournaledGroup
+from .journal import JournaledGroup, Purpose
 from .prompts import PromptStream, row_key
 from .results import EvaluationReport, RolloutReport, RolloutTally, group_figures
 from .rows import RolloutRows, RouteCounts, RouteRules, checked_routes, checked_scores, join, rollout_rows, sample_keys
@@ -55,6 +55,21 @@ class HeldOut:
     scheme: FigureScheme
 
 
+class KnownGroups(Protocol):
+    """Groups (all rows of one prompt) that need not be generated: a `GroupJournal`, or the rows of a supervised run."""
+
+    @property
+    def purpose(self) -> Purpose: ...
+
+    def find_all(self, positions: Iterable[int]) -> list[JournaledGroup]: ...
+
+    def append(self, groups: Iterable[JournaledGroup]) -> None: ...
+
+    def trim(self, first: int, outstanding: Collection[int]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class RolloutWorker:
     """Generates and scores samples of prompts, with an engine, an environment and reward functions. Calls may run
     concurrently."""
@@ -69,7 +84,7 @@ class RolloutWorker:
         prompts: PromptStream,
         held_out: Mapping[str, HeldOut],
         client: AsyncDataPlaneClient,
-        journal: GroupJournal | None = None,
+        journal: KnownGroups | None = None,
         reward_timeout_s: float = 60.0,
         mask_truncated: bool = False,
         keeps_old_kv: bool = False,

@@ -228,6 +228,20 @@ class TrainWorker:
         work.written.append(field)
         return self._report({})
 
+    def sum_logprobs(self) -> float:
+        """Return the sum of the log-probs of the shard's trained tokens under the current policy, in nats. Only the
+        writer rank of each replica returns the replica's sum; other ranks return 0.
+
+        The call is collective. Raises RuntimeError between `offload` and `onload`.
+        """
+        self._require_onloaded(f"{self._name}: sum_logprobs")
+        work = self._begun()
+        with closing(self._reader.stream(("input_ids", "response_mask"))) as micros:
+            columns = self._backend.logprobs(micros, len(work.shard.sizes), temperature=self._setup.temperature)
+        self._reader.end()
+        work.meta = None
+        return sum(column.double().sum().item() for column in columns)  # It is 0 where a token is not trained on.
+
     def accumulate(self) -> WorkerReport:
         """Add the gradients of the shard's rows, microbatch by microbatch, to the open train step or a new one.
 

@@ -52,16 +52,21 @@ TINY_QWEN3_MOE: dict[str, Any] = {
 """Qwen3MoeConfig of `builtin:tiny-qwen3-moe`. The two experts of a token are together as wide as the MLP of
 `builtin:tiny-qwen3`."""
 
+WARMUP = "warmup"
+"""Name of the folder in the run folder with the supervised run that warmed up the model on a file."""
 ROUNDED = "rounded_base"
 """Name of the folder in the run folder with the rounded base of an adapter."""
 
 
 def prepare_model(wanted: ModelConfig, training: WarmupConfig, seed: int, folder: RunFolder, progress: Progress) -> str:
-    """Return the path or hub id of the model to start from. The model must have passed `check_model`.
+    """Return the path or hub id of the model to start from. The model must have passed `check_model`, and a warm-up on
+    a file must be done.
 
     The built-in model is made in the run folder (`base_model/`) from `seed` alone and warmed up as `training` says; a
     resumed run finds it there. Warm-up is a separate phase that no training metric includes.
     """
+    if training.on_file:
+        return str(folder.path / WARMUP / "model")
     if not wanted.builtin:
         return wanted.path
     path = folder.path / "base_model"

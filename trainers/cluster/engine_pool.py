@@ -83,9 +83,9 @@ class EnginePool:
     @property
     def active(self) -> list[Engine]:
         """The engines that get requests, including sleeping ones, which get requests after they wake. Raises
-        NoEngineLeft when there is none."""
+        NoEngineLeft when there is none left of them; a supervised run never had one."""
         found = [engine for engine in self.engines if not engine.left_out]
-        if not found:
+        if not found and self.engines:
             reasons = "; ".join(f"{engine.name}: {engine.left_out}" for engine in self.engines)
             raise NoEngineLeft(f"none of the {len(self.engines)} engines can get requests: {reasons}")
         return found

@@ -46,6 +46,7 @@ class TrainHandle(ActorHandle):
     build = calling(TrainActor.build)
     begin = calling(TrainWorker.begin)
     write_logprobs = calling(TrainWorker.write_logprobs)
+    sum_logprobs = calling(TrainWorker.sum_logprobs)
     accumulate = calling(TrainWorker.accumulate)
     finish = calling(TrainWorker.finish)
     abort = calling(TrainWorker.abort)

@@ -34,6 +34,7 @@ def rollout_setup(
     """
     name, spec = f"rollout {index}", route_spec(config.router_replay, config.model)
     training = EvaluationDefaults(config.rollout, config.data, config.reward, config.run.seed)
+    plans = () if config.sft.train else evaluation_plans(training, config.validation, config.evaluation)
     return RolloutSetup(
         name=name,
         threads=threads(config.resources.threads, config.processes_per_side, device),
@@ -45,7 +46,7 @@ def rollout_setup(
         tokenizer=model,
         reward=config.reward,
         data=config.data,
-        evaluations=tuple(plan.setup for plan in evaluation_plans(training, config.validation, config.evaluation)),
+        evaluations=tuple(plan.setup for plan in plans),
         check_prompts=index == 0,
         data_plane=handle,
         mask_truncated=config.algorithm.mask_truncated,
@@ -55,6 +56,7 @@ def rollout_setup(
         samples=sample_file(config.logging.samples, config.run, config.algorithm.prompts_per_step),
         journal=journal(config.run, fingerprint(config)),
         routes=None if spec is None else RouteRules(spec, config.router_replay),
+        sft=config.sft if config.sft.train else None,
     )
 
 

@@ -21,6 +21,7 @@ from ..losses.config import LossConfig
 from .config import AlgorithmConfig, Config, ResourcesConfig, RunConfig
 from .evaluation_sets import EvaluationConfig, ValidationConfig
 from .staleness import Mode, Overlap
+from .supervised_runs import supervised_problems, warmup_problems
 
 ROLLOUT_TOKEN_BYTES = 9
 """Bytes that a rollout writes per token: input_ids int32, response_mask uint8, rollout_logprobs float32."""
@@ -36,7 +37,7 @@ another for the policy before a step with several updates."""
 def contradictions(config: Config) -> list[str]:
     """Return one sentence for each contradiction between the keys of `config`; [] when there is none."""
     return [
-        *size_problems(config.algorithm, config.trainer, config.rollout, config.data, config.longest_sequence),
+        *size_problems(config.algorithm, config.trainer, config.rollout, config.longest_row, config.longest_sequence),
         *mesh_problems(config.trainer),
         *gpu_map_problems(config.resources, config.rollout, config.trainer),
         *pool_problems(config),
@@ -93,7 +94,7 @@ class StoreDemand:
     def of(cls, config: Config, route_bytes: int = 0) -> StoreDemand:
         """Return the demand of the run that `config` describes. route_bytes: bytes of the routes of one token, from the
         model's config; 0 without router replay."""
-        longest, algorithm = config.data.max_prompt_tokens + config.rollout.max_new_tokens, config.algorithm
+        (_, longest), algorithm = config.longest_row, config.algorithm
         columns = config.with_reference + (algorithm.prev_logprobs == "recompute" and algorithm.updates_per_step > 1)
         row = longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns + route_bytes) + ROLLOUT_ROW_BYTES
         rows = config.rows_per_step * config.environment.max_rows
@@ -129,10 +130,11 @@ def _steps_in_store(overlap: Overlap, oversample: float, *, chunks_suffice: bool
 
 
 def size_problems(
-    algorithm: AlgorithmConfig, trainer: TrainerConfig, rollout: RolloutConfig, data: DataConfig, needed: int
+    algorithm: AlgorithmConfig, trainer: TrainerConfig, rollout: RolloutConfig, row: tuple[str, int], needed: int
 ) -> Iterator[str]:
     """Yield one sentence for each mismatch of sizes. Groups and replicas, groups and rollout actors, and rows and
-    microbatches are compared. needed: number of tokens that an engine must hold for a sequence."""
+    microbatches are compared. row: see `Config.longest_row`. needed: number of tokens that an engine must hold for a
+    sequence."""
     prompts, dp = algorithm.prompts_per_step, trainer.dp
     if prompts % dp:
         yield (
@@ -152,14 +154,14 @@ def size_problems(
             f"rollout.max_model_len: got {given}, expected at least {needed}, the length of the longest prompt and "
             "answer (data.max_prompt_tokens + rollout.max_new_tokens or that of an evaluation)"
         )
-    longest = data.max_prompt_tokens + rollout.max_new_tokens
+    keys, longest = row
     multiple = Topology(dp=1, tp=trainer.tp, cp=trainer.cp).pad_multiple
     padded = round_up(longest, multiple)
     if trainer.tokens_per_microbatch < padded:
         rounded = f", rounded up to a multiple of {multiple}" if padded > longest else ""
         yield (
             f"trainer.tokens_per_microbatch: got {trainer.tokens_per_microbatch}, expected at least {padded}, "
-            f"the length of the longest row (data.max_prompt_tokens + rollout.max_new_tokens{rounded})"
+            f"the length of the longest row ({keys}{rounded})"
         )
 
 
@@ -231,7 +233,10 @@ def meaning_problems(config: Config) -> Iterator[str]:
     yield from admission_problems(config.algorithm, config.run)
     if config.run.replay is not None:
         yield from replay_problems(config.run, config.validation, config.algorithm, window=config.overlap.window)
-    yield from group_problems(config.algorithm, config.advantage)
+    if not config.sft.train:
+        yield from group_problems(config.algorithm, config.advantage)
+    yield from supervised_problems(config.sft, config.loss, config.rollout, config.run, config.pool)
+    yield from warmup_problems(config.warmup, config.sft, config.trainer.lora.base)
     yield from lora_problems(config.trainer, config.model.adapter, config.loss.reference_every)
     yield from objective_problems(config.loss, config.advantage, config.reward, config.algorithm.prev_logprobs)
     if config.router_replay.enabled:

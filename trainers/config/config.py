@@ -13,8 +13,9 @@ from ...actors.engines.config import ModelConfig, RouterReplayConfig, ScriptedCo
 from ...actors.environments.config import EnvironmentConfig
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import RolloutConfig
-from ...actors.rollout.data_config import MIXTURE, DataConfig
+from ...actors.rollout.data_config import JSONL_SUFFIXES, MIXTURE, DataConfig
 from ...actors.rollout.evaluation_metrics import figure_names, find_figure
+from ...actors.rollout.supervised.config import SftConfig
 from ...actors.sample_file import SamplesConfig
 from ...actors.weight_sync.config import SyncConfig
 from ...dataplane.config import Count, CountOrZero, DataPlaneConfig, NonNegative, PathText, Positive, Section, Text
@@ -57,6 +58,8 @@ POOL_RESIDUAL_MIB, RESIDUAL_MIB = 1536, 4096
 """GPU memory in MiB that a sleeping process can keep by default: first on the GPUs of a pool, then on a run's own. A
 vLLM engine of four layers of Qwen3-30B-A3B kept 2210 MiB, those of dense models of 0.6 and 2 G parameters less than
 1536."""
+HELD_OUT_LOSS = "validation/loss"
+"""Metric of supervised runs: the loss of the conversations in `sft.validation`."""
 SET_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_-]*$"
 """Regular expression for the names of evaluation sets, which are parts of metric keys."""
 
@@ -189,19 +192,33 @@ class RunConfig(Section):
 
 
 class WarmupConfig(Section):
-    """Supervised warm-up of the built-in model before step 1. Training metrics do not include this phase."""
+    """Supervised warm-up of the model before step 1. Training metrics do not include this phase."""
 
-    corpus: Literal["none", "digit_skills"] = "none"
-    """Texts that the model learns. `digit_skills` generates texts about digits that differ from the RL task.
-    `none` disables the warm-up."""
+    corpus: PathText = "none"
+    """Texts that the model learns. `digit_skills` generates texts about digits, for a built-in model, that differ from
+    the RL task. A file of conversations (.jsonl), as `sft.train` takes it, is learned by a supervised run of
+    `warmup.steps` steps in the folder `warmup` of the run folder; the keys of section `sft` about turns and lengths
+    apply to it. `none` disables the warm-up."""
     steps: Count = 1000
-    """Largest number of steps. The warm-up ends sooner when the model has learned the corpus."""
+    """Largest number of steps. The warm-up on `digit_skills` ends sooner when the model has learned the corpus."""
     target_loss: Positive = 0.12
-    """Loss at which the warm-up ends early, in nats per token."""
+    """Loss at which the warm-up on `digit_skills` ends early, in nats per token."""
     batch_size: Count = 128
     """Number of texts in a step."""
     lr: Positive = 5e-3
     """Peak learning rate."""
+
+    @field_validator("corpus")
+    @classmethod
+    def _known_corpus(cls, corpus: str) -> str:
+        if corpus not in ("none", "digit_skills") and not corpus.endswith(JSONL_SUFFIXES):
+            raise ValueError(f"got {corpus!r}, expected none, digit_skills or a file that ends in .jsonl")
+        return corpus
+
+    @property
+    def on_file(self) -> bool:
+        """True if the model learns a user's file."""
+        return self.corpus.endswith(JSONL_SUFFIXES)
 
 
 class ResourcesConfig(Section):
@@ -288,6 +305,7 @@ class Config(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     warmup: WarmupConfig = WarmupConfig()
+    sft: SftConfig = SftConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     router_replay: RouterReplayConfig = RouterReplayConfig()
@@ -368,6 +386,8 @@ class Config(Section):
     def sequence_lengths(self) -> dict[str, int]:
         """Largest number of tokens of a prompt and its answer together, by the keys that decide it. There is one for
         training, one for validation, and one for each evaluation set with `every` above 0."""
+        if self.sft.train:
+            return {"sft.max_tokens": self.sft.max_tokens}
         prompt, answer = self.data.max_prompt_tokens, self.rollout.max_new_tokens
         lengths = {"data.max_prompt_tokens + rollout.max_new_tokens": prompt + answer}
         if self.validation.every:
@@ -378,6 +398,11 @@ class Config(Section):
                 length = evaluation_data(self.data, one.data).max_prompt_tokens + (one.max_new_tokens or answer)
                 lengths[f"evaluation.{name}: data.max_prompt_tokens + max_new_tokens"] = length
         return lengths
+
+    @property
+    def longest_row(self) -> tuple[str, int]:
+        """Largest number of tokens of a row that is trained on, behind the keys that decide it."""
+        return next(iter(self.sequence_lengths.items()))
 
     @property
     def longest_sequence(self) -> int:
@@ -392,10 +417,13 @@ class Config(Section):
     @property
     def sources(self) -> list[tuple[str, str | None]]:
         """Keys and values of all settings that name a source of prompts."""
+        if self.sft.train:
+            return [*(("sft.train", file) for file in self.sft.train), ("sft.validation", self.sft.validation)]
         sets = [(f"evaluation.{name}.data.source", one.data.source) for name, one in self.evaluation.items()]
         mixed = [(f"data.mixture.{index}.source", part.source) for index, part in enumerate(self.data.mixture)]
         trained = mixed if self.data.train == MIXTURE else [("data.train", self.data.train)]
-        return [*trained, ("data.validation", self.data.validation), *sets]
+        warmup = [("warmup.corpus", self.warmup.corpus)] if self.warmup.on_file else []
+        return [*trained, ("data.validation", self.data.validation), *sets, *warmup]
 
     @property
     def rubrics(self) -> dict[str, RewardConfig]:
@@ -425,7 +453,10 @@ class Config(Section):
 
     @property
     def judged_figure(self) -> str:
-        """Full key of the metric that `validation.metric` names, or the name itself if there is no such metric."""
+        """Full key of the metric that `validation.metric` names, or the name itself if there is no such metric. In a
+        supervised run it is the loss."""
+        if self.sft.train:
+            return HELD_OUT_LOSS
         return find_figure(self.validation.metric, self.figures) or self.validation.metric
 
     @property

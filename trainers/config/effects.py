@@ -90,7 +90,14 @@ MOVING_RATIO = Need(
 )
 WITH_KL = _above_zero("loss.kl_coef")
 VALIDATES = _above_zero("validation.every")
-WARMED_UP = replace(_is("warmup.corpus", "digit_skills"), switch=True)
+SUPERVISED = Need("sft.train", "sft.train set", lambda config: bool(config.sft.train), switch=True)
+LEARNS_FILE = Need(
+    "sft.train",
+    "sft.train set, or a file as warmup.corpus",
+    lambda config: bool(config.sft.train) or config.warmup.on_file,
+    switch=True,
+)
+WARMED_UP = replace(_unlike("warmup.corpus", "none"), switch=True)
 TASK_PROMPTS = Need(
     "data.train",
     "prompts of a generated task (task:NAME or reasoning-gym:NAME)",
@@ -131,7 +138,9 @@ SAVES = Need(
     lambda config: config.run.saves_checkpoints,
     switch=True,
 )
-BUILTIN_MODEL = Need("model.path", "the built-in model", lambda config: config.model.builtin)
+MAY_WARM_UP = Need(
+    "model.path", "the built-in model, or a file", lambda config: config.model.builtin or config.warmup.on_file
+)
 
 EPISODES = Need(
     "environment.kind",
@@ -145,8 +154,14 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "run.keep_best": (VALIDATES,),
     "run.trace_num_steps": (_above_zero("run.trace_step"),),
     "model.dtype": (MODEL_ENGINES,),
-    "warmup.corpus": (BUILTIN_MODEL,),
-    **{f"warmup.{name}": (WARMED_UP,) for name in ("steps", "target_loss", "batch_size", "lr")},
+    "warmup.corpus": (MAY_WARM_UP,),
+    **{f"warmup.{name}": (WARMED_UP,) for name in ("steps", "batch_size", "lr")},
+    "warmup.target_loss": (_is("warmup.corpus", "digit_skills"),),
+    **{f"sft.{name}": (SUPERVISED,) for name in ("validation", "epochs")},
+    **{
+        f"sft.{name}": (LEARNS_FILE,)
+        for name in ("messages_field", "turns", "chat_template_kwargs", "max_tokens", "overlong")
+    },
     "data.validation": (VALIDATES,),
     **{f"data.{name}": (DATASET_PROMPTS,) for name in ("subset", "split")},
     **{f"data.validation_{name}": (VALIDATES, DATASET_PROMPTS) for name in ("subset", "split")},

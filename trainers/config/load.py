@@ -21,6 +21,7 @@ from .config import Config
 from .effects import idle_key_problems
 from .overrides import apply_override
 from .peers import NO_COUNTERPART, leaves, meant_keys
+from .supervised_runs import supervised_sections
 from .yaml_values import NEEDS_QUOTES, parse_yaml, section_at
 
 SHOWN_CHARS = 80
@@ -93,6 +94,11 @@ def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_r
     # YAML reads a section with all its keys commented out as null. Such a section has its defaults.
     given = {key: {} if value is None and key in Config.model_fields else value for key, value in data.items()}
     config = validated(Config, _with_kind_of_advantage(_environment_keys(renamed_keys(given, RENAMED), of_old_run)))
+    if config.sft.train:
+        changed = supervised_sections(
+            config.sft, config.algorithm, config.loss, config.rollout, config.validation, config.logging
+        )
+        config = config.model_copy(update=changed)
     problems, idle = contradictions(config), idle_key_problems(config, overridden)
     if of_old_run:
         for sentence in idle:

@@ -48,6 +48,8 @@ PEERS: Mapping[str, tuple[Row, ...]] = {
         ("max_steps", "algorithm.steps", ""),
         ("num_generations", "algorithm.group_size", ""),
         ("max_prompt_length", "data.max_prompt_tokens", ""),
+        ("max_length", "sft.max_tokens", "of `headrace sft`"),
+        ("assistant_only_loss", "sft.turns", "always; which of the assistant's turns"),
         ("max_completion_length", "rollout.max_new_tokens", ""),
         ("temperature", "rollout.temperature", ""),
         ("top_p", "rollout.top_p", ""),

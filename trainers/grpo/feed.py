@@ -362,7 +362,9 @@ class Feed:
         self._rollouts.end_rollouts(dict.fromkeys(issue.actor for issue in self._issues))
         self.drain()  # This wait also notices actors that died.
         with self._stages.timed("surplus"):
-            self._client.clear_stale(self._partition, TASK, TRAIN_FIELDS, self._state.version + 1, whole_groups=True)
+            self._client.clear_stale(
+                self._partition, TASK, TRAIN_FIELDS, self._state.version + 1, whole_groups=self._group_size > 1
+            )
 
     # ---------------- These private methods issue prompts.
 
@@ -551,7 +553,7 @@ class Feed:
                 try:
                     return self._client.claim(
                         self._partition, TASK, self._fields, count * self._group_size,
-                        at_least=at_least * self._group_size, whole_groups=True,
+                        at_least=at_least * self._group_size, whole_groups=self._group_size > 1,
                         min_version=self._oldest if self._overtaking else None, timeout_s=wait_s,
                     )  # fmt: skip
                 except ClaimTimeout:
@@ -566,7 +568,11 @@ class Feed:
     def _clear_stale(self) -> None:
         """Clear groups that are too old from the data plane. If `algorithm.stale_groups` is `requeue`, their prompts
         are queued to be issued again; otherwise other prompts take their place."""
-        keys = set(self._client.clear_stale(self._partition, TASK, TRAIN_FIELDS, self._oldest, whole_groups=True))
+        keys = set(
+            self._client.clear_stale(
+                self._partition, TASK, TRAIN_FIELDS, self._oldest, whole_groups=self._group_size > 1
+            )
+        )
         if not keys:
             return
         positions = sorted(position for position in self._in_flight if row_key(base36(position), 0) in keys)

@@ -118,7 +118,7 @@ class RolloutPool:
                     self._actors.engines.exclude(engine, gone[engine.name])
                 if self.replace_dead(version):
                     return True
-        assert self._actors.engines.active
+        assert self._actors.engines.active or not self._actors.engines.engines
         return moved
 
     def still_s(self, actor: RolloutHandle) -> float:

@@ -57,6 +57,7 @@ from .feed import PARTITION, Feed
 from .row_tags import with_advantages
 from .run_parts import Run
 from .step_metrics import step_metrics
+from .supervised.held_out_loss import HeldOutLoss, supervised_metrics
 from .train_workers import TrainWorkers
 
 AfterStep = Callable[[State, dict[str, float]], None]
@@ -135,10 +136,7 @@ class Steps:
             and config.loss.kl_coef == config.loss.entropy_coef == 0.0
         )
         """Whether the advantages alone can give the policy a gradient."""
-        goal = Goal.of(config.validation, config.run, config.figures, config.judged_figure)
-        training = EvaluationDefaults(config.rollout, config.data, config.reward, config.run.seed)
-        plans = evaluation_plans(training, config.validation, config.evaluation)
-        self._evaluations = Evaluations(plans, run.rollouts, run.workers, goal)
+        self._evaluations = HeldOutLoss(run) if config.sft.train else _evaluations(run)
         metrics = self._evaluations.before_first_step(state) if state.step == 0 else {}
         if metrics:
             after_step(state, {**metrics, "policy/version": float(state.version)})
@@ -177,6 +175,8 @@ class Steps:
         seconds = time.perf_counter() - tally.started
         metrics = {**step_metrics(run, state, fed, tally.passes, meta, seconds, sync), **validated}
         metrics["queue/groups_in_flight"] = float(feed.in_flight)
+        if run.config.sft.train:
+            metrics = supervised_metrics(metrics)
         metrics |= self._evaluations.after_step(state, last=state.step == run.config.algorithm.steps)
         self._after_step(state, metrics)
         self._stop_if_nothing_is_trained(metrics)
@@ -209,6 +209,14 @@ class Steps:
             f"train/skipped: {MOST_SKIPPED} steps in a row changed no weight, up to step {self._state.step}, expected "
             f"one that does: {why}"
         )
+
+
+def _evaluations(run: Run) -> Evaluations:
+    config = run.config
+    goal = Goal.of(config.validation, config.run, config.figures, config.judged_figure)
+    training = EvaluationDefaults(config.rollout, config.data, config.reward, config.run.seed)
+    plans = evaluation_plans(training, config.validation, config.evaluation)
+    return Evaluations(plans, run.rollouts, run.workers, goal)
 
 
 @dataclass(frozen=True, slots=True)

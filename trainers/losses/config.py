@@ -11,6 +11,8 @@ from ...dataplane.config import Count, CountOrZero, NonNegative, Positive, Secti
 
 KlKind = Literal["k1", "k2", "k3", "k3_is"]
 LOSS_KINDS = ("ppo_clip", "gspo", "cispo", "reinforce")
+SUPERVISED = "sft"
+"""Value of `loss.kind` in supervised runs."""
 CORRECTION_BOUNDS: dict[str, tuple[float | None, float]] = {
     "tis": (None, 2.0),
     "icepop": (0.5, 5.0),
@@ -28,7 +30,8 @@ class LossConfig(Section):
     """Objective of the policy: `ppo_clip`, `gspo`, `cispo`, `reinforce`, or a user-defined function as
     `package.module:function`, which takes a `LossInputs` and returns the loss at each token. `ppo_clip` clips the
     probability ratio of each token (arXiv:1707.06347). `gspo` clips one ratio for each answer (arXiv:2507.18071, with
-    bounds around 4e-4). `cispo` uses the clipped ratio as a weight (arXiv:2506.13585). `reinforce` uses no ratio."""
+    bounds around 4e-4). `cispo` uses the clipped ratio as a weight (arXiv:2506.13585). `reinforce` uses no ratio. A
+    supervised run always has `sft`, the negative log-prob of each token, whatever is set here."""
     options: dict[str, Any] = {}
     """Keyword arguments for a user-defined loss."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
@@ -89,7 +92,7 @@ class LossConfig(Section):
     @classmethod
     def _known_kind(cls, kind: str) -> str:
         module, colon, name = kind.partition(":")
-        if kind not in LOSS_KINDS and not (colon and module and name.isidentifier()):
+        if kind not in (*LOSS_KINDS, SUPERVISED) and not (colon and module and name.isidentifier()):
             near = difflib.get_close_matches(kind, LOSS_KINDS, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(f"got {kind!r}, expected one of {', '.join(LOSS_KINDS)}{hint} or package.module:function")

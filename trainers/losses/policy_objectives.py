@@ -194,6 +194,16 @@ class Reinforce:
         return TokenLosses(-inputs.advantages * inputs.logprobs, drift(inputs))
 
 
+class Likelihood:
+    """The loss of supervised learning at a token is `-log p`."""
+
+    name = "sft"
+    metrics = ()
+
+    def __call__(self, inputs: LossInputs) -> TokenLosses:
+        return TokenLosses(-inputs.logprobs, {})
+
+
 class OwnObjective:
     """Objective that calls the user's function with a microbatch's `LossInputs` for the loss of each token.
     Corrections, averages, KL terms and entropy bonuses apply to this loss as to the built-in objectives."""

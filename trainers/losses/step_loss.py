@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from ...actors.columns import ColumnConfig
 from .aggregation import Aggregation
-from .config import LossConfig
+from .config import SUPERVISED, LossConfig
 from .correction import CORRECTION_METRICS, Correction, IcePop, MaskedSequences, TruncatedSequences, TruncatedTokens
 from .kl import ReferenceKl, RewardKl
-from .policy_objectives import Cispo, Gspo, Objective, PpoClip, Reinforce, build_own_objective, count
+from .policy_objectives import Cispo, Gspo, Likelihood, Objective, PpoClip, Reinforce, build_own_objective, count
 from .terms import Denominator, LossInputs, LossTerm, PolicyLoss, TermSums
 
 
@@ -112,6 +112,8 @@ def _objective(config: LossConfig) -> Objective:
         return Cispo(config.clip_low, config.clip_high)
     if config.kind == "reinforce":
         return Reinforce()
+    if config.kind == SUPERVISED:
+        return Likelihood()
     if ":" in config.kind:
         return build_own_objective(config.kind, config.options)
     raise ValueError(f"loss.kind: got {config.kind!r}, expected the name of an objective")

@@ -7,6 +7,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from .metrics import (
     FINISHED,
     HEALTH,
     Record,
+    best_of,
     evaluation_figures,
     evaluation_title,
     judged_label,
@@ -106,7 +108,7 @@ def figures(runs: Sequence[Compared]) -> list[tuple[str, list[str]]]:
     ]
     for key in dict.fromkeys(run.judged for run in runs):
         lines.append((f"{judged_label(key)}, last", lambda run, key=key: _of(run, key, lambda v: v[-1], short)))
-        lines.append((f"{judged_label(key)}, best", lambda run, key=key: _of(run, key, max, short)))
+        lines.append((f"{judged_label(key)}, best", lambda run, key=key: _of(run, key, partial(best_of, key), short)))
     for title, key in _evaluations(runs):
         lines.append((f"{title}, last", lambda run, key=key: _of(run, key, lambda v: v[-1], short)))
     lines += [

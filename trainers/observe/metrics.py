@@ -1,10 +1,11 @@
 """Writes a run's metrics as JSON lines to metrics.jsonl, hands them to the trackers, and reads metrics.jsonl back.
 
-Keys are flat: `reward/`, `reward_by_source/`, `advantage/`, `val/`, `eval/`, `rollout/`, `queue/`, `staleness/`,
-`train/`, `logprob/`, `policy/`, `dataplane/`, `driver/`, `idle/`, `sync/`, `switch/`, `pool/`, `run/`, `memory/` and,
-in seconds, `time/`. `time/step_s` is the time of a step without the validation after it. `time/elapsed_s` counts from
-the writer's start. `time/rollout_s` is the driver's wait for groups. `time/data_wait_s`, the time that train workers
-waited for rows, is part of `time/logprob_s` and `time/train_s`. docs/reference/metrics.md explains every key.
+Keys are flat: `reward/`, `reward_by_source/`, `advantage/`, `val/`, `eval/`, `sft/`, `validation/`, `rollout/`,
+`queue/`, `staleness/`, `train/`, `logprob/`, `policy/`, `dataplane/`, `driver/`, `idle/`, `sync/`, `switch/`, `pool/`,
+`run/`, `memory/` and, in seconds, `time/`. `time/step_s` is the time of a step without the validation after it.
+`time/elapsed_s` counts from the writer's start. `time/rollout_s` is the driver's wait for groups. `time/data_wait_s`,
+the time that train workers waited for rows, is part of `time/logprob_s` and `time/train_s`. docs/reference/metrics.md
+explains every key.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...actors.process.json_lines import append, encoded, read_lines
 from ...actors.rollout.evaluation_metrics import RESPONSE_LENGTH, needs_answers
+from ..config.config import HELD_OUT_LOSS
 from ..errors import UserError
 from .tracking import Tracking
 
@@ -60,7 +62,13 @@ def time_split(record: Mapping[str, float | None]) -> dict[str, float]:
 
 def judged_label(judged: str) -> str:
     """Return the label that is shown to readers for `judged`, the key of the metric that `validation.metric` names."""
-    return f"held-out {judged.removeprefix('val/').replace('_', ' ')}"
+    return f"held-out {judged.removeprefix('val/').removeprefix('validation/').replace('_', ' ')}"
+
+
+def best_of(judged: str, values: Sequence[float]) -> float:
+    """Return the best of the values of a metric. That is the lowest loss, or the highest value of any other metric.
+    judged: key of the metric."""
+    return min(values) if judged == HELD_OUT_LOSS else max(values)
 
 
 def judged_format(judged: str) -> str:

@@ -22,6 +22,7 @@ try:
 except ModuleNotFoundError:
     raise MissingExtra("matplotlib", "report.html", "report") from None
 
+from ..config.config import HELD_OUT_LOSS
 from .metrics import Record, evaluation_figures, evaluation_title, judged_label, time_split
 
 # matplotlib draws with these placeholder colours. In the SVG they become CSS variables, so that a plot follows the
@@ -91,7 +92,8 @@ def all_plots(records: Sequence[Record], judged: str = REWARD) -> list[Plot]:
 
 
 def _learning(judged: str, records: Sequence[Record]) -> Plot | None:
-    rewards, matches = _series(records, "reward/mean"), _series(records, judged)
+    curve, label = ("sft/loss", "training loss") if judged == HELD_OUT_LOSS else ("reward/mean", "training reward")
+    rewards, matches = _series(records, curve), _series(records, judged)
     if not rewards[0] and not matches[0]:
         return None
     figure, axes = _figure()
@@ -99,7 +101,7 @@ def _learning(judged: str, records: Sequence[Record]) -> Plot | None:
     if rewards[0]:
         axes.plot(*rewards, color=_STAND_INS["blue"], alpha=0.3, linewidth=1)
         axes.plot(rewards[0], _smooth(rewards[1]), color=_STAND_INS["blue"], linewidth=2)
-        legend.append(("training reward", "blue"))
+        legend.append((label, "blue"))
     if matches[0]:
         axes.plot(*matches, color=_STAND_INS["orange"], linewidth=2, marker="o", markersize=4)
         legend.append((judged_label(judged), "orange"))

@@ -21,11 +21,13 @@ import psutil
 import yaml
 
 from ...actors.rollout.evaluation_metrics import EXACT_MATCH, REWARD, find_figure
+from ..config.config import HELD_OUT_LOSS
 from .metrics import (
     ELAPSED,
     FINISHED,
     HEALTH,
     Record,
+    best_of,
     evaluation_figures,
     evaluation_title,
     judged_format,
@@ -167,7 +169,9 @@ def summary_cards(records: Sequence[Record], judged: str = REWARD) -> list[tuple
     for label, key, form in (held_out, ("Reward", "reward/mean", ".3f")):
         values = _values(records, key)
         if values:
-            cards.append((label, f"{values[-1]:{form}}", f"first {values[0]:{form}}, best {max(values):{form}}"))
+            cards.append(
+                (label, f"{values[-1]:{form}}", f"first {values[0]:{form}}, best {best_of(key, values):{form}}")
+            )
     for label, key, form in HEALTH:
         values = _values(records, key)
         if any(values) and not key.startswith(("advantage/", "rollout/ended_")):  # The plots have them.
@@ -281,6 +285,8 @@ def judged_key(config: dict[str, Any], records: Sequence[Record]) -> str:
     """Return the key of the metric that `validation.metric` named in the run. For a run that is older than this config
     key, the metric is exact match. Falls back to the reward if the records lack the metric."""
     keys = {key for record in records for key in record}
+    if "sft/loss" in keys:
+        return HELD_OUT_LOSS
     return find_figure(_at(config, "validation.metric") or EXACT_MATCH, keys) or REWARD
 
 

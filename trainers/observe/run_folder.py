@@ -16,7 +16,7 @@ from ...actors.process.json_lines import append
 from ...dataplane.owned_folder import try_lock
 from ..config.config import Config, resolved_yaml
 from ..errors import UserError
-from .metrics import RESUMED, MetricsWriter
+from .metrics import REPLACED, RESUMED, MetricsWriter
 from .trackers import build_tracker, wanted_trackers
 from .tracking import Tracking
 
@@ -145,6 +145,12 @@ class RunFolder:
         died: sentence about the loss that caused an automatic restart; "" if the user resumed the run in a new process.
         """
         self.metrics.event(RESUMED, step, **({"died": died} if died else {}))
+
+    def replaced(self, step: int, died: str) -> None:
+        """Record in the metrics and in incidents.txt that another process replaced one that died in `step`. died:
+        sentence about the death."""
+        self.metrics.event(REPLACED, step, died=died)
+        self.incident(step, f"{died} (replaced)")
 
     def incident(self, step: int, sentence: str) -> None:
         """Append a sentence about something that died or failed in `step`, with the time, to incidents.txt."""

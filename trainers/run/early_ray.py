@@ -22,7 +22,8 @@ def train_early(config: Config, *, resume: bool) -> Path:
     it installs signal handlers, and because its processes end with the thread that started them.
     """
     times = StartTimes.of_process()
-    if config.resources.ray_address is not None:  # Joining a cluster is fast after a check that it is reachable.
+    # Joining a cluster is fast after a check that it is reachable, and a warm-up run comes before the run's own Ray.
+    if config.resources.ray_address is not None or config.warmup.on_file:
         from .launch import go_on_training
 
         return go_on_training(config, resume=resume, cluster=None, times=times)

@@ -22,7 +22,6 @@ from ..grpo.feed import PARTITION, Feed
 from ..grpo.run_parts import Run
 from ..grpo.step_warnings import StepWarnings
 from ..grpo.training_modes import AfterStep, open_feed, run_steps
-from ..observe.metrics import REPLACED
 from ..observe.progress import Progress
 from ..observe.prometheus import RunEndpoint
 from ..observe.report import LiveReport, write_report
@@ -32,6 +31,7 @@ from .checks.preflight import check_start
 from .checks.trust_probe import distrust
 from .processes import launched
 from .restarts import lost_only_workers, lost_process, needed_processes, root_cause
+from .supervised_start import warm_up, warmup_sections
 from .under_watchdog import StepSize, WatchdogProcess, under_watchdog
 
 
@@ -67,6 +67,10 @@ def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, tim
                 f"{done} to continue it"
             )
             return folder.path
+        if config.warmup.on_file:
+            changed = warmup_sections(config.warmup, config.run, config.sft, config.trainer, folder.path)
+            sections = config.model_copy(update=changed).model_dump()
+            warm_up(sections, folder.path, run_training)
         with (
             Progress(config.run.name, steps, enabled=config.logging.progress, judged=config.judged_figure) as progress,
             under_watchdog(config.resources, folder.path, size, cluster.processes() if cluster else ()) as watch,
@@ -81,7 +85,7 @@ def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, tim
                 with closing(live_report):
                     _Training(config, folder, endpoint, progress, watch, times, cluster, live_report).run(resume)
             finally:
-                tell_how_to_go_on(folder, progress)
+                tell_how_to_go_on(folder, progress, "sft" if config.sft.train else "train")
     return folder.path
 
 
@@ -91,9 +95,9 @@ def _steps_done(folder: RunFolder) -> int:
     return checkpoints.latest_state().step if (folder.path / "model").is_dir() else 0
 
 
-def tell_how_to_go_on(folder: RunFolder, progress: Progress) -> None:
+def tell_how_to_go_on(folder: RunFolder, progress: Progress, verb: str = "train") -> None:
     """Print the step of the newest checkpoint and the command that continues the run, or that there is no checkpoint.
-    Prints nothing if the run has not begun."""
+    Prints nothing if the run has not begun. verb: command of Headrace that began the run."""
     try:
         step = Checkpoints(folder.checkpoints_dir).latest_state().step
     except NoCheckpoint:
@@ -102,7 +106,7 @@ def tell_how_to_go_on(folder: RunFolder, progress: Progress) -> None:
         return
     except (OSError, UserError):  # The failure of the disk, or the damage, was already reported.
         return
-    command = f"headrace train {shlex.quote(str(folder.config_path))} --resume"
+    command = f"headrace {verb} {shlex.quote(str(folder.config_path))} --resume"
     if folder.metrics.finished:
         progress.message(f"to train longer, with N above {step}: {command} algorithm.steps=N")
         return
@@ -239,8 +243,7 @@ class _Training:
         self._endpoint.run.watch(run.observers.watch)
 
         def replaced(died: str) -> None:
-            folder.metrics.event(REPLACED, state.step, died=died)
-            folder.incident(state.step, f"{died} (replaced)")
+            folder.replaced(state.step, died)
 
         run.actors.on_death.append(replaced)
         checkpoints.load(run.workers, run.rollouts, state)

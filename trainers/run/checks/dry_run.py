@@ -124,7 +124,8 @@ def placements(request: PlacementRequest, store: StoreConfig, engine: str, backe
     kind = "rollout" if request.num_actors is None else "engine"
     listed += [PlannedProcess(f"{kind} {index}", tp, what) for index in range(request.num_engines)]
     listed += [
-        PlannedProcess(f"rollout {index}", 1, "environments, rewards") for index in range(request.num_actors or 0)
+        PlannedProcess(f"rollout {index}", 1, "environments, rewards" if request.num_engines else "rows of sft.train")
+        for index in range(request.num_actors or 0)
     ]
     topology = request.topology
     return listed + [
@@ -189,8 +190,10 @@ class _Description:
         return [
             f"  model            {params:,} parameters",
             f"  train worker     {_size(trained)} weights, gradients, Adam" + (" and reference" * reference),
-            f"  engine           {_size(engine_bytes(rollout, model, params))} weights"
-            + f" in each of {rollout.tp} processes" * (rollout.tp > 1),
+            *[
+                f"  engine           {_size(engine_bytes(rollout, model, params))} weights"
+                + f" in each of {rollout.tp} processes" * (rollout.tp > 1)
+            ][: rollout.num_engines],
             f"  host memory      {_size(on_cpus)} in each train worker without GPUs, {_size(on_gpus)} with GPUs",
             *self._memory(),
         ]
@@ -237,7 +240,7 @@ class _Description:
         config = self._config
         algorithm, trainer = config.algorithm, config.trainer
         topology = trainer.topology
-        rows, longest = config.rows_per_step, config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        rows, (_, longest) = config.rows_per_step, config.longest_row
         per_replica = rows // topology.dp
         padded = round_up(longest, topology.pad_multiple)
         microbatches = ceil_div(per_replica, trainer.tokens_per_microbatch // padded)

@@ -33,7 +33,7 @@ from ...errors import ConfigError
 from ...observe.run_folder import has_figures
 from .dry_run import check_host_memory, plan_here
 from .extras import check_evaluation_extras, check_extras
-from .prompts import PromptsRead, plan_epochs, read_prompts
+from .prompts import PromptsRead, plan_epochs, read_examples, read_prompts
 from .user_functions import Check, check_sampler, checks_of_functions
 
 CONNECT_TIMEOUT_S = 5.0
@@ -56,6 +56,11 @@ def check_start(
     read = PromptsRead()
 
     def prompts() -> list[str]:
+        if config.sft.train:
+            read_examples(read, config.model, config.sft, config.algorithm, absent)
+            if read.problems:
+                raise ConfigError(read.problems)
+            return read.left
         training = EvaluationDefaults(config.rollout, config.data, config.reward, config.run.seed)
         plans = evaluation_plans(training, config.validation, config.evaluation)
         read_prompts(

@@ -16,6 +16,7 @@ from ....actors.engines.config import ModelConfig
 from ....actors.process.json_lines import replace_file
 from ....actors.rollout.config import RolloutConfig
 from ....actors.rollout.data_config import MIXTURE, DataConfig, is_generated
+from ....actors.rollout.supervised.config import SftConfig
 from ...cluster.rollout_specs import EvaluationPlan, sampling
 from ...config.config import AlgorithmConfig
 
@@ -179,6 +180,43 @@ def _read_source(
         rates = success_rates(source, data, partial(place_of, source))
         if not in_part and (left := len(wanted_prompts(rates, data, source.name))) < len(rates):
             read.notes.append(f"data.success_range leaves {left} of the {len(rates)} prompts of {source.name}")
+
+
+def read_examples(
+    read: PromptsRead, model: ModelConfig, sft: SftConfig, algorithm: AlgorithmConfig, absent: Collection[str]
+) -> None:
+    """Read the conversations of a supervised run as its rollout actors do later, and add what was found to `read`.
+    absent: paths that do not exist, which are mistakes by themselves."""
+    from ....actors.engines.stop_tokens import end_tokens, tokenizer_ends
+    from ....actors.rollout.supervised.examples import Examples
+    from ....actors.rollout.supervised.turn_marks import TurnMarker
+
+    with _one_tokenizer_thread():
+        tokenizer = _tokenizer(read, model, absent)
+        for validation in (False, True):
+            files = sft.files(validation=validation)
+            if not files or any(file in absent for file in files):
+                continue
+            try:
+                examples = Examples(sft, validation=validation)
+                if tokenizer is not None:
+                    ends = tokenizer_ends(tokenizer) if model.builtin else end_tokens(model.path, tokenizer)
+                    marker = TurnMarker(tokenizer, ends, sft.chat_template_kwargs)
+                    for index in range(min(examples.size, READ_PROMPTS)):
+                        examples.tokens(index, marker)
+            except ValueError as error:
+                read.problems.append(str(error))
+                continue
+            if validation:
+                continue
+            read.rows |= {table.name: SourceRows(len(table), table.digest) for table in examples.tables}
+            epochs = algorithm.steps * algorithm.prompts_per_step / examples.size
+            read.plan.append(
+                f"  {algorithm.steps} steps of {algorithm.prompts_per_step} of the {examples.size} rows of "
+                f"{examples.name} = {epochs:.3g} epochs"
+            )
+            if examples.size > READ_PROMPTS and tokenizer is not None:
+                read.left.append(f"sft.max_tokens: only the first {READ_PROMPTS} of {examples.size} rows")
 
 
 def plan_epochs(read: PromptsRead, data: DataConfig, algorithm: AlgorithmConfig) -> None:

@@ -1,0 +1,1 @@
+"""Makes rows of a user's conversations, which train workers learn as they learn rows of rollouts."""

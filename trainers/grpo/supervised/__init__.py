@@ -1,0 +1,1 @@
+"""Measures supervised runs, whose steps are those of any other run."""
