@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -102,6 +102,8 @@ class WorkerSetup:
     """Shape of the routes that the policy's passes replay; None without router replay."""
     columns: tuple[ColumnConfig, ...] = ()
     """Numeric columns of the user that the loss reads."""
+    reference: Callable[[int, int], TrainBackend] | None = None
+    """Function that builds a backend of the reference model; None if the train backend itself has that model."""
     single_rank_groups: bool = False
     """True if the backend needs process groups even when there is only one rank, as Megatron does."""
 
@@ -186,6 +188,10 @@ class TrainWorker:
         self._parts.callback(self._reader.close)
         self._backend = setup.backend(setup.rank, setup.world)
         self._parts.callback(self._backend.close)
+        self._reference: TrainBackend | None = None
+        if setup.reference is not None:
+            self._reference = setup.reference(setup.rank, setup.world)
+            self._parts.callback(self._reference.close)
         self._specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._publisher: WeightPublisher | None = None
         """Publisher of weight updates; None on all ranks except 0."""
@@ -220,8 +226,9 @@ class TrainWorker:
         self._write_samples(work)
         fields = ("input_ids", "response_mask", *(self._replayed if field == PREV else ()))
         with self._span(f"logprobs {field}"), closing(self._reader.stream(fields)) as micros:
-            columns = self._backend.logprobs(
-                micros, len(work.shard.sizes), reference=field == REF, temperature=self._setup.temperature
+            count, other = len(work.shard.sizes), self._reference if field == REF else None
+            columns = (other or self._backend).logprobs(
+                micros, count, reference=field == REF and other is None, temperature=self._setup.temperature
             )
         if self._writes:
             self._put(work, field, columns)
@@ -373,7 +380,7 @@ class TrainWorker:
         open, and what `TrainBackend.offload` raises.
         """
         with self._span("offload"):
-            report = self._backend.offload()
+            report = _sum(backend.offload() for backend in self._backends)
             self._offloaded = True
             if self._groups is None:
                 return report
@@ -390,7 +397,7 @@ class TrainWorker:
         with self._span("onload"):
             if self._groups is not None:
                 groups_s = self._groups.form_again(self._holders())
-            report = self._backend.onload()
+            report = _sum(backend.onload() for backend in self._backends)
             self._offloaded = False
         return replace(report, groups_s=groups_s, device_bytes_before=before)
 
@@ -406,7 +413,11 @@ class TrainWorker:
     # ---------------- These methods are private.
 
     def _holders(self) -> tuple[object, ...]:
-        return (self._reader, *self._backend.group_holders())
+        return (self._reader, *(holder for backend in self._backends for holder in backend.group_holders()))
+
+    @property
+    def _backends(self) -> list[TrainBackend]:
+        return [self._backend, *filter(None, [self._reference])]
 
     def _require_onloaded(self, call: str) -> None:
         if self._offloaded:  # The check is here because the backend would refuse only in the middle of a pass.
@@ -476,3 +487,17 @@ class TrainWorker:
         kept = metrics if self._setup.rank == 0 else {}
         traffic = self._client.stats.take().to_bytes()
         return WorkerReport(kept, measured.wait_s, traffic, measured.broadcast_bytes, spans)
+
+
+def _sum(reports: Iterable[OffloadReport]) -> OffloadReport:
+    """Return the report of several backends of one rank that moved one after the other."""
+    first, *others = reports
+    for one in others:
+        first = replace(
+            first,
+            bytes_moved=first.bytes_moved + one.bytes_moved,
+            copy_s=first.copy_s + one.copy_s,
+            memory_s=first.memory_s + one.memory_s,
+            device_bytes_after=one.device_bytes_after,
+        )
+    return first

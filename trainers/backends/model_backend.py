@@ -273,7 +273,6 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         The call first waits for a checkpoint that is being written. Raises RuntimeError while a step is open, the error
         of the last write, and OSError when host memory does not suffice.
         """
-        self._config.require_trains("offload")
         self._step.require_closed("offload")
         self._checkpointer.wait()
         return self._residence.offload(*self._moving())

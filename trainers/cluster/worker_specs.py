@@ -31,6 +31,8 @@ def worker_setup(
     sync, pooled = config.sync, config.pool.address is not None
     folder = sync.dir or os.path.join(config.run.dir or ".", "weights")
     sender = SenderConfig(handle.run_id, sync, folder=folder, data_plane=handle, device=device, key=handle.store.key)
+    backend, reference = backend_config(config, model), config.loss.reference_model
+    on_gpu = device != "cpu"
     return WorkerSetup(
         rank=rank,
         topology=config.trainer.topology,
@@ -40,7 +42,8 @@ def worker_setup(
         timeout_s=config.resources.stage_timeout_s,
         collective_timeout_s=config.resources.collective_timeout_s,
         data_plane=handle,
-        backend=partial(build_backend, backend_config(config, model)),
+        backend=partial(build_backend, backend),
+        reference=reference and partial(build_backend, backend.frozen(reference, offload=on_gpu)),
         sender=partial(_sender_at, kind, sender),
         sync=sync,
         bucket_bytes=bucket_mib(sync, kind, device, pooled=pooled) << 20,
@@ -81,7 +84,7 @@ def backend_config(config: Config, model: str) -> BackendConfig:
         sends_adapter=config.sends_adapter,
         attention=config.model.attention,
         context=config.engine_length,
-        with_reference=config.with_reference,
+        with_reference=config.with_reference and config.loss.reference_model is None,
     )
 
 

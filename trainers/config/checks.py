@@ -234,7 +234,9 @@ def meaning_problems(config: Config) -> Iterator[str]:
         yield from replay_problems(config.run, config.validation, config.algorithm, window=config.overlap.window)
     yield from group_problems(config.algorithm, config.advantage)
     yield from lora_problems(config.trainer, config.model.adapter)
-    yield from objective_problems(config.loss, config.advantage, config.reward, config.algorithm.prev_logprobs)
+    yield from objective_problems(
+        config.loss, config.advantage, config.reward, config.algorithm.prev_logprobs, config.trainer
+    )
     if config.router_replay.enabled:
         yield from route_problems(config.environment, config.rollout)
     if config.resources.switch_roles == "always":
@@ -455,10 +457,10 @@ def group_problems(algorithm: AlgorithmConfig, advantage: AdvantageConfig) -> It
 
 
 def objective_problems(
-    loss: LossConfig, advantage: AdvantageConfig, reward: RewardConfig, prev_logprobs: str
+    loss: LossConfig, advantage: AdvantageConfig, reward: RewardConfig, prev_logprobs: str, trainer: TrainerConfig
 ) -> Iterator[str]:
-    """Yield one sentence for each contradiction between the keys of losses, advantages and rewards. prev_logprobs:
-    value of `algorithm.prev_logprobs`."""
+    """Yield one sentence for each contradiction between the keys of losses, advantages, rewards and the trainer.
+    prev_logprobs: value of `algorithm.prev_logprobs`."""
     if loss.correction != "none":
         low, high = loss.correction_bounds
         if low >= high:
@@ -467,6 +469,11 @@ def objective_problems(
         yield (
             f"loss.correction: got {loss.correction!r} with algorithm.prev_logprobs='rollout', expected "
             "algorithm.prev_logprobs='recompute', because without it all importance weights are 1"
+        )
+    if loss.reference_model is not None and trainer.topology.pp > 1:
+        yield (
+            f"loss.reference_model: got {loss.reference_model!r} with trainer.pp={trainer.pp}, expected trainer.pp=1, "
+            "because the train workers run other models than the policy with the backend fsdp, which has no pipeline"
         )
     counting = [function.label for function in reward.functions if function.weight]
     if advantage.kind == "gdpo" and len(counting) < 2:

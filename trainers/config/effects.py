@@ -201,6 +201,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "loss.correction": (MODEL_BACKENDS,),
     "loss.correction_low": (MODEL_BACKENDS, _is("loss.correction", "icepop", "sequence_mask")),
     "loss.correction_high": (MODEL_BACKENDS, _unlike("loss.correction", "none")),
+    "loss.reference_model": (MODEL_BACKENDS, WITH_KL),
     "loss.kl_kind": (MODEL_BACKENDS, WITH_KL),
     "loss.kl_max_log_ratio": (MODEL_BACKENDS, WITH_KL),
     "loss.kl_in": (MODEL_BACKENDS, WITH_KL),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ...dataplane.config import Count, NonNegative, Positive, Section
+from ...dataplane.config import Count, NonNegative, PathText, Positive, Section
 
 KlKind = Literal["k1", "k2", "k3", "k3_is"]
 LOSS_KINDS = ("ppo_clip", "gspo", "cispo", "reinforce")
@@ -61,8 +61,10 @@ class LossConfig(Section):
     """Upper bound of the importance weights. Larger weights are truncated to it, or their tokens or rows are left out.
     Unset: 5 with `icepop`, else 2."""
     kl_coef: NonNegative = 0.0
-    """Weight of the KL divergence from the reference model, which has the run's initial weights. With 0 no reference
-    model is kept."""
+    """Weight of the KL divergence from the reference model. With 0 no reference model is kept."""
+    reference_model: PathText | None = None
+    """Folder or hub id of the reference model, which needs the policy's vocabulary. The train workers load it beside
+    the policy, with the code of the backend `fsdp`. Unset: the reference model has the run's initial weights."""
     kl_kind: KlKind = "k3"
     """Estimator of the KL divergence from d = log p_ref - log p at each token (joschu.net/blog/kl-approx.html). `k1` is
     -d, `k2` is d^2 / 2, and `k3` is exp(d) - 1 - d. `k3_is` is k3 times the objective's probability ratio, with the

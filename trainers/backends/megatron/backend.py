@@ -221,6 +221,7 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         return self._source.empty_model()
 
     def _moving(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+        self._config.require_trains("offload")
         clear_scratch()
         return resident_tensors(self._parts.model, self._parts.optimizer)
 
