@@ -35,7 +35,7 @@ from .data_config import DataConfig
 from .evaluation_metrics import FigureScheme
 from .journal import GroupJournal, JournalConfig
 from .prompts import PromptStream, open_prompts
-from .rows import RouteRules
+from .rows import RouteRules, TeacherSources
 from .worker import HeldOut, RolloutWorker
 
 
@@ -103,6 +103,8 @@ class RolloutSetup:
     journal."""
     routes: RouteRules | None = None
     """Rules for the expert routes in rows; None without router replay."""
+    teachers: TeacherSources | None = None
+    """Data sources that have teachers of their own; None if no source has."""
 
 
 class RolloutActor(EngineHost):
@@ -159,6 +161,7 @@ class RolloutActor(EngineHost):
             samples=setup.samples,
             max_rows=setup.environment.max_rows,
             columns=setup.data.columns,
+            teachers=setup.teachers,
         )
         return engine
 

@@ -12,6 +12,7 @@ from ...actors.engines.config import Attention, RouterReplayConfig, ScriptedConf
 from ...actors.train.topology import Topology
 from ...dataplane.config import Count, CountOrZero, NonNegative, Positive, Section
 from ..losses.config import LossConfig
+from ..losses.distillation_config import DistillationConfig
 from .lora_config import LoraConfig
 
 Head = Literal["auto", "selected", "full"]
@@ -154,6 +155,7 @@ class BackendConfig:
     """Local folder or hub id of a Hugging Face causal language model, which is loaded as float32."""
     trainer: TrainerConfig = TrainerConfig()
     loss: LossConfig = LossConfig()
+    distillation: DistillationConfig = DistillationConfig()
     scripted: ScriptedConfig = ScriptedConfig()
     router_replay: RouterReplayConfig = RouterReplayConfig()
     total_steps: int = 0

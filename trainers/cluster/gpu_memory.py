@@ -127,7 +127,14 @@ def decide_roles(config: Config, placement: Placement, gpu_bytes: int | None) ->
         return RolesDecision(True, "engines and train workers take turns in memory (resources.switch_roles=always)")
     both = "engines and train workers share GPUs"
     obstacles = [
-        *switch_obstacles(config.algorithm.mode, config.sync, config.validation, config.evaluation, config.run.replay)
+        *switch_obstacles(
+            config.algorithm.mode,
+            config.sync,
+            config.validation,
+            config.evaluation,
+            config.run.replay,
+            config.distillation.in_engines,
+        )
     ]
     memory = estimate(config, gpu_bytes)
     if memory is None or gpu_bytes is None:

@@ -20,6 +20,7 @@ from ..base_model.prepare import model_config, model_modules, route_spec, unroun
 from ..config.config import AlgorithmConfig, Config
 from .engine_specs import threads
 from .rollout_specs import sample_file
+from .teacher_specs import teacher_setups
 from .transport_choice import bucket_mib
 
 
@@ -44,6 +45,8 @@ def worker_setup(
         data_plane=handle,
         backend=partial(build_backend, backend),
         reference=reference and partial(build_backend, backend.frozen(reference, offload=on_gpu)),
+        teachers=teacher_setups(config.distillation, backend, offload=on_gpu),
+        top_k=config.distillation.top_k,
         sender=partial(_sender_at, kind, sender),
         sync=sync,
         bucket_bytes=bucket_mib(sync, kind, device, pooled=pooled) << 20,
@@ -73,6 +76,7 @@ def backend_config(config: Config, model: str) -> BackendConfig:
         unrounded(config.model, model) if rounds else model,
         config.trainer,
         config.loss.with_length_norm(config.rollout.max_new_tokens),
+        config.distillation,
         config.scripted,
         config.router_replay,
         total_steps=config.algorithm.steps,

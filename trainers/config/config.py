@@ -21,6 +21,7 @@ from ...dataplane.config import Count, CountOrZero, DataPlaneConfig, NonNegative
 from ..advantages.config import AdvantageConfig
 from ..backends.config import TrainerConfig
 from ..losses.config import LossConfig
+from ..losses.distillation_config import DistillationConfig
 from .evaluation_sets import EvaluationConfig, ValidationConfig, evaluation_data
 from .staleness import Mode, Overlap, StaleGroups, overlap_of
 from .tracker_options import TrackerConfig
@@ -291,6 +292,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
+    distillation: DistillationConfig = DistillationConfig()
     trainer: TrainerConfig = TrainerConfig()
     sync: SyncConfig = SyncConfig()
     dataplane: DataPlaneConfig = DataPlaneConfig()

@@ -79,7 +79,7 @@ def gpu_lines(placement: Placement, more: Mapping[int, str] | None = None) -> li
     """
     on_gpu: dict[int, list[str]] = {}
     host_of: dict[int, str] = {}
-    for seat in (*placement.ranks, *placement.engines):
+    for seat in (*placement.ranks, *placement.engines, *placement.teachers):
         for number in placement.numbers(seat):
             assert seat.host is not None, "an actor with GPUs has a host"
             on_gpu.setdefault(number, []).append(seat.name)
@@ -123,6 +123,7 @@ def placements(request: PlacementRequest, store: StoreConfig, engine: str, backe
     tp, what = request.tp, f"engine {engine}" + f", tp {request.tp}" * (request.tp > 1)
     kind = "rollout" if request.num_actors is None else "engine"
     listed += [PlannedProcess(f"{kind} {index}", tp, what) for index in range(request.num_engines)]
+    listed += [PlannedProcess(name, tp, what) for name in request.teachers]
     listed += [
         PlannedProcess(f"rollout {index}", 1, "environments, rewards") for index in range(request.num_actors or 0)
     ]
