@@ -382,6 +382,14 @@ class Config(Section):
         return self.rollout.max_model_len or self.longest_sequence
 
     @property
+    def other_models(self) -> list[tuple[str, str]]:
+        """Keys and values of all settings that name a model beside the policy: the reference model and the teachers."""
+        teachers = enumerate(self.distillation.teachers)
+        named = [(f"distillation.teachers.{index}.model", one.model) for index, one in teachers]
+        reference = self.loss.reference_model
+        return named if reference is None else [("loss.reference_model", reference), *named]
+
+    @property
     def sources(self) -> list[tuple[str, str | None]]:
         """Keys and values of all settings that name a source of prompts."""
         sets = [(f"evaluation.{name}.data.source", one.data.source) for name, one in self.evaluation.items()]

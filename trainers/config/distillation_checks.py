@@ -54,6 +54,7 @@ def reward_problems(
         return
     if not distillation.teachers:
         yield "reward.functions: got [], expected at least one function (or teachers in distillation.teachers)"
+        return
     if algorithm.dynamic_sampling.enabled:
         yield (
             "algorithm.dynamic_sampling.enabled: got true with reward.functions=[], expected false, because all "

@@ -33,6 +33,7 @@ from ...errors import ConfigError
 from ...observe.run_folder import has_figures
 from .dry_run import check_host_memory, plan_here
 from .extras import check_evaluation_extras, check_extras
+from .other_models import check_other_models
 from .prompts import PromptsRead, plan_epochs, read_prompts
 from .user_functions import Check, check_sampler, checks_of_functions
 
@@ -75,11 +76,12 @@ def check_start(
         checks = []
     store, rubrics = config.dataplane.store.kind, config.rubrics.values()
     extras = partial(check_extras, renderer=config.model.renderer, store=store)
+    others = partial(check_other_models, config.model, config.other_models)
     first: list[Check] = [
         lambda: _refuse(absent.values()),
         lambda: extras(config.logging, config.rollout, config.sources, rubrics),
     ]
-    read.left = _check([*first, *checks], prompts) if part == "quick" else _check([*first, *checks, prompts])
+    read.left = _check([*first, *checks], prompts) if part == "quick" else _check([*first, *checks, others, prompts])
     return read
 
 
