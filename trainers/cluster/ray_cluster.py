@@ -131,7 +131,7 @@ def open_cluster(resources: ResourcesConfig, request: PlacementRequest, dataplan
     return Cluster(
         address=resources.ray_address,
         num_cpus=resources.num_cpus,
-        demand=CpuDemand(request.num_actors or 0, request.num_engines * request.tp, request.topology.world),
+        demand=CpuDemand(request.num_actors or 0, request.all_engines * request.tp, request.topology.world),
         pooled=request.pooled,
         namespace=f"headrace-{uuid.uuid4().hex[:8]}",
         object_store_mib=object_store_mib(dataplane.store),
