@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import time
@@ -14,12 +15,15 @@ import pytest
 import ray
 import torch
 
-from headrace.actors.engine_actor import EngineActor, ScoreCall, ScoreReply
+from headrace.actors.engine_actor import EngineActor, EngineSetup, ScoreCall, ScoreReply
+from headrace.actors.engines.config import ModelConfig
+from headrace.actors.engines.factory import EngineConfig
 from headrace.actors.engines.protocol import EngineDied
+from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.process.remote_methods import invoke
 from headrace.actors.protocols import TOP_IDS, TOP_LOGPROBS, MicroBatch, TokenScores, row_schema
-from headrace.actors.train import teachers as module
-from headrace.actors.train.teachers import TEACHER, EngineTeacher, TeacherSetup
+from headrace.actors.rollout.config import RolloutConfig
+from headrace.actors.train.teachers import TEACHER, EngineTeacher, Mixture, TeacherSetup
 from headrace.actors.train.topology import Topology
 from headrace.actors.train.worker import TrainWorker, WorkerSetup
 from headrace.codecs import messages
@@ -100,7 +104,7 @@ def test_teachers_of_a_row_are_averaged_with_their_weights(handle: DataPlaneHand
         excess, tokens = report.divergences[name]
         assert tokens == int(mask.sum()) > 0
         assert excess == pytest.approx(float((own - values)[mask].sum()), rel=1e-5)
-    assert worker.accumulate.__name__ and worker.finish().divergences == {}, "each is reported once"
+    assert worker.finish().divergences == {}, "each is reported once"
     worker.close()
     assert fakes[0].calls[-1] == "close"
 
@@ -109,25 +113,39 @@ def test_rows_of_a_data_source_have_its_teacher_alone(handle: DataPlaneHandle, s
     step, policy = steps("sources"), RecordingBackend(True, None)
     fakes = FakeTeacher(2.0), FakeTeacher(4.0)
     sources = np.array([0, 1, 1, 0, 1])
-    worker = TrainWorker(
-        setup_of(handle, policy, teacher("a", fakes[0], source=0), teacher("b", fakes[1], source=1), top_k=2)
-    )
+    setups = (teacher("a", fakes[0], source=0), teacher("b", fakes[1], source=1))
+    worker = TrainWorker(setup_of(handle, policy, *setups))
     shard = replace(step.shards[0], sources=sources)
     assert messages.decode(messages.encode(shard), type(shard)).sources.tolist() == sources.tolist()
     worker.begin(shard)
     report = worker.write_logprobs(TEACHER)
     worker.accumulate()
     assert [fake.rows for fake in fakes] == [2, 3], "a teacher scores its own rows alone"
-    batch = written(handle, step, TEACHER, TOP_IDS, TOP_LOGPROBS)
+    batch = written(handle, step, TEACHER)
     ids = batch.jagged("input_ids").values
     factors = torch.from_numpy(np.repeat(np.where(sources == 0, 2.0, 4.0), batch.jagged("input_ids").lengths)).float()
     torch.testing.assert_close(batch.jagged(TEACHER).values, -ids / factors)
-    top = ids[:, None] + torch.arange(2)
-    assert torch.equal(batch.jagged(TOP_IDS).values, top.to(torch.int32))
-    torch.testing.assert_close(batch.jagged(TOP_LOGPROBS).values, -top / factors[:, None])
-    assert {TEACHER, TOP_IDS, TOP_LOGPROBS} < set(policy.seen[0]["columns"])
     assert report.divergences["a"][1] + report.divergences["b"][1] == report.divergences[""][1]
     worker.close()
+
+
+def test_top_tokens_come_from_the_teacher_of_each_row() -> None:
+    lengths = [2, 3]
+    parts = {"input_ids": torch.int32, "response_mask": torch.uint8, "rollout_logprobs": torch.float32}
+    columns = {name: [torch.ones(length, dtype=dtype) for length in lengths] for name, dtype in parts.items()}
+    mixture = Mixture(pack(row_schema(None).subset(list(parts)), columns), top_k=2)
+    for row, value in ((1, 4), (0, 9)):
+        ids = torch.full((lengths[row], 2), value)
+        scores = [TokenScores(torch.full((lengths[row],), -1.0 * value), ids, -ids.float())]
+        assert mixture.rows_of(np.array([row])).num_rows == 1
+        mixture.add(f"of {row}", 0.5, np.array([row]), scores)
+    found = mixture.scored(["x", "y"])
+    assert found.columns[TEACHER].tolist() == [-9.0] * 2 + [-4.0] * 3
+    assert (
+        found.columns[TOP_IDS].tolist() == [[9, 9]] * 2 + [[4, 4]] * 3 and found.columns[TOP_IDS].dtype == torch.int32
+    )
+    assert found.columns[TOP_LOGPROBS].tolist() == [[-9.0, -9.0]] * 2 + [[-4.0, -4.0]] * 3
+    assert found.divergences == {"of 1": (15.0, 3), "of 0": (20.0, 2), "": (35.0, 5)}
 
 
 def test_a_row_without_a_teacher_and_scores_that_are_not_finite_are_errors(handle: DataPlaneHandle, steps: Any) -> None:
@@ -214,4 +232,8 @@ def test_an_engine_scores_rows_or_is_named_with_host_and_time(ray_session: None)
 
 
 def test_an_engine_without_a_model_scores_nothing() -> None:
-    assert EngineActor.score.__annotations__["call"] == "ScoreCall" and module.LATE < 1
+    actor = EngineActor(EngineSetup("tutor", 1, EngineConfig(RolloutConfig(), ModelConfig())))
+    actor._hosted = ScriptedEngine(lambda *_: [1])  # type: ignore[assignment]
+    nothing = np.zeros(0, np.int32)
+    with pytest.raises(ValueError, match="tutor: its engine ScriptedEngine cannot score tokens"):
+        asyncio.run(actor.score(ScoreCall(nothing, nothing, nothing.astype(np.uint8), 0, 1.0)))
