@@ -34,17 +34,17 @@ def teacher_engine(config: Config, teacher: str, name: str, device: str, *, shar
     whether train workers use the engine's GPUs at the same time."""
     own = config.distillation
     [model] = [one.model for label, one in zip(own.names, own.teachers, strict=True) if label == teacher]
-    rollout = config.rollout
-    if rollout.engine == "vllm" and own.top_k:  # vLLM limits the log-probs of a request.
+    rollout, longest = config.rollout, config.engine_length
+    if rollout.engine == "vllm":  # It limits the log-probs of a request, and generates a token after the prompt.
         options = {"max_logprobs": max(own.top_k, 20), **rollout.vllm}
-        rollout = rollout.model_copy(update={"vllm": options})
+        rollout, longest = rollout.model_copy(update={"vllm": options}), longest + 1
     engine = EngineConfig(
         rollout,
         config.model.model_copy(update={"path": model, "adapter": None}),
         config.scripted,
         device=device,
         shared_gpu=shared_gpu,
-        max_model_len=config.engine_length,
+        max_model_len=longest,
         log=engine_log(config.run.dir, name),
         seed=config.run.seed,
     )

@@ -1,4 +1,4 @@
-"""A reference model or teacher that does not exist or has another vocabulary than the policy is refused before a start."""
+"""A model beside the policy that does not exist or has another vocabulary than the policy is refused before a start."""
 
 from __future__ import annotations
 
