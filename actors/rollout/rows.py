@@ -257,11 +257,20 @@ def rollout_rows(
         tags[TRAINED_TOKENS] = tags["response_length"] * used
     if keeps_old_kv:
         tags[KV_STALENESS] = kv_staleness(versions, lengths).astype(np.float32)
-    if teachers is not None:
-        tags[TEACHER_SOURCE] = _per_row([teachers.number(sample.prompt) for sample in samples], max_rows)
-    for name in tagged:
-        tags[reward_tag(name)] = _per_row([one.components[name] if one.valid else 0.0 for one in scores], max_rows)
-    return batch, tags
+    return batch, {**tags, **_source_tag(samples, teachers, max_rows), **_reward_tags(scores, tagged, max_rows)}
+
+
+def _source_tag(samples: Sequence[Sample], teachers: TeacherSources | None, max_rows: int) -> dict[str, np.ndarray]:
+    if teachers is None:
+        return {}
+    return {TEACHER_SOURCE: _per_row([teachers.number(sample.prompt) for sample in samples], max_rows)}
+
+
+def _reward_tags(scores: Sequence[Score], names: Sequence[str], max_rows: int) -> dict[str, np.ndarray]:
+    return {
+        reward_tag(name): _per_row([one.components[name] if one.valid else 0.0 for one in scores], max_rows)
+        for name in names
+    }
 
 
 def _masks(

@@ -90,8 +90,10 @@ class TrainShard:
         )
 
     def of_source(self, source: int | None) -> tuple[TrainShard, np.ndarray]:
-        """Return the shard of the rows of a data source, with as many microbatches, and their positions in `meta`,
-        int64, ascending. Some microbatches may be empty. source: number of the source; None for all rows."""
+        """Return the shard of the rows of a data source, and their positions in `meta`, int64, ascending.
+
+        It has as many microbatches as this one, of which some may be empty. source: number of the source; None for all
+        rows."""
         num_rows = int(self.sizes.sum())
         if source is None:
             return self, np.arange(num_rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -200,28 +200,28 @@ class TrainWorker:
         self._parts.callback(self._reader.close)
         self._backend = setup.backend(setup.rank, setup.world)
         self._parts.callback(self._backend.close)
-        self._reference: TrainBackend | None = None
-        if setup.reference is not None:
-            self._reference = setup.reference(setup.rank, setup.world)
+        self._reference = None if setup.reference is None else setup.reference(setup.rank, setup.world)
+        if self._reference is not None:
             self._parts.callback(self._reference.close)
         self._teachers = Teachers(setup.teachers, setup.top_k, setup.rank, setup.world)
         self._parts.callback(self._teachers.close)
-        self._specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        self._publisher: WeightPublisher | None = None
+        self._specs = self._backend.weight_specs() if setup.rank == 0 else {}
+        self._publisher = self._open_publisher(address) if setup.rank == 0 else None
         """Publisher of weight updates; None on all ranks except 0."""
-        if setup.rank == 0:
-            self._specs = self._backend.weight_specs()
-            sender, adapter = setup.sender(address), self._backend.adapter
-            self._publisher = WeightPublisher(
-                sender, setup.sync, setup.bucket_bytes, keep_versions=setup.keep_versions, adapter=adapter
-            )
-            self._parts.callback(self._publisher.close)
-            self._publisher.reserve(self._specs)
         self._work: _Work | None = None
         """The shard that was begun last; None before the first."""
         self._spans: list[Span] = []
         self._open = False
         """True while a train step has begun in the backend and is not finished."""
+
+    def _open_publisher(self, address: str) -> WeightPublisher:
+        setup, adapter = self._setup, self._backend.adapter
+        publisher = WeightPublisher(
+            setup.sender(address), setup.sync, setup.bucket_bytes, keep_versions=setup.keep_versions, adapter=adapter
+        )
+        self._parts.callback(publisher.close)
+        publisher.reserve(self._specs)
+        return publisher
 
     # ---------------- These methods run one train step.
 

@@ -217,9 +217,11 @@ class BackendConfig:
         return self.trainer.topology
 
     def frozen(self, model: str, *, offload: bool) -> BackendConfig:
-        """Return the settings of a backend that computes log-probs of another model beside this one, over the same
-        ranks. It is always `fsdp`, because a process can have only one backend of `megatron`. offload: whether its
-        weights stay in host memory between passes if there are several ranks."""
+        """Return the settings of a backend that computes log-probs of another model, beside this one on each rank.
+
+        It is always `fsdp`, because a process can have only one backend of `megatron`. offload: whether its weights
+        stay in host memory between passes if there are several ranks.
+        """
         changes = {"backend": "fsdp", "ep": 1, "recompute": "none", "compile": False, "entropy_metric": False}
         changes |= {"lora": LoraConfig(), "moe": MoeConfig(), "offload": offload or self.trainer.offload}
         trainer = self.trainer.model_copy(update=changes)

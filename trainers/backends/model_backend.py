@@ -144,7 +144,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         return self._step.add(inputs, row_tokens.numpy(), micro.group_ids, entropy)
 
     def _candidates(self, micro: MicroBatch, rows: Any, vocab: int) -> torch.Tensor | None:
-        """Return the teacher's most likely tokens at the wanted tokens, int64 `[T, k]` on the device; None without the
+        """Return the teacher's most likely tokens at the wanted tokens, int64 `[T, k]` on the device. None without the
         column. rows: as in `_add_loss`. vocab: number of the policy's tokens. Raises ValueError for a token that the
         policy does not have."""
         if not self._config.distillation.top_k or TOP_IDS not in micro.batch:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, cast
 
@@ -326,15 +326,14 @@ class ActorStarter:
     def teacher(self, index: int) -> EngineHandle:
         """Start the actor with the engine of the teacher with seat `index`; returns its handle."""
         seat = self.placement.teachers[index]
-
-        def spec(model: str, handle: DataPlaneHandle) -> EngineSetup:
-            teacher = seat.name.removeprefix(TEACHER_ACTOR)
-            return teacher_engine(self._config, teacher, seat.name, self._device, shared_gpu=self._shares)
-
-        kind = self._config.rollout.engine
-        ahead = engine_ahead(kind, self._config.model.model_copy(update={"path": "-"}), self._device)
-        host = (_path(EngineActor), *ahead)
+        host = (_path(EngineActor), *engine_ahead(self._config.rollout.engine, self._config.model, self._device))
+        spec = partial(self._teacher_setup, seat.name)
         return self._start(EngineHandle, EarlyEngineActor, host, spec, seat, max_concurrency=CONCURRENCY)
+
+    def _teacher_setup(self, name: str, model: str, handle: DataPlaneHandle) -> EngineSetup:
+        own, policy = self._config.distillation, self._engine_setup(name, model, handle)
+        teacher = own.in_engines[name.removeprefix(TEACHER_ACTOR)]
+        return replace(policy, engine=teacher_engine(policy.engine, teacher, self._config.rollout, own.top_k))
 
     def embedding_rollout(self, index: int) -> RolloutHandle:
         """Start rollout actor `index`, which embeds engine `index`; returns its handle."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from ...actors.engine_actor import EngineSetup
 from ...actors.engines.factory import EngineConfig
+from ...actors.rollout.config import RolloutConfig
 from ...actors.train.teachers import TeacherSetup
 from ..backends.config import BackendConfig
 from ..backends.factory import build_backend
-from ..config.config import Config
 from ..losses.distillation_config import DistillationConfig
-from .engine_specs import engine_log, threads
 
 
 def teacher_setups(config: DistillationConfig, backend: BackendConfig, *, offload: bool) -> tuple[TeacherSetup, ...]:
@@ -29,23 +28,21 @@ def teacher_setups(config: DistillationConfig, backend: BackendConfig, *, offloa
     )
 
 
-def teacher_engine(config: Config, teacher: str, name: str, device: str, *, shared_gpu: bool) -> EngineSetup:
-    """Return the settings of the actor `name` with the engine of `teacher`. Its weights never change. shared_gpu:
-    whether train workers use the engine's GPUs at the same time."""
-    own = config.distillation
-    [model] = [one.model for label, one in zip(own.names, own.teachers, strict=True) if label == teacher]
-    rollout, longest = config.rollout, config.engine_length
+def teacher_engine(policy: EngineConfig, model: str, rollout: RolloutConfig, top_k: int) -> EngineConfig:
+    """Return the settings of a teacher's engine, whose weights never change. policy: settings of an engine of the
+    policy in the same actor. model: the teacher's folder or hub id. rollout: section with the kind of the engine, which
+    differs from that of `policy` in a replay."""
+    longest = policy.max_model_len
     if rollout.engine == "vllm":  # It limits the log-probs of a request, and generates a token after the prompt.
-        options = {"max_logprobs": max(own.top_k, 20), **rollout.vllm}
-        rollout, longest = rollout.model_copy(update={"vllm": options}), longest + 1
-    engine = EngineConfig(
-        rollout,
-        config.model.model_copy(update={"path": model, "adapter": None}),
-        config.scripted,
-        device=device,
-        shared_gpu=shared_gpu,
+        rollout = rollout.model_copy(update={"vllm": {"max_logprobs": max(top_k, 20), **rollout.vllm}})
+        longest = None if longest is None else longest + 1
+    return replace(
+        policy,
+        rollout=rollout,
+        model=policy.model.model_copy(update={"path": model, "adapter": None}),
         max_model_len=longest,
-        log=engine_log(config.run.dir, name),
-        seed=config.run.seed,
+        version=0,
+        receiver=None,
+        adapters=None,
+        routes=None,
     )
-    return EngineSetup(name, threads(config.resources.threads, config.processes_per_side, device), engine)

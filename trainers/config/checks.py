@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...actors.environments.config import EnvironmentConfig
@@ -214,8 +214,7 @@ def meaning_problems(config: Config) -> Iterator[str]:
     yield from reward_problems(
         config.reward, config.distillation, config.algorithm, config.validation, config.evaluation
     )
-    pooled = config.pool.address is not None
-    yield from teacher_problems(config.distillation, rollout, config.trainer, pooled=pooled)
+    yield from teacher_problems(config.distillation, rollout, config.trainer, pooled=config.pool.address is not None)
     yield from evaluation_problems(config.evaluation, config.reward, config.run)
     if config.trainer.min_lr > config.trainer.lr:
         yield f"trainer.min_lr: got {config.trainer.min_lr:g}, expected at most trainer.lr={config.trainer.lr:g}"
@@ -284,7 +283,7 @@ def switch_obstacles(
     validation: ValidationConfig,
     evaluation: Mapping[str, EvaluationConfig],
     replay: str | None,
-    teachers: Sequence[str] = (),
+    teachers: Collection[str] = (),
 ) -> Iterator[str]:
     """Yield one clause for each setting that prevents engines and train workers from taking turns on their GPUs. The
     clause names the setting, the necessary value and the reason. replay: the folder in `run.replay`. teachers: names of

@@ -160,9 +160,10 @@ def rollout_metrics(fed: FeedTally) -> dict[str, float]:
 
 
 def distillation_metrics(passes: Sequence[WorkerReport]) -> dict[str, float]:
-    """Return the mean over tokens of `log p - log p_teacher`, which estimates the reverse KL divergence of the policy
-    that sampled them from the teachers together and from each. Returns {} without a teacher. NaN: no token was
-    scored."""
+    """Return the mean over tokens of `log p - log p_teacher`, for the teachers together and for each.
+
+    It estimates the reverse KL divergence of the policy that sampled the tokens. It is NaN if no token was scored;
+    without a teacher the result is {}."""
     sums: dict[str, tuple[float, int]] = {}
     for report in passes:
         for name, (excess, tokens) in report.divergences.items():

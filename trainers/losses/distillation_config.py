@@ -75,9 +75,10 @@ class DistillationConfig(Section):
         return tuple(teacher.name or f"teacher_{index}" for index, teacher in enumerate(self.teachers))
 
     @property
-    def in_engines(self) -> tuple[str, ...]:
-        """Names of the teachers that have engines of their own, in order."""
-        return tuple(name for name, one in zip(self.names, self.teachers, strict=True) if one.where == "engine")
+    def in_engines(self) -> dict[str, str]:
+        """Teachers that have engines of their own, in order: name -> folder or hub id."""
+        named = zip(self.names, self.teachers, strict=True)
+        return {name: one.model for name, one in named if one.where == "engine"}
 
     @property
     def sources(self) -> tuple[str, ...]:

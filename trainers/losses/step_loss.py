@@ -101,8 +101,9 @@ def build_loss(
     columns: Sequence[ColumnConfig] = (),
     distillation: DistillationConfig = NO_TEACHER,
 ) -> PolicyLoss:
-    """Build the step's loss from the policy term and, if the sections have them, a KL term, an entropy bonus and a term
-    of teachers. columns: user-defined columns that a user-defined loss reads. Raises ValueError, naming the key, when
+    """Build the step's loss: the policy term and, if configured, a KL term, an entropy bonus and a term of teachers.
+
+    columns: user-defined columns that a user-defined loss reads. Raises ValueError, naming the key, when
     `sequence_sum` has no `length_norm`, when a kind is unknown, and when a user-defined loss cannot be imported or does
     not return a plain loss at each token.
     """

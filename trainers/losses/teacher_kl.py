@@ -35,8 +35,10 @@ class TeacherAdvantage:
 
     @torch.no_grad()
     def __call__(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, torch.Tensor]]:
-        """Return `inputs` with changed advantages, and the summed estimates of the reverse KL divergence before the
-        step as the metric `teacher_kl`. Raises ValueError when `inputs` has no `teacher_logprobs`."""
+        """Return `inputs` with changed advantages, and the summed divergences as the metric `teacher_kl`.
+
+        Raises ValueError when `inputs` has no `teacher_logprobs`.
+        """
         delta, bound = _teacher(inputs) - inputs.prev_logprobs, self.max_log_ratio
         gain = delta if bound is None else delta.clamp(-bound, bound)
         return replace(inputs, advantages=inputs.advantages + self.coefficient * gain), {"teacher_kl": -delta.sum()}

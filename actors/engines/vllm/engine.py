@@ -42,11 +42,10 @@ from ..token_sampling import check_rows
 from ..tokenizer import find_tokenizer
 from . import library
 from .adapter_slots import HeldAdapters, check_slots
-from .logprobs import LogprobTaker
+from .logprobs import LogprobTaker, RowScorer
 from .options import check_cache, default_on_cpu, token_bytes
 from .process import LOOK_S, HeldAdapter, ProcessSettings, VllmProcess
 from .requests import BusyClock, RequestChecks, RunningRequest, completion, reported_routes
-from .scoring import RowScorer
 from .weight_names import WeightNames
 from .worker_orders import WeightUpdates
 
@@ -118,7 +117,6 @@ class VllmEngine:
         )
         several = "speculative decoding samples several tokens at once" if "speculative_config" in options else ""
         self._logprobs = LogprobTaker(self._process, logprobs, several)
-        self._scorer = RowScorer(self._process)
         self._updates = WeightUpdates(self._process, model, receiver, tp, adapters=adapters is not None)
         self._adapters = HeldAdapters(process, adapters, model) if adapters is not None else None
         self._tp = tp
@@ -126,6 +124,7 @@ class VllmEngine:
         self._begin()
 
     def _begin(self) -> None:
+        self._scorer = RowScorer(self._process)
         self._in_flight: dict[str, RunningRequest] = {}
         self._anew: set[str] = set()
         """Ids of samples that are withdrawn from vLLM and then submitted a second time."""

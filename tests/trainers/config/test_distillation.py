@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from headrace.actors.engines.factory import EngineConfig
 from headrace.actors.protocols import Prompt
 from headrace.actors.rewards.rubric import Rubric
+from headrace.actors.rollout.config import RolloutConfig
 from headrace.tests.trainers.config.refusals import only_problem
 from headrace.trainers.cluster.placement import Host, PlacementRequest, plan_placement
 from headrace.trainers.cluster.rollout_specs import fingerprint, teacher_sources
@@ -105,6 +107,7 @@ def test_a_teachers_engine_has_a_place_and_settings_of_its_own() -> None:
     assert len({gpu for seat in placement.seats for gpu in seat.gpus}) == 4 and placement.layout == "separate"
     [on_cpu] = plan_placement(request, [Host("here", 0, (), 16.0)]).teachers
     assert on_cpu.name == "teacher far"
-    setup = teacher_engine(config, "far", "teacher far", "cuda:0", shared_gpu=False)
-    assert (setup.name, setup.engine.model.path, setup.engine.receiver) == ("teacher far", "b", None)
-    assert isinstance(setup.engine.rollout.vllm, dict) and setup.engine.rollout.vllm["max_logprobs"] == 40
+    policy = EngineConfig(config.rollout, config.model, max_model_len=26, version=3)
+    engine = teacher_engine(policy, "b", config.rollout, config.distillation.top_k)
+    assert (engine.model.path, engine.receiver, engine.version, engine.max_model_len) == ("b", None, 0, 27)
+    assert isinstance(engine.rollout, RolloutConfig) and engine.rollout.vllm["max_logprobs"] == 40

@@ -29,6 +29,7 @@ from ...cluster.gpu_memory import (
     has_gpus,
     host_bytes,
     parameters,
+    teacher_bytes,
     trained_bytes,
     value_bytes,
 )
@@ -185,11 +186,13 @@ class _Description:
         if params is None:
             return [f"  model            {model.path}: read when the run starts"]
         trained = trained_bytes(trainer, params, with_reference=reference)
+        teachers = teacher_bytes(trainer, config.distillation)
         on_cpus = host_bytes(trainer, params, with_reference=reference, gpus=False)
         on_gpus = host_bytes(trainer, params, with_reference=reference, gpus=True)
         return [
             f"  model            {params:,} parameters",
             f"  train worker     {_size(trained)} weights, gradients, Adam" + (" and reference" * reference),
+            *([f"  teachers         {_size(teachers)} weights in each train worker"] if teachers else []),
             f"  engine           {_size(engine_bytes(rollout, model, params))} weights"
             + f" in each of {rollout.tp} processes" * (rollout.tp > 1),
             f"  host memory      {_size(on_cpus)} in each train worker without GPUs, {_size(on_gpus)} with GPUs",

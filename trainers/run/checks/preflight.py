@@ -23,7 +23,14 @@ from ....dataplane.owned_folder import try_lock
 from ....dataplane.store_choice import check_store, check_trust
 from ...backends.config import TrainerConfig
 from ...base_model.prepare import check_model, model_config
-from ...cluster.gpu_memory import engine_bytes, has_gpus, parameters, trained_bytes, value_bytes
+from ...cluster.gpu_memory import (
+    engine_bytes,
+    has_gpus,
+    parameters,
+    teacher_bytes,
+    trained_bytes,
+    value_bytes,
+)
 from ...cluster.placement import PlacementRequest
 from ...cluster.rollout_specs import EvaluationDefaults, evaluation_plans
 from ...config.checks import contradictions
@@ -134,6 +141,7 @@ def _quick_checks(config: Config, resume: bool) -> list[Check]:
             config.model,
             joins=resources.ray_address is not None,
             with_reference=config.with_reference,
+            teachers=teacher_bytes(config.trainer, config.distillation),
         ),
     ]
 
@@ -261,12 +269,18 @@ def _check_store(plane: DataPlaneConfig, *, joins_ray: bool) -> None:
 
 
 def _check_memory(
-    trainer: TrainerConfig, rollout: RolloutConfig, model: ModelConfig, *, joins: bool, with_reference: bool
+    trainer: TrainerConfig,
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    *,
+    joins: bool,
+    with_reference: bool,
+    teachers: int,
 ) -> None:
     """Check that the model fits into this machine's memory. A no-op for an assumed machine, for a Ray cluster to join
     and for a model of unknown size. Without GPUs, raises ValueError if the weights, gradients and optimizer state of
     all train workers and engines exceed the memory. With GPUs, raises UserError if the train workers' share of host
-    memory exceeds it. joins: whether the run joins a Ray cluster."""
+    memory exceeds it. joins: whether the run joins a Ray cluster. teachers: bytes of the teachers in a train worker."""
     params = parameters(model)
     if assumed_machine() is not None or params is None or joins:
         return
@@ -275,6 +289,7 @@ def _check_memory(
         return
     world, engines = trainer.topology.world, rollout.num_engines
     worker = trained_bytes(trainer, params, with_reference=with_reference) if trainer.backend != "scripted" else 0
+    worker += teachers
     engine = engine_bytes(rollout, model, params) * rollout.tp if rollout.engine != "scripted" else 0
     needed, total = worker * world + engine * engines, total_memory()
     if needed > total:
