@@ -108,7 +108,7 @@ class EarlyTrainActor:
         if self._actor is None:
             raise RuntimeError(f"{method}: the actor is not configured yet (configure comes first)")
         self._imports.join()
-        reply = self._actor.call(method, message)
+        reply = self._actor.call(method, message, *arguments)
         if method == BUILD:
             settle()
         return reply

@@ -23,6 +23,7 @@ from .engines.protocol import (
     EngineDied,
     EngineStats,
     SamplingParams,
+    Scorer,
     ServingEngine,
     WeightHost,
 )
@@ -112,6 +113,38 @@ class GenerateReply:
         ends = np.cumsum(np.maximum(self.num_routes, 0))
         parts = np.split(self.routes, ends[:-1])
         return [None if count < 0 else part for count, part in zip(self.num_routes, parts, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreCall:
+    """Message with rows of tokens to score; see `Scorer.score`."""
+
+    token_ids: np.ndarray
+    """Token ids of all rows, int32 `[tokens]`."""
+    lengths: np.ndarray
+    """Number of tokens of each row, int32 `[N]`."""
+    wanted: np.ndarray
+    """Mask of the tokens whose scores are wanted, uint8 `[tokens]`; never a row's first token."""
+    top_k: int
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreReply:
+    """Message with the scores of W wanted tokens, in order."""
+
+    logprobs: np.ndarray
+    """Log-prob of each token, float32 `[W]`."""
+    top_ids: np.ndarray | None
+    """Ids of the most likely tokens at each position, int32 `[W, top_k]`; None with `top_k` 0."""
+    top_logprobs: np.ndarray | None
+    """Their log-probs, float32 `[W, top_k]`; None with `top_k` 0."""
+
+    @staticmethod
+    def none(top_k: int) -> ScoreReply:
+        """Return the scores of no tokens."""
+        none = np.zeros((0, top_k), np.float32)
+        return ScoreReply(np.zeros(0, np.float32), none.astype(np.int32) if top_k else None, none if top_k else None)
 
 
 class EngineHost(ABC):
@@ -219,6 +252,18 @@ class EngineActor(EngineHost):
         if task.cancelled():
             return None
         return GenerateReply.of(task.result(), self._engine.version, self._engine.stats)
+
+    async def score(self, call: ScoreCall) -> ScoreReply:
+        """Return the log-probs that the hosted engine's model gives to given tokens; see `Scorer.score`. Raises
+        ValueError if it is an engine without a model."""
+        ends = np.cumsum(call.lengths)[:-1]
+        rows, wanted = np.split(call.token_ids, ends), np.split(call.wanted, ends)
+        engine: Any = self._engine
+        if not isinstance(engine, Scorer):
+            raise ValueError(f"{self._name}: its engine {type(engine).__name__} cannot score tokens")
+        found = await engine.score(rows, wanted, call.top_k, call.temperature)
+        logprobs, ids, values = (np.concatenate(part) for part in zip(*found, strict=True))
+        return ScoreReply(logprobs, ids if call.top_k else None, values if call.top_k else None)
 
     async def running(self) -> list[str]:
         """Return the ids of the requests in flight."""

@@ -64,6 +64,7 @@ ROLLOUT_SCHEMA = Schema(
         Field("rollout_logprobs", Kind.PER_TOKEN, torch.float32),
         Field("prev_logprobs", Kind.PER_TOKEN, torch.float32),
         Field("ref_logprobs", Kind.PER_TOKEN, torch.float32),
+        Field("teacher_logprobs", Kind.PER_TOKEN, torch.float32),
         Field("version_spans", Kind.RAGGED, torch.int32, ndim=2),
     ]
 )
@@ -75,6 +76,7 @@ response_mask     1 where the policy chose the token and training uses it, else 
 rollout_logprobs  log-prob of the token under the sampling policy (temperature applied); 0 where response_mask is 0
 prev_logprobs     log-prob of the token under the policy at the start of the step, written back by train workers
 ref_logprobs      log-prob of the token under the reference policy, written back by train workers
+teacher_logprobs  log-prob of the token under the teachers, averaged with their weights, written back by train workers
 version_spans     [S, 2], one entry for each span of tokens that have the same policy version: index of the first
                   token, version (-1 where the policy did not choose the tokens)
 
@@ -90,19 +92,26 @@ TRAIN_FIELDS = ("input_ids", "response_mask", "rollout_logprobs")
 """Fields in ROLLOUT_FIELDS that a train step reads."""
 
 
-def row_schema(routes: RouteSpec | None, columns: Sequence[ColumnConfig] = ()) -> Schema:
+TOP_IDS, TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
+
+
+def row_schema(routes: RouteSpec | None, columns: Sequence[ColumnConfig] = (), top_k: int = 0) -> Schema:
     """Return the schema of a run's rows: ROLLOUT_SCHEMA, the user's columns, and with router replay `routed_experts`.
 
-    routes: shape of the model's routes; None for a run without router replay. columns: see `data.columns`. Raises
-    ValueError if two fields have the same name.
+    With `top_k` above 0, rows also have the teacher's `top_k` most likely tokens at each position, written back by
+    train workers: TOP_IDS, int32 `[L, top_k]`, and their log-probs TOP_LOGPROBS, float32. routes: shape of the model's
+    routes; None for a run without router replay. columns: see `data.columns`. Raises ValueError if two fields have the
+    same name.
     """
     own = [Field(column.name, Kind(column.kind), DTYPES[column.dtype]) for column in columns]
-    names = [*ROLLOUT_SCHEMA, ROUTES]
+    names = [*ROLLOUT_SCHEMA, ROUTES, TOP_IDS, TOP_LOGPROBS]
     for field_ in own:
         if field_.name in names:
             raise ValueError(f"data.columns: got {field_.name!r}, expected a name that no other field of a row has")
         names.append(field_.name)
-    return Schema([*ROLLOUT_SCHEMA.values(), *([] if routes is None else [routes.field]), *own])
+    top = [(TOP_IDS, torch.int32), (TOP_LOGPROBS, torch.float32)] if top_k else []
+    of_teacher = [Field(name, Kind.PER_TOKEN, dtype, (top_k,)) for name, dtype in top]
+    return Schema([*ROLLOUT_SCHEMA.values(), *([] if routes is None else [routes.field]), *of_teacher, *own])
 
 
 def written_fields(routes: RouteSpec | None, columns: Sequence[ColumnConfig] = ()) -> tuple[str, ...]:
@@ -354,6 +363,19 @@ class MicroBatch:
     counted: np.ndarray | None = None
     """1 for each row that counts in the step's mean over rows or groups, although it may be cut off and masked, else 0:
     int64 `[N]`. None: rows with a trained token count."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Log-probs that a teacher gives to the tokens of rows, aligned with `input_ids`. They are 0 at each row's first
+    token, and wherever the response mask is 0."""
+
+    logprobs: torch.Tensor
+    """Log-prob of each token, float32 `[tokens]` on the CPU."""
+    top_ids: torch.Tensor | None = None
+    """Ids of the k most likely tokens at each token's position, int `[tokens, k]`; None if not asked for."""
+    top_logprobs: torch.Tensor | None = None
+    """Log-probs of these tokens, float32 `[tokens, k]`; None if not asked for."""
 
 
 @dataclass(frozen=True, slots=True)

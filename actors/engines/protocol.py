@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
@@ -286,6 +286,27 @@ class Sleeper(Protocol):
     async def memory(self) -> ProcessMemory:
         """Return the memory that the engine's processes hold now, asleep or awake. Raises EngineDied if the engine's
         process is gone."""
+        ...
+
+
+RowScores = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Scores of the W wanted tokens of a row: their log-probs, float32 `[W]`, the ids of the k most likely tokens at their
+positions, int32 `[W, k]`, and the log-probs of these, float32 `[W, k]`."""
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Protocol of an engine that says how likely its model finds given tokens, such as a teacher."""
+
+    async def score(
+        self, rows: Sequence[np.ndarray], wanted: Sequence[np.ndarray], top_k: int, temperature: float
+    ) -> list[RowScores]:
+        """Return the scores of the wanted tokens of each row, each given the tokens before it in the row.
+
+        rows: token ids of each row, int32 `[L]`. wanted: mask of each row's wanted tokens, uint8 `[L]`; 0 at its first
+        token. top_k: number of most likely tokens at each position. Logits are divided by `temperature`. Raises
+        ValueError for a row that does not fit into the model's context or has unknown tokens.
+        """
         ...
 
 

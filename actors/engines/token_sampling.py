@@ -125,6 +125,19 @@ def checked_prompt(
     return prompt
 
 
+def check_rows(rows: Sequence[np.ndarray], *, context: int | None, vocab_size: int) -> None:
+    """Raise ValueError if a row to score has more tokens than `context`, or tokens outside the vocabulary. rows: token
+    ids of each row, int32 `[L]`. With `context=None` no row is too long."""
+    for number, row in enumerate(rows):
+        if context is not None and len(row) > context:
+            raise ValueError(f"score: got row {number} with {len(row)} tokens, expected at most {context}")
+        if len(row) and (row.min() < 0 or row.max() >= vocab_size):
+            raise ValueError(
+                f"score: row {number} has token ids {row.min()}..{row.max()}, expected 0..{vocab_size - 1}; does the "
+                "model have the policy's vocabulary?"
+            )
+
+
 class StopTexts:
     """Finds any of `texts` at the end of rows of tokens, even where a text begins or ends inside a token."""
 

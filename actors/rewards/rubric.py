@@ -80,10 +80,8 @@ class Rubric:
         method `answer_of(response)`; without such a method, the whole response is the answer. None: answers are not
         looked for.
 
-        Raises ValueError if there are no rewards, if a name is given twice, or if a weight is not finite.
+        Without rewards every score is 0. Raises ValueError if a name is given twice, or if a weight is not finite.
         """
-        if not rewards:
-            raise ValueError("reward: got no functions, expected at least one")
         names = [name for name, _, _ in rewards]
         for name, _, weight in rewards:
             if names.count(name) > 1:

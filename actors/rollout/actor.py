@@ -35,7 +35,7 @@ from .data_config import DataConfig
 from .evaluation_metrics import FigureScheme
 from .journal import GroupJournal, JournalConfig
 from .prompts import PromptStream, open_prompts
-from .rows import RouteRules
+from .rows import RouteRules, TeacherSources
 from .supervised.config import SftConfig
 from .supervised.supervised_rows import SupervisedRows
 from .worker import HeldOut, KnownGroups, RolloutWorker
@@ -109,6 +109,8 @@ class RolloutSetup:
     """Section `sft` of the configuration, for an actor that supplies the rows of a supervised run; else None."""
     adapters: bool = False
     """True if the policy is an adapter beside a model that does not change."""
+    teachers: TeacherSources | None = None
+    """Data sources that have teachers of their own; None if no source has."""
 
 
 class RolloutActor(EngineHost):
@@ -162,6 +164,7 @@ class RolloutActor(EngineHost):
             samples=setup.samples,
             max_rows=setup.environment.max_rows,
             columns=setup.data.columns,
+            teachers=setup.teachers,
         )
         return engine
 

@@ -28,9 +28,9 @@ from ...codecs.tokens.routes import (
 )
 from ..columns import ColumnConfig
 from ..engines.config import RouterReplayConfig
-from ..protocols import PromptSource, RowTokens, Sample, Score, row_schema, written_fields
+from ..protocols import Prompt, PromptSource, RowTokens, Sample, Score, row_schema, written_fields
 from ..rewards.rubric import reward_tag
-from .prompts import place_of, row_key
+from .prompts import SOURCE, place_of, row_key
 
 _CHECKED = 1000
 """Number of prompts whose columns are checked before a run."""
@@ -40,6 +40,9 @@ masked; otherwise all response tokens of valid rows are trained on."""
 EPISODE = "episode"
 """Name of the tag with the index of a row's episode in its group. Rows have it only if episodes may have several rows;
 otherwise each row is an episode."""
+TEACHER_SOURCE = "teacher_source"
+"""Name of the tag with the number of a row's data source among those that have teachers of their own, or -1. Rows have
+it only if teachers differ by data source."""
 KV_STALENESS = "kv_staleness"
 """Name of the tag with a row's staleness of keys and values (see `kv_staleness`). Rows have it only if engines keep
 keys and values over weight updates."""
@@ -172,6 +175,29 @@ def join(parts: Sequence[RolloutRows]) -> RolloutRows:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherSources:
+    """Data sources of prompts that have teachers of their own."""
+
+    names: tuple[str, ...]
+    """The sources; rows have a source's index here as their tag TEACHER_SOURCE."""
+    covers_all: bool
+    """True if there is also a teacher for prompts of all sources."""
+
+    def number(self, prompt: Prompt) -> int:
+        """Return the index of the prompt's source, or -1 if it has no teacher of its own. Raises ValueError, naming
+        the source, if it then has no teacher at all."""
+        source = prompt.fields.get(SOURCE)
+        if source in self.names:
+            return self.names.index(source)
+        if not self.covers_all:
+            raise ValueError(
+                f"distillation.teachers: got prompt {prompt.uid!r} with {SOURCE}={source!r}, expected one of "
+                f"{', '.join(self.names)}, which have teachers (or a teacher without data_source)"
+            )
+        return -1
+
+
 def rollout_rows(
     samples: Sequence[Sample],
     scores: Sequence[Score],
@@ -183,6 +209,7 @@ def rollout_rows(
     spec: RouteSpec | None = None,
     max_rows: int = 1,
     columns: Sequence[ColumnConfig] = (),
+    teachers: TeacherSources | None = None,
 ) -> tuple[Batch, dict[str, np.ndarray]]:
     """Convert samples and their scores to N rows with the fields of `written_fields`, and to tags. Tags are the
     metadata of the rows (tag name -> float32 `[N]`). Failed rows are masked, which means that none of their tokens is
@@ -198,6 +225,7 @@ def rollout_rows(
     of tokens of each row that are trained on. keeps_old_kv: whether tokens may have been generated from keys and values
     of older weights; the tag KV_STALENESS then says how old they were at most. routes: with router replay, the routes
     of each row, `[L, layers, k]`. spec: shape of the routes; None without router replay. columns: the user's columns.
+    teachers: data sources that have teachers of their own, for the tag TEACHER_SOURCE; None if no source has.
     """
     rows = [row for sample in samples for row in _rows_of(sample, max_rows)]
     lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
@@ -229,9 +257,20 @@ def rollout_rows(
         tags[TRAINED_TOKENS] = tags["response_length"] * used
     if keeps_old_kv:
         tags[KV_STALENESS] = kv_staleness(versions, lengths).astype(np.float32)
-    for name in tagged:
-        tags[reward_tag(name)] = _per_row([one.components[name] if one.valid else 0.0 for one in scores], max_rows)
-    return batch, tags
+    return batch, {**tags, **_source_tag(samples, teachers, max_rows), **_reward_tags(scores, tagged, max_rows)}
+
+
+def _source_tag(samples: Sequence[Sample], teachers: TeacherSources | None, max_rows: int) -> dict[str, np.ndarray]:
+    if teachers is None:
+        return {}
+    return {TEACHER_SOURCE: _per_row([teachers.number(sample.prompt) for sample in samples], max_rows)}
+
+
+def _reward_tags(scores: Sequence[Score], names: Sequence[str], max_rows: int) -> dict[str, np.ndarray]:
+    return {
+        reward_tag(name): _per_row([one.components[name] if one.valid else 0.0 for one in scores], max_rows)
+        for name in names
+    }
 
 
 def _masks(

@@ -35,7 +35,17 @@ from .evaluation_metrics import FigureScheme, FigureSums
 from .journal import JournaledGroup, Purpose
 from .prompts import PromptStream, row_key
 from .results import EvaluationReport, RolloutReport, RolloutTally, group_figures
-from .rows import RolloutRows, RouteCounts, RouteRules, checked_routes, checked_scores, join, rollout_rows, sample_keys
+from .rows import (
+    RolloutRows,
+    RouteCounts,
+    RouteRules,
+    TeacherSources,
+    checked_routes,
+    checked_scores,
+    join,
+    rollout_rows,
+    sample_keys,
+)
 
 _log = logging.getLogger(__name__)
 _RESTORED_TOGETHER = 16
@@ -92,12 +102,13 @@ class RolloutWorker:
         samples: SampleFile | None = None,
         max_rows: int = 1,
         columns: Sequence[ColumnConfig] = (),
+        teachers: TeacherSources | None = None,
     ) -> None:
         """held_out: evaluations that `evaluate` can make, by name. journal: keeps finished groups (all rows of one
         prompt) on disk; None keeps none. reward_timeout_s: time limit in seconds for the reward functions of one row.
-        mask_truncated, keeps_old_kv, max_rows, columns: see `rollout_rows`. routes: the routes that the engine records
-        and rows carry, where an episode is one row; None without router replay. samples: file of episodes for people to
-        read; None writes none."""
+        mask_truncated, keeps_old_kv, max_rows, columns, teachers: see `rollout_rows`. routes: the routes that the
+        engine records and rows carry, where an episode is one row; None without router replay. samples: file of
+        episodes for people to read; None writes none."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -121,6 +132,7 @@ class RolloutWorker:
         self._samples = samples
         self._max_rows = max_rows
         self._columns = tuple(columns)
+        self._teachers = teachers
 
     def note_left_out(self, engine: LeftOut) -> None:
         """Record that the router removed `engine` from routing, so that the next report mentions it."""
@@ -288,6 +300,7 @@ class RolloutWorker:
             spec=None if self._routes is None else self._routes.spec,
             max_rows=self._max_rows,
             columns=self._columns,
+            teachers=self._teachers,
         )
         sizes = [self._max_rows * len(group) for group in groups.values()]
         tags[POSITION] = np.repeat(np.fromiter(groups, np.int64), sizes)

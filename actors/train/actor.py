@@ -57,13 +57,13 @@ class TrainActor:
             raise RuntimeError(f"{self._setup.name}: not built yet (build comes first)")
         return self._worker
 
-    def call(self, method: str, message: bytes) -> bytes:
+    def call(self, method: str, message: bytes, *actors: object) -> bytes:
         """Run a method of the actor, or else of its worker, with the encoded arguments in `message`. Returns the
-        encoded result.
+        encoded result. actors: Ray handles, which are passed as the last arguments.
 
         It is the only method that the driver calls through Ray, see `actors/process/remote_methods.py`.
         """
-        return messages.encode(invoke(self if hasattr(self, method) else self.worker, method, message))
+        return messages.encode(invoke(self if hasattr(self, method) else self.worker, method, message, actors))
 
     def info(self) -> ActorInfo:
         """Return name, process id and host of this process. Also records the calling thread, whose CPU time `progress`

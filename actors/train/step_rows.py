@@ -72,6 +72,9 @@ class TrainShard:
     samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Positions in `meta` of the rows that are written to samples.jsonl, int64 `[K]`, the same on all ranks of a
     replica."""
+    sources: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Data source of each row in `meta`, by its number in `distillation.sources`, int64 `[N]`; -1 for one without a
+    teacher of its own. Empty unless teachers differ by data source."""
     sample_passes: int = 0
     """Number of microbatches in the pass over the rows of `samples`, one row each. It is the largest K of all ranks; 0
     if no row of the step is written."""
@@ -85,6 +88,21 @@ class TrainShard:
             sizes=(np.arange(self.sample_passes) < len(self.samples)).astype(np.int64),
             digest=self.digest[::-1],  # All ranks derive the digest of the second plan by reversing the first one.
         )
+
+    def of_source(self, source: int | None) -> tuple[TrainShard, np.ndarray]:
+        """Return the shard of the rows of a data source, and their positions in `meta`, int64, ascending.
+
+        It has as many microbatches as this one, of which some may be empty. source: number of the source; None for all
+        rows."""
+        num_rows = int(self.sizes.sum())
+        if source is None:
+            return self, np.arange(num_rows)
+        rows = np.flatnonzero(self.sources == source)
+        micros = np.repeat(np.arange(len(self.sizes)), self.sizes)
+        meta = None if self.meta is None else KVBatchMeta.from_bytes(self.meta).select(rows).to_bytes()
+        sizes = np.bincount(micros[rows], minlength=len(self.sizes)).astype(np.int64)
+        turn = 1 + source % (len(self.digest) - 1)  # All ranks derive the same digest for the plan of a source.
+        return replace(self, meta=meta, sizes=sizes, digest=self.digest[turn:] + self.digest[:turn]), rows
 
     def ranges(self) -> list[np.ndarray]:
         """Return, for each microbatch, the positions of its rows in `meta`."""

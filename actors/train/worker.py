@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -22,6 +23,8 @@ from ..process.memory import ProcessMemory, measure
 from ..process.own_process import ActorInfo
 from ..process.remote_methods import in_thread_of
 from ..protocols import (
+    TOP_IDS,
+    TOP_LOGPROBS,
     TRAIN_FIELDS,
     OffloadReport,
     Span,
@@ -39,6 +42,7 @@ from ..weight_sync.transports.protocol import ReceiverGroup, WeightSender, Weigh
 from .process_groups import LOOPBACK, ProcessGroups
 from .reader import FetchPolicy, ReplicaReader, build_links
 from .step_rows import TrainShard
+from .teachers import LATE, TEACHER, Teachers, TeacherSetup
 from .topology import Topology
 
 PREV = "prev_logprobs"
@@ -62,6 +66,10 @@ class WorkerReport:
     (the ranks that need identical data)."""
     spans: SpanTable
     """Timed pieces of work for the trace; empty unless the shard is traced."""
+    divergences: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Name of a teacher -> sum of `log p - log p_teacher` over the tokens that it scored on this rank, with p the
+    engine's policy, and their number. The name "" stands for the mixture of all teachers. Only ranks that have written
+    teachers' columns report them, once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +110,12 @@ class WorkerSetup:
     """Shape of the routes that the policy's passes replay; None without router replay."""
     columns: tuple[ColumnConfig, ...] = ()
     """Numeric columns of the user that the loss reads."""
+    reference: Callable[[int, int], TrainBackend] | None = None
+    """Function that builds a backend of the reference model; None if the train backend itself has that model."""
+    teachers: tuple[TeacherSetup, ...] = ()
+    """Teachers of a distillation; () without one."""
+    top_k: int = 0
+    """Number of most likely tokens of the teacher that rows carry at each position."""
     single_rank_groups: bool = False
     """True if the backend needs process groups even when there is only one rank, as Megatron does."""
 
@@ -176,7 +190,7 @@ class TrainWorker:
             device=device,
             routes=setup.routes,
         )
-        schema = row_schema(setup.routes, setup.columns)
+        schema = row_schema(setup.routes, setup.columns, setup.top_k)
         self._reader = ReplicaReader(
             self._client, schema, setup.topology, setup.rank, links, device=device, routes=setup.routes
         )
@@ -186,22 +200,28 @@ class TrainWorker:
         self._parts.callback(self._reader.close)
         self._backend = setup.backend(setup.rank, setup.world)
         self._parts.callback(self._backend.close)
-        self._specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        self._publisher: WeightPublisher | None = None
+        self._reference = None if setup.reference is None else setup.reference(setup.rank, setup.world)
+        if self._reference is not None:
+            self._parts.callback(self._reference.close)
+        self._teachers = Teachers(setup.teachers, setup.top_k, setup.rank, setup.world)
+        self._parts.callback(self._teachers.close)
+        self._specs = self._backend.weight_specs() if setup.rank == 0 else {}
+        self._publisher = self._open_publisher(address) if setup.rank == 0 else None
         """Publisher of weight updates; None on all ranks except 0."""
-        if setup.rank == 0:
-            self._specs = self._backend.weight_specs()
-            sender, adapter = setup.sender(address), self._backend.adapter
-            self._publisher = WeightPublisher(
-                sender, setup.sync, setup.bucket_bytes, keep_versions=setup.keep_versions, adapter=adapter
-            )
-            self._parts.callback(self._publisher.close)
-            self._publisher.reserve(self._specs)
         self._work: _Work | None = None
         """The shard that was begun last; None before the first."""
         self._spans: list[Span] = []
         self._open = False
         """True while a train step has begun in the backend and is not finished."""
+
+    def _open_publisher(self, address: str) -> WeightPublisher:
+        setup, adapter = self._setup, self._backend.adapter
+        publisher = WeightPublisher(
+            setup.sender(address), setup.sync, setup.bucket_bytes, keep_versions=setup.keep_versions, adapter=adapter
+        )
+        self._parts.callback(publisher.close)
+        publisher.reserve(self._specs)
+        return publisher
 
     # ---------------- These methods run one train step.
 
@@ -210,18 +230,21 @@ class TrainWorker:
         self._work = _Work(shard, self._reader.begin(shard))
 
     def write_logprobs(self, field: str) -> WorkerReport:
-        """Compute `prev_logprobs` or `ref_logprobs` of the shard's rows. In each replica, the writer rank puts them
-        into the store as a column.
+        """Compute `prev_logprobs`, `ref_logprobs` or `teacher_logprobs` of the shard's rows. In each replica, the
+        writer rank puts them into the store as a column; those of a teacher with its most likely tokens, if wanted.
 
-        The call is collective. Raises RuntimeError between `offload` and `onload`.
+        The call is collective. Raises RuntimeError between `offload` and `onload`, and what `Teachers.score` raises.
         """
         self._require_onloaded(f"{self._name}: write_logprobs")
         work = self._begun()
         self._write_samples(work)
+        if field == TEACHER:
+            return self._write_teachers(work)
         fields = ("input_ids", "response_mask", *(self._replayed if field == PREV else ()))
         with self._span(f"logprobs {field}"), closing(self._reader.stream(fields)) as micros:
-            columns = self._backend.logprobs(
-                micros, len(work.shard.sizes), reference=field == REF, temperature=self._setup.temperature
+            count, other = len(work.shard.sizes), self._reference if field == REF else None
+            columns = (other or self._backend).logprobs(
+                micros, count, reference=field == REF and other is None, temperature=self._setup.temperature
             )
         if self._writes:
             self._put(work, field, columns)
@@ -242,6 +265,23 @@ class TrainWorker:
         work.meta = None
         return sum(column.double().sum().item() for column in columns)  # It is 0 where a token is not trained on.
 
+    def _write_teachers(self, work: _Work) -> WorkerReport:
+        meta = work.meta if self._writes else None
+        with self._span(f"logprobs {TEACHER}"):
+            settings = (self._setup.temperature, LATE * self._setup.timeout_s)
+            scored = self._teachers.score(work.shard, meta, self._reader, self._client, *settings)
+        if scored is not None:
+            tokens = [int(scored.lengths[rows].sum()) for rows in work.shard.ranges()]
+            for name, values in scored.columns.items():
+                self._put(work, name, values.split(tokens))
+        work.written.append(TEACHER)
+        return replace(self._report({}), divergences={} if scored is None else scored.divergences)
+
+    def set_teachers(self, names: list[str], places: list[str], actors: Any) -> None:
+        """Introduce the teachers that have engines. names: names of their actors. places: what errors say about each
+        one's process and host. actors: list of Ray handles of the EngineActors."""
+        self._teachers.connect(names, places, actors)
+
     def accumulate(self) -> WorkerReport:
         """Add the gradients of the shard's rows, microbatch by microbatch, to the open train step or a new one.
 
@@ -256,7 +296,9 @@ class TrainWorker:
             if not self._open:
                 self._backend.begin_step(self._setup.temperature)
                 self._open = True
-            fields = (*TRAIN_FIELDS, *self._replayed, *self._own, *work.shard.columns, *work.written)
+            written = (*work.shard.columns, *work.written)
+            top = (TOP_IDS, TOP_LOGPROBS) if TEACHER in written and self._setup.top_k else ()
+            fields = (*TRAIN_FIELDS, *self._replayed, *self._own, *written, *top)
             with self._span("forward backward"), closing(self._reader.stream(fields)) as micros:
                 self._backend.accumulate(micros, len(work.shard.sizes))
         except BaseException:
@@ -387,7 +429,7 @@ class TrainWorker:
         open, and what `TrainBackend.offload` raises.
         """
         with self._span("offload"):
-            report = self._backend.offload()
+            report = _sum(backend.offload() for backend in self._backends)
             self._offloaded = True
             if self._groups is None:
                 return report
@@ -404,7 +446,7 @@ class TrainWorker:
         with self._span("onload"):
             if self._groups is not None:
                 groups_s = self._groups.form_again(self._holders())
-            report = self._backend.onload()
+            report = _sum(backend.onload() for backend in self._backends)
             self._offloaded = False
         return replace(report, groups_s=groups_s, device_bytes_before=before)
 
@@ -420,7 +462,11 @@ class TrainWorker:
     # ---------------- These methods are private.
 
     def _holders(self) -> tuple[object, ...]:
-        return (self._reader, *self._backend.group_holders())
+        return (self._reader, *(holder for backend in self._backends for holder in backend.group_holders()))
+
+    @property
+    def _backends(self) -> list[TrainBackend]:
+        return [self._backend, *filter(None, [self._reference]), *self._teachers.backends]
 
     def _require_onloaded(self, call: str) -> None:
         if self._offloaded:  # The check is here because the backend would refuse only in the middle of a pass.
@@ -490,3 +536,17 @@ class TrainWorker:
         kept = metrics if self._setup.rank == 0 else {}
         traffic = self._client.stats.take().to_bytes()
         return WorkerReport(kept, measured.wait_s, traffic, measured.broadcast_bytes, spans)
+
+
+def _sum(reports: Iterable[OffloadReport]) -> OffloadReport:
+    """Return the report of several backends of one rank that moved one after the other."""
+    first, *others = reports
+    for one in others:
+        first = replace(
+            first,
+            bytes_moved=first.bytes_moved + one.bytes_moved,
+            copy_s=first.copy_s + one.copy_s,
+            memory_s=first.memory_s + one.memory_s,
+            device_bytes_after=one.device_bytes_after,
+        )
+    return first

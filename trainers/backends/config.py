@@ -12,6 +12,7 @@ from ...actors.engines.config import Attention, RouterReplayConfig, ScriptedConf
 from ...actors.train.topology import Topology
 from ...dataplane.config import Count, CountOrZero, NonNegative, Positive, Section
 from ..losses.config import LossConfig
+from ..losses.distillation_config import DistillationConfig
 from .lora_config import LoraConfig
 
 Head = Literal["auto", "selected", "full"]
@@ -196,6 +197,7 @@ class BackendConfig:
     """Local folder or hub id of a Hugging Face causal language model, which is loaded as float32."""
     trainer: TrainerConfig = TrainerConfig()
     loss: LossConfig = LossConfig()
+    distillation: DistillationConfig = DistillationConfig()
     scripted: ScriptedConfig = ScriptedConfig()
     router_replay: RouterReplayConfig = RouterReplayConfig()
     total_steps: int = 0
@@ -226,12 +228,12 @@ class BackendConfig:
     with_reference: bool = False
     """If true, the backend keeps a frozen copy of the initial weights for `logprobs(reference=True)`."""
     trains: bool = True
-    """If false, the backend only computes log-probs, and `begin_step`, `save`, `load` and `offload` raise RuntimeError.
-    It has no optimizer, so that a parameter takes 2 bytes (4 without mixed precision) instead of 12 or more. The
-    backend `scripted` has no parameters and ignores this field."""
+    """If false, the backend only computes log-probs, and `begin_step`, `save` and `load` raise RuntimeError (with
+    `megatron`, so does `offload`). It has no optimizer, so that a parameter takes 2 bytes (4 without mixed precision)
+    instead of 12 or more. The backend `scripted` has no parameters and ignores this field."""
 
     def __post_init__(self) -> None:
-        if self.loss.kl_coef > 0 and not self.with_reference:
+        if self.loss.kl_coef > 0 and not self.with_reference and self.loss.reference_model is None:
             raise ValueError(
                 f"with_reference: got False, expected True with loss.kl_coef = {self.loss.kl_coef}, which needs a "
                 "reference model"
@@ -260,6 +262,17 @@ class BackendConfig:
     def topology(self) -> Topology:
         """Sizes of the train mesh: the numbers of data-, tensor-, context-, pipeline- and expert-parallel ranks."""
         return self.trainer.topology
+
+    def frozen(self, model: str, *, offload: bool) -> BackendConfig:
+        """Return the settings of a backend that computes log-probs of another model, beside this one on each rank.
+
+        It is always `fsdp`, because a process can have only one backend of `megatron`. offload: whether its weights
+        stay in host memory between passes if there are several ranks.
+        """
+        changes = {"backend": "fsdp", "ep": 1, "recompute": "none", "compile": False, "entropy_metric": False}
+        changes |= {"lora": LoraConfig(), "moe": MoeConfig(), "offload": offload or self.trainer.offload}
+        trainer = self.trainer.model_copy(update=changes)
+        return BackendConfig(model, trainer, attention=self.attention, context=self.context, trains=False)
 
     def require_trains(self, call: str) -> None:
         """Raise RuntimeError if the backend only computes log-probs. call: name of the method that trains."""

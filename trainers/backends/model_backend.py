@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...actors.adapters.spec import AdapterSpec
-from ...actors.protocols import MicroBatch, OffloadReport
+from ...actors.protocols import TOP_IDS, MicroBatch, OffloadReport
 from ..losses.step_loss import build_loss
 from .checkpoint_files import Checkpointer
 from .config import BackendConfig
@@ -26,7 +26,7 @@ from .lora.adapter import BASE, Adapter
 from .lora.matrices import divided, merged, on_wire, wire_specs
 from .residence import Residence, own_device
 from .router_replay import RouterReplay, require_replay
-from .rows.row_layout import loss_inputs
+from .rows.row_layout import loss_inputs, to_device
 from .throughput import FlopModel, StepMeter
 from .train_step import TrainStep
 from .vocab.logprobs import Entropy
@@ -64,7 +64,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         config = self._config
         self._checkpointer = Checkpointer(self._rank, self._world)
         self._step = TrainStep(
-            build_loss(config.loss, config.columns),
+            build_loss(config.loss, config.columns, config.distillation),
             self._device,
             group,
             recomputed=config.prev in ("recompute", "fixed"),
@@ -125,10 +125,12 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         entropy: torch.Tensor | None,
         *,
         counted: np.ndarray,
+        candidates: torch.Tensor | None = None,
         reduce_rows: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Add a microbatch to the sums of the step, and return its loss. rows: its `RowLayout` or `PackedRows`.
-        counted: numbers of tokens of the rows that this rank counts."""
+        counted: numbers of tokens of the rows that this rank counts. candidates: see
+        `LossInputs.candidate_logprobs`."""
         inputs = loss_inputs(
             self._config,
             micro,
@@ -137,10 +139,25 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
             row_tokens=row_tokens,
             logprobs=logprobs,
             entropy=entropy if self._entropy == "train" else None,
+            candidates=candidates,
             reduce_rows=reduce_rows,
         )
         self._meter.add(counted, len(rows.index))
         return self._step.add(inputs, row_tokens.numpy(), micro.group_ids, entropy, micro.counted)
+
+    def _candidates(self, micro: MicroBatch, rows: Any, vocab: int) -> torch.Tensor | None:
+        """Return the teacher's most likely tokens at the wanted tokens, int64 `[T, k]` on the device. None without the
+        column. rows: as in `_add_loss`. vocab: number of the policy's tokens. Raises ValueError for a token that the
+        policy does not have."""
+        if not self._config.distillation.top_k or TOP_IDS not in micro.batch:
+            return None
+        ids = micro.batch.jagged(TOP_IDS).values[rows.index].long()
+        if len(ids) and (most := int(ids.max())) >= vocab:
+            raise ValueError(
+                f"distillation.teachers: got the token {most} among a teacher's most likely tokens, expected less than "
+                f"{vocab}, the size of the policy's vocabulary"
+            )
+        return to_device(ids, self._device)
 
     # ---------------- These methods compute log-probs.
 
@@ -276,7 +293,6 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         The call first waits for a checkpoint that is being written. Raises RuntimeError while a step is open, the error
         of the last write, and OSError when host memory does not suffice.
         """
-        self._config.require_trains("offload")
         self._step.require_closed("offload")
         self._checkpointer.wait()
         return self._residence.offload(*self._moving())

@@ -216,7 +216,7 @@ def _reserve(placement: Placement, deadline: float, *, exact: bool) -> Reservati
         if exact and {host: sorted(numbers) for host, numbers in given.items()} != used:
             return None
         placed = with_reserved_gpus(placement, given)
-        seats = {seat.name: seat for seat in (*placed.engines, *placed.ranks)}
+        seats = {seat.name: seat for seat in (*placed.engines, *placed.teachers, *placed.ranks)}
         found = {name: index_of[seat.host, seat.gpus[0]] for name, seat in seats.items() if seat.host is not None}
         found |= {seat.name: len(places) + index for index, seat in enumerate(placed.rollouts)}
         kept.pop_all()  # The group outlives this block.

@@ -22,6 +22,7 @@ from ..base_model.prepare import model_config
 from ..config.checks import switch_obstacles
 from ..config.config import Config, ResourcesConfig
 from ..errors import UserError
+from ..losses.distillation_config import DistillationConfig
 from .engine_specs import neighbour_bytes
 from .placement import Placement
 from .transport_choice import resolve_kind, send_buffer_bytes
@@ -64,8 +65,8 @@ class GpuMemory:
     """Estimated GPU memory of one train worker and one engine process that share a GPU, in bytes."""
 
     trainer: Mapping[str, int]
-    """Name of a part -> its bytes: `weights`, `gradients`, `optimizer`, `reference`, `activations`, `logits`,
-    `gathered weights`."""
+    """Name of a part -> its bytes: `weights`, `gradients`, `optimizer`, `reference`, `teachers`, `activations`,
+    `logits`, `gathered weights`."""
     engine: Mapping[str, int]
     """Name of a part -> its bytes: `weights`, `keys and values`, `workspace`."""
     buckets: int
@@ -85,7 +86,9 @@ class GpuMemory:
     def taking_turns(self) -> int:
         """Bytes at the peak if the sides take turns. The peak occurs in training, in generation, or during a weight
         sync, when the trainer's state and the engine's weights are both on the GPU."""
-        state = sum(self.trainer.get(part, 0) for part in ("weights", "gradients", "optimizer", "reference"))
+        state = sum(
+            self.trainer.get(part, 0) for part in ("weights", "gradients", "optimizer", "reference", "teachers")
+        )
         hand_over = state + self.engine.get("weights", 0)
         return max(sum(self.trainer.values()), sum(self.engine.values()), hand_over) + self.buckets + self.contexts
 
@@ -127,7 +130,14 @@ def decide_roles(config: Config, placement: Placement, gpu_bytes: int | None) ->
         return RolesDecision(True, "engines and train workers take turns in memory (resources.switch_roles=always)")
     both = "engines and train workers share GPUs"
     obstacles = [
-        *switch_obstacles(config.algorithm.mode, config.sync, config.validation, config.evaluation, config.run.replay)
+        *switch_obstacles(
+            config.algorithm.mode,
+            config.sync,
+            config.validation,
+            config.evaluation,
+            config.run.replay,
+            config.distillation.in_engines,
+        )
     ]
     memory = estimate(config, gpu_bytes)
     if memory is None or gpu_bytes is None:
@@ -158,6 +168,7 @@ def estimate(config: Config, gpu_bytes: int | None = None, size: ModelSize | Non
     held = dict[str, int]()
     if trainer.backend != "scripted":
         held = trained_parts(trainer, params, with_reference=config.with_reference)
+        held |= {"teachers": of_teachers} if (of_teachers := teacher_bytes(trainer, config.distillation)) else {}
     kept_free = neighbour_bytes(config.pool, config.rollout, sync, config.residual_mib)
     versions = CACHED_VERSIONS * params * (2 if trainer.mixed_precision else 4) if sync.cache else 0
     return GpuMemory(
@@ -259,6 +270,14 @@ def _moments(trainer: TrainerConfig, weights: int) -> int:
 def trained_bytes(trainer: TrainerConfig, params: int, *, with_reference: bool) -> int:
     """Return the bytes of one train worker's weights, gradients and Adam moments. A reference model counts, too."""
     return sum(trained_parts(trainer, params, with_reference=with_reference).values())
+
+
+def teacher_bytes(trainer: TrainerConfig, distillation: DistillationConfig) -> int:
+    """Return the bytes of the weights of all teachers in one train worker. Teachers whose size is not known count as
+    0."""
+    size = 2 if trainer.mixed_precision else 4
+    inside = [one.model for one in distillation.teachers if one.where == "train"]
+    return sum((parameters(ModelConfig(path=path)) or 0) * size // trainer.topology.world for path in inside)
 
 
 def engine_bytes(rollout: RolloutConfig, model: ModelConfig, params: int) -> float:

@@ -27,6 +27,7 @@ from ...actors.rollout.worker import RolloutWorker
 from ...actors.train.actor import TrainActor
 from ...actors.train.worker import TrainWorker
 from .calls import ActorHandle, Call, calling
+from .placement import TEACHER_ACTOR
 
 P = ParamSpec("P")
 
@@ -65,6 +66,11 @@ class TrainHandle(ActorHandle):
     onload = calling(TrainWorker.onload)
     memory = calling(TrainWorker.memory)
     cache_weights = calling(TrainWorker.cache_weights)
+
+    def set_teachers(self, teachers: Sequence[EngineHandle]) -> Call[None]:
+        names = [teacher.info.name.removeprefix(TEACHER_ACTOR) for teacher in teachers]
+        told = encode_arguments([names, [str(teacher.info) for teacher in teachers]])
+        return self.send(TrainWorker.set_teachers, told, [[teacher.ray_actor for teacher in teachers]])
 
 
 class EngineHandle(ActorHandle):

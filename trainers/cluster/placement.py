@@ -18,6 +18,8 @@ from ..config.config import Config
 from ..errors import UserError
 
 Layout = Literal["colocated", "separate", "cpu"]
+TEACHER_ACTOR = "teacher "
+"""Beginning of the name of an actor with the engine of a teacher, before the teacher's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +71,13 @@ class Placement:
     """Seats of the train workers, in the order of ranks."""
     rollouts: tuple[Seat, ...] = ()
     """Seats of the rollout actors without an engine; () when rollout actors embed the engines."""
+    teachers: tuple[Seat, ...] = ()
+    """Seats of the actors with the engine of a teacher, in the order of the teachers."""
 
     @property
     def shared_gpus(self) -> tuple[int, ...]:
         """Numbers of the GPUs that hold both an engine process and a train rank, counted over all hosts."""
-        engines = {gpu for seat in self.engines for gpu in self.numbers(seat)}
+        engines = {gpu for seat in (*self.engines, *self.teachers) for gpu in self.numbers(seat)}
         return tuple(sorted(gpu for seat in self.ranks for gpu in self.numbers(seat) if gpu in engines))
 
     @property
@@ -83,7 +87,7 @@ class Placement:
 
     @property
     def one_host(self) -> bool:
-        """True when all engines and train ranks are certain to be on one host."""
+        """True when all engines and train ranks are certain to be on one host. Teachers get no weights."""
         hosts = {seat.host for seat in (*self.engines, *self.ranks)}
         return len(self.hosts) == 1 or (len(hosts) == 1 and None not in hosts)
 
@@ -95,7 +99,7 @@ class Placement:
     @property
     def seats(self) -> tuple[Seat, ...]:
         """Seats of all actors."""
-        return (*self.engines, *self.ranks, *self.rollouts)
+        return (*self.engines, *self.teachers, *self.ranks, *self.rollouts)
 
     def nodes_for(self, name: str, nodes: Set[str]) -> Set[str]:
         """Return the members of `nodes`, ids of Ray's nodes, that can host the actor `name`. They are the node of its
@@ -137,6 +141,8 @@ class PlacementRequest:
     """Whether the GPUs belong to a pool, which lends them to one run at a time."""
     shares_engines: bool = False
     """Whether the engines are those of the pool, so that the run starts none."""
+    teachers: tuple[str, ...] = ()
+    """Names of the actors with the engine of a teacher, each of which has `tp` processes, too."""
 
     @classmethod
     def of(cls, config: Config) -> PlacementRequest:
@@ -153,7 +159,13 @@ class PlacementRequest:
             uses_gpus=not (rollout.engine == "scripted" and trainer.backend == "scripted"),
             pooled=config.pool.address is not None,
             shares_engines=config.shares_engines,
+            teachers=tuple(f"{TEACHER_ACTOR}{name}" for name in config.distillation.in_engines),
         )
+
+    @property
+    def all_engines(self) -> int:
+        """Number of all engines, those of teachers included."""
+        return self.num_engines + len(self.teachers)
 
     @property
     def mapped(self) -> bool:
@@ -172,12 +184,16 @@ class PlacementRequest:
 
     @property
     def engine_cpus(self) -> int:
-        """Number of logical CPUs that the run's own engines request if no GPU is shared."""
-        return 0 if self.shares_engines else self.num_engines * self.tp
+        """Number of logical CPUs that the run's own engines, and those of teachers, request if no GPU is shared."""
+        return (self.all_engines - self.num_engines * self.shares_engines) * self.tp
 
     def engine_seat(self, index: int, cpus: int, host: int | None, gpus: tuple[int, ...] = ()) -> Seat:
-        """Return the seat of the actor with engine `index`. cpus: logical CPUs of each engine process."""
+        """Return the seat of the actor with engine `index`; the teachers' engines follow the others. cpus: logical CPUs
+        of each engine process."""
         kind = "rollout" if self.num_actors is None else "engine"
+        teacher = index - self.num_engines
+        if teacher >= 0:
+            return Seat(self.teachers[teacher], cpus * self.tp, host, gpus)
         return Seat(f"{kind} {index}", 0 if self.shares_engines else cpus * self.tp, host, gpus)
 
 
@@ -258,7 +274,8 @@ def with_reserved_gpus(placement: Placement, reserved: Mapping[int, Mapping[int,
         gpus = tuple(numbers[seat.host, gpu] for gpu in seat.gpus)
         return replace(seat, gpus=gpus, devices=tuple(reserved[seat.host][gpu] for gpu in gpus))
 
-    return replace(placement, engines=tuple(map(moved, placement.engines)), ranks=tuple(map(moved, placement.ranks)))
+    kinds = {"engines": placement.engines, "teachers": placement.teachers, "ranks": placement.ranks}
+    return replace(placement, **{kind: tuple(map(moved, seats)) for kind, seats in kinds.items()})
 
 
 def used_gpus(placement: Placement) -> dict[int, list[int]]:
@@ -312,7 +329,7 @@ def _place(layout: str, request: PlacementRequest, hosts: Sequence[Host]) -> _Co
                 (len(host.free_gpus), int(host.free_cpus)) if index in chosen else (0, 0)
                 for index, host in enumerate(hosts)
             )
-            counts = distribute(rooms, len(groups[0]), len(groups), request.tp, request.num_engines)
+            counts = distribute(rooms, len(groups[0]), len(groups), request.tp, request.all_engines)
             if counts is not None:
                 return _Counts(groups, *counts)
     return None
@@ -432,9 +449,10 @@ def _seated(
         layout,
         f"GPUs: {layout}, {why}: {what} ({len(used)} of {total} used)",
         hosts,
-        engine_seats,
+        engine_seats[: request.num_engines],
         rank_seats,
         _rollout_seats(request.num_actors or 0, hosts, (*engine_seats, *rank_seats)),
+        engine_seats[request.num_engines :],
     )
 
 
@@ -462,13 +480,15 @@ def _rollout_seats(num_actors: int, hosts: Sequence[Host], taken: Sequence[Seat]
 def _on_cpus(request: PlacementRequest, hosts: tuple[Host, ...], why: str) -> Placement:
     """Return the placement of a run that uses no GPU: Ray chooses the host of each actor."""
     host = 0 if len(hosts) == 1 else None
+    engines = tuple(request.engine_seat(index, 1, host) for index in range(request.all_engines))
     return Placement(
         "cpu",
         f"GPUs: none used, because {why}",
         hosts,
-        tuple(request.engine_seat(index, 1, host) for index in range(request.num_engines)),
+        engines[: request.num_engines],
         tuple(Seat(f"train worker {rank}", 1, host) for rank in range(request.topology.world)),
         tuple(Seat(f"rollout {index}", 1, host) for index in range(request.num_actors or 0)),
+        engines[request.num_engines :],
     )
 
 
@@ -486,7 +506,7 @@ def _reason(request: PlacementRequest, hosts: Sequence[Host], layout: str) -> st
 
 
 def _needs(request: PlacementRequest) -> tuple[int, int]:
-    return request.topology.world, request.num_engines * request.tp
+    return request.topology.world, request.all_engines * request.tp
 
 
 def _refusal(request: PlacementRequest, hosts: Sequence[Host]) -> str:
@@ -504,10 +524,15 @@ def _refusal(request: PlacementRequest, hosts: Sequence[Host]) -> str:
     return (
         f"resources.layout: got {layout!r} with {train} train worker(s) (trainer.dp={topology.dp} x "
         f"{topology.replica_size} rank(s)) and {rollout} engine process(es) "
-        f"(rollout.num_engines={request.num_engines} x rollout.tp={request.tp}), expected {needed} that "
+        f"({_engines(request)} x rollout.tp={request.tp}), expected {needed} that "
         f"are free{on_one}, with a logical CPU for each process on its host: "
         f"{_listed(hosts)}; {_would_fit(request, hosts)}"
     )
+
+
+def _engines(request: PlacementRequest) -> str:
+    own = f"rollout.num_engines={request.num_engines}"
+    return f"({own} + {len(request.teachers)} teacher(s))" if request.teachers else own
 
 
 def _would_fit(request: PlacementRequest, hosts: Sequence[Host]) -> str:

@@ -16,13 +16,14 @@ from ...actors.rollout.config import RolloutConfig
 from ...actors.rollout.data_config import DataConfig
 from ...actors.rollout.evaluation_metrics import VALIDATION as VALIDATION_PREFIX
 from ...actors.rollout.journal import JournalConfig
-from ...actors.rollout.rows import RouteRules
+from ...actors.rollout.rows import RouteRules, TeacherSources
 from ...actors.sample_file import SampleFile, SamplesConfig
 from ...dataplane.config import Section
 from ...dataplane.handle import DataPlaneHandle
 from ..base_model.prepare import route_spec
 from ..config.config import Config, RunConfig
 from ..config.evaluation_sets import EvaluationConfig, ValidationConfig, evaluation_data
+from ..losses.distillation_config import DistillationConfig
 from .engine_specs import engine_config, threads
 
 
@@ -57,7 +58,14 @@ def rollout_setup(
         journal=journal(config.run, fingerprint(config)),
         routes=None if spec is None else RouteRules(spec, config.router_replay),
         sft=config.sft if config.sft.train else None,
+        teachers=teacher_sources(config.distillation),
     )
+
+
+def teacher_sources(distillation: DistillationConfig) -> TeacherSources | None:
+    """Return the data sources with teachers of their own; None if no source has."""
+    sources = distillation.sources
+    return TeacherSources(sources, distillation.covers_all) if sources else None
 
 
 def sampling(rollout: RolloutConfig, *, n: int, seed: int) -> SamplingParams:
@@ -141,6 +149,8 @@ def fingerprint(config: Config) -> str:
         decisive["routes"] = config.router_replay.model_dump(include={"missing", "max_missing_share"})
     if config.algorithm.mask_truncated:
         decisive["mask_truncated"] = True
+    if config.distillation.sources:
+        decisive["teacher_sources"] = config.distillation.sources
     if config.sync.keeps_old_kv:
         decisive["keeps_old_kv"] = True
     return json.dumps(decisive, sort_keys=True, default=str)

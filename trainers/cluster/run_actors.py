@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, cast
 
@@ -30,9 +30,10 @@ from .engine_pool import Engine, EnginePool
 from .engine_specs import engine_ahead, engine_config, threads
 from .gpu_bundles import Reservation, check_reports
 from .handles import EngineHandle, RolloutHandle, SeatHandle, TrainHandle
-from .placement import ON_CPUS, Placement, PlacementRequest, Seat
+from .placement import ON_CPUS, TEACHER_ACTOR, Placement, PlacementRequest, Seat
 from .rollout_specs import rollout_setup
 from .start_times import StartTimes
+from .teacher_specs import teacher_engine
 from .transport_choice import WeightRoute
 from .worker_specs import worker_modules, worker_setup
 
@@ -77,12 +78,14 @@ class RunActors:
     """Callbacks that receive a sentence about a death, before the actor is replaced."""
     on_started: Started = lambda infos: None
     """Callback that receives the new processes of actors before they are built."""
+    teachers: list[EngineHandle] = field(default_factory=list)
+    """The actors with engines of teachers. None of them is replaced alone: if one dies, the run starts again."""
 
     @property
     def handles(self) -> list[EngineHandle | TrainHandle]:
         """Handles of all actors, without duplicates."""
         hosts = [] if self.engines.embedded else [engine.handle for engine in self.engines.engines]
-        return [*hosts, *self.rollouts, *self.workers]
+        return [*hosts, *self.rollouts, *self.teachers, *self.workers]
 
     @property
     def active_rollouts(self) -> list[RolloutHandle]:
@@ -155,6 +158,7 @@ class RunActors:
             worker.restart()
         _identify(self.workers, "start", self.start_timeout_s, self.placement, self.on_started)
         _build([], self.workers, self.start_timeout_s, StartTimes())
+        _introduce_teachers(self.teachers, self.workers, self.start_timeout_s)
         self._tell()
 
     def _without_node(self, handles: Sequence[EngineHandle | TrainHandle]) -> list[str]:
@@ -221,6 +225,7 @@ class StartingActors:
         else:
             self.hosts = [starter.engine(index) for index in range(len(placement.engines))]
             self.rollouts = [starter.rollout(index) for index in range(len(placement.rollouts))]
+        self.teachers = [starter.teacher(index) for index in range(len(placement.teachers))]
         self.workers = [starter.worker(rank) for rank in range(len(placement.ranks))]
 
     def build(self, model: str, plane: DataPlane, times: StartTimes, loan: Loan | None = None) -> RunActors:
@@ -233,7 +238,7 @@ class StartingActors:
         """
         timeout_s, placement = self._timeout_s, self._starter.placement
         self._starter.configure(model, plane.handle)
-        generators = list(dict.fromkeys([*self.hosts, *self.rollouts]))
+        generators = list(dict.fromkeys([*self.hosts, *self.rollouts, *self.teachers]))
         _identify([*generators, *self.workers], "start", timeout_s, placement, self._on_started)
         times.mark("processes")
         if loan is not None or self._take_turns:
@@ -250,9 +255,10 @@ class StartingActors:
         engines = EnginePool(found, self._embedded)
         if not self._embedded:
             _introduce(engines, self.rollouts, timeout_s)
+        _introduce_teachers(self.teachers, self.workers, timeout_s)
         [data_notes] = _started([asked], "start", timeout_s)
         actors = RunActors(engines, self.rollouts, self.workers, self._max_replaced, data_notes, timeout_s, placement)
-        actors.on_started = self._on_started
+        actors.on_started, actors.teachers = self._on_started, self.teachers
         return actors
 
     def _build_in_turns(self, generators: Sequence[EngineHandle], times: StartTimes, loan: Loan | None) -> None:
@@ -333,6 +339,18 @@ class ActorStarter:
         config, device = self._config, self._device
         engine = engine_config(config, name, model, handle, device, shared_gpu=self._shares)
         return EngineSetup(name, threads(config.resources.threads, config.processes_per_side, device), engine)
+
+    def teacher(self, index: int) -> EngineHandle:
+        """Start the actor with the engine of the teacher with seat `index`; returns its handle."""
+        seat = self.placement.teachers[index]
+        host = (_path(EngineActor), *engine_ahead(self._config.rollout.engine, self._config.model, self._device))
+        spec = partial(self._teacher_setup, seat.name)
+        return self._start(EngineHandle, EarlyEngineActor, host, spec, seat, max_concurrency=CONCURRENCY)
+
+    def _teacher_setup(self, name: str, model: str, handle: DataPlaneHandle) -> EngineSetup:
+        own, policy = self._config.distillation, self._engine_setup(name, model, handle)
+        teacher = own.in_engines[name.removeprefix(TEACHER_ACTOR)]
+        return replace(policy, engine=teacher_engine(policy.engine, teacher, self._config.rollout, own.top_k))
 
     def embedding_rollout(self, index: int) -> RolloutHandle:
         """Start rollout actor `index`, which embeds engine `index`; returns its handle."""
@@ -424,6 +442,12 @@ def _build(
         if isinstance(error.cause, ValueError) and not isinstance(error.cause, DataPlaneError):
             raise UserError(str(error.cause)) from error
         raise
+
+
+def _introduce_teachers(teachers: Sequence[EngineHandle], workers: Sequence[TrainHandle], timeout_s: float) -> None:
+    """Pass the actors with engines of teachers to all train workers."""
+    if teachers:
+        _started([worker.set_teachers(teachers) for worker in workers], "start", timeout_s)
 
 
 def _introduce(engines: EnginePool, rollouts: Sequence[RolloutHandle], timeout_s: float) -> None:

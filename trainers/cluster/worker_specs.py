@@ -20,6 +20,7 @@ from ..base_model.prepare import model_config, model_modules, route_spec, unroun
 from ..config.config import AlgorithmConfig, Config
 from .engine_specs import threads
 from .rollout_specs import sample_file
+from .teacher_specs import teacher_setups
 from .transport_choice import bucket_mib
 
 
@@ -31,6 +32,8 @@ def worker_setup(
     sync, pooled = config.sync, config.pool.address is not None
     folder = sync.dir or os.path.join(config.run.dir or ".", "weights")
     sender = SenderConfig(handle.run_id, sync, folder=folder, data_plane=handle, device=device, key=handle.store.key)
+    backend, reference = backend_config(config, model), config.loss.reference_model
+    on_gpu = device != "cpu"
     return WorkerSetup(
         rank=rank,
         topology=config.trainer.topology,
@@ -40,7 +43,10 @@ def worker_setup(
         timeout_s=config.resources.stage_timeout_s,
         collective_timeout_s=config.resources.collective_timeout_s,
         data_plane=handle,
-        backend=partial(build_backend, backend_config(config, model)),
+        backend=partial(build_backend, backend),
+        reference=reference and partial(build_backend, backend.frozen(reference, offload=on_gpu)),
+        teachers=teacher_setups(config.distillation, backend, offload=on_gpu),
+        top_k=config.distillation.top_k,
         sender=partial(_sender_at, kind, sender),
         sync=sync,
         bucket_bytes=bucket_mib(sync, kind, device, pooled=pooled) << 20,
@@ -70,6 +76,7 @@ def backend_config(config: Config, model: str) -> BackendConfig:
         unrounded(config.model, model) if rounds else model,
         config.trainer,
         config.loss.with_length_norm(config.rollout.max_new_tokens),
+        config.distillation,
         config.scripted,
         config.router_replay,
         total_steps=config.algorithm.steps,
@@ -81,7 +88,7 @@ def backend_config(config: Config, model: str) -> BackendConfig:
         sends_adapter=config.sends_adapter,
         attention=config.model.attention,
         context=config.engine_length,
-        with_reference=config.with_reference,
+        with_reference=config.with_reference and config.loss.reference_model is None,
     )
 
 

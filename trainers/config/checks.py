@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...actors.environments.config import EnvironmentConfig
@@ -19,6 +19,7 @@ from ..backends.config import ROUNDED_MESH, TrainerConfig
 from ..backends.model_split import mesh_problems
 from ..losses.config import LossConfig
 from .config import AlgorithmConfig, Config, ResourcesConfig, RunConfig
+from .distillation_checks import reward_problems, teacher_problems
 from .evaluation_sets import EvaluationConfig, ValidationConfig
 from .staleness import Mode, Overlap
 from .supervised_runs import supervised_problems, warmup_problems
@@ -31,7 +32,7 @@ ROLLOUT_ROW_BYTES = 64
 """Assumed bytes of a row's version_spans: a few pairs (first token, version) of int32."""
 LOGPROB_BYTES = 4
 """Bytes per token of each float32 log-prob column that the train workers write. One column is for the reference model,
-another for the policy before a step with several updates."""
+another for the policy before a step with several updates, others for teachers."""
 
 
 def contradictions(config: Config) -> list[str]:
@@ -39,7 +40,7 @@ def contradictions(config: Config) -> list[str]:
     return [
         *size_problems(config.algorithm, config.trainer, config.rollout, config.longest_row, config.longest_sequence),
         *mesh_problems(config.trainer),
-        *gpu_map_problems(config.resources, config.rollout, config.trainer),
+        *gpu_map_problems(config.resources, config.rollout, config.trainer, len(config.distillation.in_engines)),
         *pool_problems(config),
         *StoreDemand.of(config).problems(config.dataplane.store.capacity_mib),
         *meaning_problems(config),
@@ -96,10 +97,12 @@ class StoreDemand:
         model's config; 0 without router replay."""
         (_, longest), algorithm = config.longest_row, config.algorithm
         columns = config.with_reference + (algorithm.prev_logprobs == "recompute" and algorithm.updates_per_step > 1)
+        columns += bool(config.distillation.teachers) + 2 * config.distillation.top_k  # A top token has its id, too.
         row = longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns + route_bytes) + ROLLOUT_ROW_BYTES
         rows = config.rows_per_step * config.environment.max_rows
         ordered = algorithm.sampler != "ready_first" and (algorithm.sampler != "auto" or config.run.deterministic)
-        chunks = config.overlap.by_chunk and not ordered and not config.with_reference
+        frozen = config.with_reference or bool(config.distillation.teachers)
+        chunks = config.overlap.by_chunk and not ordered and not frozen
         steps = _steps_in_store(config.overlap, algorithm.dynamic_sampling.oversample, chunks_suffice=chunks)
         return cls(rows, longest, rows * row, steps)
 
@@ -119,7 +122,7 @@ def _steps_in_store(overlap: Overlap, oversample: float, *, chunks_suffice: bool
     """Return the number of steps for which the store must hold all rows at the same time. If a step is trained on by
     chunk and a chunk can consist of any groups, room for two chunks suffices: the one in training and the next one.
     Further groups then wait until a chunk is cleared. This does not work if groups have an order, because a group that
-    is needed next could be waiting. It does not work with a reference model either, because the log-probs of that model
+    is needed next could be waiting. It does not work with a reference model or teachers either, because their log-probs
     need room, too.
     """
     if overlap.window:
@@ -165,10 +168,13 @@ def size_problems(
         )
 
 
-def gpu_map_problems(resources: ResourcesConfig, rollout: RolloutConfig, trainer: TrainerConfig) -> Iterator[str]:
+def gpu_map_problems(
+    resources: ResourcesConfig, rollout: RolloutConfig, trainer: TrainerConfig, teachers: int
+) -> Iterator[str]:
     """Yield one sentence for each mistake in `resources.trainer_gpus` and `resources.rollout_gpus`. They must give
-    each train worker one GPU and each engine as many as it has processes."""
-    engines, tp = rollout.num_engines, rollout.tp
+    each train worker one GPU and each engine as many as it has processes. teachers: number of teachers in engines."""
+    engines, tp = rollout.num_engines + teachers, rollout.tp
+    each = f"rollout.num_engines={rollout.num_engines}" + f" and {teachers} teacher(s)" * (teachers > 0)
     maps = {"trainer_gpus": resources.trainer_gpus, "rollout_gpus": resources.rollout_gpus}
     if None in maps.values():
         missing = [name for name, gpus in maps.items() if gpus is None]
@@ -178,7 +184,7 @@ def gpu_map_problems(resources: ResourcesConfig, rollout: RolloutConfig, trainer
         return
     wanted = {
         "trainer_gpus": (trainer.topology.world, "one for each train worker of the mesh in section trainer"),
-        "rollout_gpus": (engines * tp, f"rollout.tp={tp} for each of rollout.num_engines={engines}"),
+        "rollout_gpus": (engines * tp, f"rollout.tp={tp} for each of {each}"),
     }
     for name, gpus in maps.items():
         assert gpus is not None
@@ -205,7 +211,12 @@ def meaning_problems(config: Config) -> Iterator[str]:
             "data.validation: not set, expected a file or dataset, data.validation_split, or validation.every=0, "
             f"because data.train={data.train!r} has no held-out part of its own"
         )
-    yield from metric_problems(config.validation, config.figures, config.data)
+    if config.reward.functions:
+        yield from metric_problems(config.validation, config.figures, config.data)
+    yield from reward_problems(
+        config.reward, config.distillation, config.algorithm, config.validation, config.evaluation
+    )
+    yield from teacher_problems(config.distillation, rollout, config.trainer, pooled=config.pool.address is not None)
     yield from evaluation_problems(config.evaluation, config.reward, config.run)
     yield from optimizer_problems(config.trainer)
     if config.trainer.backend == "scripted" and rollout.engine != "scripted":
@@ -234,17 +245,20 @@ def meaning_problems(config: Config) -> Iterator[str]:
     if config.run.replay is not None:
         yield from replay_problems(config.run, config.validation, config.algorithm, window=config.overlap.window)
     if not config.sft.train:
-        yield from group_problems(config.algorithm, config.advantage)
+        yield from group_problems(config.algorithm, config.advantage, distils=bool(config.distillation.teachers))
     yield from supervised_problems(config.sft, config.loss, config.rollout, config.run, config.pool)
     yield from warmup_problems(config.warmup, config.sft, config.trainer.lora.base)
     yield from lora_problems(config.trainer, config.model.adapter, config.loss.reference_every)
-    yield from objective_problems(config.loss, config.advantage, config.reward, config.algorithm.prev_logprobs)
+    yield from objective_problems(
+        config.loss, config.advantage, config.reward, config.algorithm.prev_logprobs, config.trainer
+    )
     if config.router_replay.enabled:
         yield from route_problems(config.environment, config.rollout)
     if config.resources.switch_roles == "always":
         obstacles = switch_obstacles(
-            config.algorithm.mode, config.sync, config.validation, config.evaluation, config.run.replay
-        )
+            config.algorithm.mode, config.sync, config.validation, config.evaluation, config.run.replay,
+            config.distillation.in_engines,
+        )  # fmt: skip
         yield from [f"resources.switch_roles: got 'always' with {obstacle}" for obstacle in obstacles]
 
 
@@ -299,9 +313,11 @@ def switch_obstacles(
     validation: ValidationConfig,
     evaluation: Mapping[str, EvaluationConfig],
     replay: str | None,
+    teachers: Collection[str] = (),
 ) -> Iterator[str]:
     """Yield one clause for each setting that prevents engines and train workers from taking turns on their GPUs. The
-    clause names the setting, the necessary value and the reason. replay: the folder in `run.replay`."""
+    clause names the setting, the necessary value and the reason. replay: the folder in `run.replay`. teachers: names of
+    the teachers in engines."""
     if mode != "sync":
         yield (
             f"algorithm.mode={mode!r}, expected algorithm.mode='sync', because in other modes both roles are busy at "
@@ -325,6 +341,11 @@ def switch_obstacles(
         yield "sync.staging='full', expected 'auto', because the engine's second copy would take the trainer's place"
     if replay is not None:
         yield "run.replay set, expected it unset, because a replay has no engine"
+    if teachers:
+        yield (
+            f"distillation.teachers with where='engine' ({', '.join(teachers)}), expected where='train', because a "
+            "teacher in an engine answers while the trainer holds the GPUs"
+        )
 
 
 def update_problems(algorithm: AlgorithmConfig, trainer: TrainerConfig, overlap: Overlap) -> Iterator[str]:
@@ -472,11 +493,12 @@ def lora_problems(trainer: TrainerConfig, adapter: str | None, reference_every: 
         yield (f"trainer.lora.base: got {lora.base!r}, expected 'model', or {ROUNDED_MESH}")
 
 
-def group_problems(algorithm: AlgorithmConfig, advantage: AdvantageConfig) -> Iterator[str]:
-    """Yield one sentence for each setting that compares the rows of a group with each other, if a group is one row."""
+def group_problems(algorithm: AlgorithmConfig, advantage: AdvantageConfig, *, distils: bool) -> Iterator[str]:
+    """Yield one sentence for each setting that compares the rows of a group with each other, if a group is one row.
+    distils: whether teachers give a signal, so that advantages from rewards may be 0."""
     if algorithm.group_size > 1:
         return
-    if advantage.compares_group:
+    if advantage.compares_group and not distils:
         yield (
             f"algorithm.group_size: got 1 with advantage.kind={advantage.kind!r}, expected at least 2 (or "
             "advantage.kind='reinforce_pp' with advantage.baseline='step'), because a group of one sample has no "
@@ -490,10 +512,10 @@ def group_problems(algorithm: AlgorithmConfig, advantage: AdvantageConfig) -> It
 
 
 def objective_problems(
-    loss: LossConfig, advantage: AdvantageConfig, reward: RewardConfig, prev_logprobs: str
+    loss: LossConfig, advantage: AdvantageConfig, reward: RewardConfig, prev_logprobs: str, trainer: TrainerConfig
 ) -> Iterator[str]:
-    """Yield one sentence for each contradiction between the keys of losses, advantages and rewards. prev_logprobs:
-    value of `algorithm.prev_logprobs`."""
+    """Yield one sentence for each contradiction between the keys of losses, advantages, rewards and the trainer.
+    prev_logprobs: value of `algorithm.prev_logprobs`."""
     if loss.correction != "none":
         low, high = loss.correction_bounds
         if low >= high:
@@ -502,6 +524,11 @@ def objective_problems(
         yield (
             f"loss.correction: got {loss.correction!r} with algorithm.prev_logprobs='rollout', expected "
             "algorithm.prev_logprobs='recompute', because without it all importance weights are 1"
+        )
+    if loss.reference_model is not None and trainer.topology.pp > 1:
+        yield (
+            f"loss.reference_model: got {loss.reference_model!r} with trainer.pp={trainer.pp}, expected trainer.pp=1, "
+            "because the train workers run other models than the policy with the backend fsdp, which has no pipeline"
         )
     counting = [function.label for function in reward.functions if function.weight]
     if advantage.kind == "gdpo" and len(counting) < 2:

@@ -22,6 +22,7 @@ from ...dataplane.config import Count, CountOrZero, DataPlaneConfig, NonNegative
 from ..advantages.config import AdvantageConfig
 from ..backends.config import TrainerConfig
 from ..losses.config import LossConfig
+from ..losses.distillation_config import DistillationConfig
 from .evaluation_sets import EvaluationConfig, ValidationConfig, evaluation_data
 from .staleness import Mode, Overlap, StaleGroups, overlap_of
 from .tracker_options import TrackerConfig
@@ -314,6 +315,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
+    distillation: DistillationConfig = DistillationConfig()
     trainer: TrainerConfig = TrainerConfig()
     sync: SyncConfig = SyncConfig()
     dataplane: DataPlaneConfig = DataPlaneConfig()
@@ -413,6 +415,14 @@ class Config(Section):
     def engine_length(self) -> int:
         """Largest number of tokens of a prompt and its answer together that the engines must support."""
         return self.rollout.max_model_len or self.longest_sequence
+
+    @property
+    def other_models(self) -> list[tuple[str, str]]:
+        """Keys and values of all settings that name a model beside the policy: the reference model and the teachers."""
+        teachers = enumerate(self.distillation.teachers)
+        named = [(f"distillation.teachers.{index}.model", one.model) for index, one in teachers]
+        reference = self.loss.reference_model
+        return named if reference is None else [("loss.reference_model", reference), *named]
 
     @property
     def sources(self) -> list[tuple[str, str | None]]:

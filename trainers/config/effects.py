@@ -88,6 +88,12 @@ MOVING_RATIO = Need(
     "algorithm.prev_logprobs=rollout or several updates per step (algorithm.minibatches, algorithm.epochs)",
     lambda config: config.algorithm.prev_logprobs == "rollout" or config.algorithm.updates_per_step > 1,
 )
+TEACHERS = Need(
+    "distillation.teachers",
+    "teachers in distillation.teachers",
+    lambda config: bool(config.distillation.teachers),
+    switch=True,
+)
 WITH_KL = _above_zero("loss.kl_coef")
 VALIDATES = _above_zero("validation.every")
 SUPERVISED = Need("sft.train", "sft.train set", lambda config: bool(config.sft.train), switch=True)
@@ -219,10 +225,15 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "loss.correction_high": (MODEL_BACKENDS, _unlike("loss.correction", "none")),
     "loss.reference_every": (MODEL_BACKENDS, WITH_KL),
     "loss.reference_mix": (MODEL_BACKENDS, _above_zero("loss.reference_every")),
+    "loss.reference_model": (MODEL_BACKENDS, WITH_KL),
     "loss.kl_kind": (MODEL_BACKENDS, WITH_KL),
     "loss.kl_max_log_ratio": (MODEL_BACKENDS, WITH_KL),
     "loss.kl_in": (MODEL_BACKENDS, WITH_KL),
     "loss.entropy_coef": (MODEL_BACKENDS,),
+    "distillation.teachers": (MODEL_BACKENDS,),
+    **{f"distillation.{name}": (TEACHERS,) for name in ("kind", "coef", "kl_in")},
+    "distillation.k": (TEACHERS, _is("distillation.kind", "topk")),
+    "distillation.max_log_ratio": (TEACHERS, _is("distillation.kind", "reverse_kl")),
     "model.attention": (HF_MODELS,),
     **{f"trainer.{name}": (MEGATRON,) for name in ("pp", "sequence_parallel", "distributed_optimizer")},
     **{f"trainer.{name}": (MODEL_BACKENDS,) for name in ("cp", "ep")},

@@ -221,7 +221,12 @@ class Feed:
         sampler = config.resolved_sampler
         task = train_task(sampler, config.algorithm.sampler_options, state.position, state.outstanding)
         routes = route_spec(config.router_replay, config.model)
-        client.register(partition, row_schema(routes, config.data.columns), [task], group_size=config.rows_per_group)
+        client.register(
+            partition,
+            row_schema(routes, config.data.columns, config.distillation.top_k),
+            [task],
+            group_size=config.rows_per_group,
+        )
         own = [column.name for column in config.data.columns]
         self._fields = (*TRAIN_FIELDS, *([] if routes is None else [ROUTES]), *own)
         """Fields of the rows that are claimed."""
@@ -363,7 +368,7 @@ class Feed:
         self.drain()  # This wait also notices actors that died.
         with self._stages.timed("surplus"):
             self._client.clear_stale(
-                self._partition, TASK, TRAIN_FIELDS, self._state.version + 1, whole_groups=self._group_size > 1
+                self._partition, TASK, TRAIN_FIELDS, self._state.version + 1, whole_groups=self._whole_groups
             )
 
     # ---------------- These private methods issue prompts.
@@ -377,6 +382,11 @@ class Feed:
     def _admitted(self) -> int:
         """Largest number of groups that may be claimed or in flight now."""
         return self._overlap.admitted(self._config.algorithm.steps - self._state.step, len(self._claimed))
+
+    @property
+    def _whole_groups(self) -> bool:
+        """Whether claims name groups; in a partition whose groups are single rows, rows are claimed."""
+        return self._group_size > 1
 
     @property
     def _group_size(self) -> int:
@@ -553,7 +563,7 @@ class Feed:
                 try:
                     return self._client.claim(
                         self._partition, TASK, self._fields, count * self._group_size,
-                        at_least=at_least * self._group_size, whole_groups=self._group_size > 1,
+                        at_least=at_least * self._group_size, whole_groups=self._whole_groups,
                         min_version=self._oldest if self._overtaking else None, timeout_s=wait_s,
                     )  # fmt: skip
                 except ClaimTimeout:
@@ -569,9 +579,7 @@ class Feed:
         """Clear groups that are too old from the data plane. If `algorithm.stale_groups` is `requeue`, their prompts
         are queued to be issued again; otherwise other prompts take their place."""
         keys = set(
-            self._client.clear_stale(
-                self._partition, TASK, TRAIN_FIELDS, self._oldest, whole_groups=self._group_size > 1
-            )
+            self._client.clear_stale(self._partition, TASK, TRAIN_FIELDS, self._oldest, whole_groups=self._whole_groups)
         )
         if not keys:
             return

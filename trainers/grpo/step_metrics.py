@@ -64,6 +64,7 @@ def step_metrics(
         **staleness_metrics(state.version - 1 - meta.versions, run.config.overlap.window),
         **kv_metrics(meta),
         **trained,
+        **distillation_metrics(passes),
         "policy/version": float(state.version),
         "time/step_s": step_s,
         "time/rollout_s": seconds.get("rollout", 0.0) + seconds.get("claim", 0.0),
@@ -82,7 +83,7 @@ def step_metrics(
     }
 
 
-BY_UPDATE = ("ratio_mean", "clip_fraction", "approx_kl", "reference_kl", "grad_norm")
+BY_UPDATE = ("ratio_mean", "clip_fraction", "approx_kl", "reference_kl", "teacher_kl", "grad_norm")
 """Metrics that a step with several optimizer updates also reports for each of them, without their prefix `train/`."""
 SUMMED = ("train/tokens", "train/sequences")
 """Metrics that a step reports as sums over its updates."""
@@ -155,6 +156,23 @@ def rollout_metrics(fed: FeedTally) -> dict[str, float]:
         "rollout/restored_rows": float(rollout.restored),
         **route_metrics(rollout.routes),
         "rollout/tokens_per_s": tokens / generating_s if generating_s > 0 else math.nan,
+    }
+
+
+def distillation_metrics(passes: Sequence[WorkerReport]) -> dict[str, float]:
+    """Return the mean over tokens of `log p - log p_teacher`, for the teachers together and for each.
+
+    It estimates the reverse KL divergence of the policy that sampled the tokens. It is NaN if no token was scored;
+    without a teacher the result is {}."""
+    sums: dict[str, tuple[float, int]] = {}
+    for report in passes:
+        for name, (excess, tokens) in report.divergences.items():
+            before = sums.get(name, (0.0, 0))
+            sums[name] = (before[0] + excess, before[1] + tokens)
+    key = "distillation/reverse_kl"
+    return {
+        f"{key}/{name}" if name else key: excess / tokens if tokens else math.nan
+        for name, (excess, tokens) in sorted(sums.items())
     }
 
 

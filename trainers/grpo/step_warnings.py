@@ -31,7 +31,7 @@ def step_warnings(recent: Sequence[Metrics]) -> dict[str, str]:
             "the token that ends an answer may be missing (rollout.stop_token_ids), or the limit is too low"
         )
     flat = [step for step in recent[-FLAT_STEPS:] if step.get("reward/flat_groups_share") == 1.0]
-    if len(flat) == FLAT_STEPS:
+    if len(flat) == FLAT_STEPS and "distillation/reverse_kl" not in last:
         rewards = last.get("reward/mean")
         found["no signal"] = (
             f"reward/flat_groups_share has been 1 for {FLAT_STEPS} steps: all advantages are 0, because the rewards of "

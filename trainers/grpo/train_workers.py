@@ -16,10 +16,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from ...actors.rollout.rows import TEACHER_SOURCE
 from ...actors.sample_file import SampleFile
 from ...actors.train.microbatch_plan import Budget, plan_shards
 from ...actors.train.reader import FetchPolicy, holds_receipt
 from ...actors.train.step_rows import TrainShard
+from ...actors.train.teachers import TEACHER
 from ...actors.train.topology import Topology
 from ...actors.train.worker import REF, WorkerReport
 from ...dataplane.meta import POSITION, KVBatchMeta
@@ -73,9 +75,9 @@ class TrainWorkers:
     stages: Stages
     rules: PlanRules
     estimate: AdvantageEstimator
-    reference: tuple[str, ...]
-    """Name of the column with the reference model's log-probs; () when loss.kl_coef is 0, which needs no such
-    column."""
+    frozen: tuple[str, ...]
+    """Names of the columns with log-probs of models that do not change: of the reference model when loss.kl_coef is
+    above 0, and of the teachers of a distillation."""
     samples: SampleFile | None
     """File of samples, which picks the rows to write; None for a run without samples."""
     timeout_s: float
@@ -92,7 +94,7 @@ class TrainWorkers:
                 trainer, loss, budget(trainer, config.model), mask_truncated=config.algorithm.mask_truncated
             ),
             estimate=build_advantages(config.advantage, config.reward.weights),
-            reference=(REF,) if loss.kl_coef else (),
+            frozen=((REF,) if loss.kl_coef else ()) + ((TEACHER,) if config.distillation.teachers else ()),
             samples=sample_file(config.logging.samples, config.run, prompts),
             timeout_s=config.resources.stage_timeout_s,
         )
@@ -129,7 +131,8 @@ class TrainWorkers:
 
     def write_logprobs(self, columns: Sequence[str]) -> list[WorkerReport]:
         """Compute log-probs of the rows of the last plan and write them back, for each of `columns`. These are
-        `prev_logprobs` of the current policy and `ref_logprobs` of the reference model. Returns the reports."""
+        `prev_logprobs` of the current policy, `ref_logprobs` of the reference model, and `teacher_logprobs`. Returns
+        the reports."""
         reports = []
         for column in columns:
             with self.stages.timed("logprob"):
@@ -151,9 +154,10 @@ class TrainWorkers:
 
     def train_on(self, meta: KVBatchMeta, step: int) -> list[WorkerReport]:
         """Do the work of an optimizer update of `step`, up to the update itself, on some of its rows. It computes
-        advantages, plans, computes the reference's log-probs and accumulates gradients. Returns the reports."""
+        advantages, plans, computes log-probs of reference and teachers, and accumulates gradients. Returns the
+        reports."""
         self.ship_plan(with_advantages(self.estimate, meta), step, write_samples=True)
-        return self.write_logprobs(self.reference) + self.accumulate()
+        return self.write_logprobs(self.frozen) + self.accumulate()
 
     def export_model(self, folder: Path) -> None:
         """Write the trained policy as the Hugging Face model folder `folder`, which it replaces once it is whole. The
@@ -204,11 +208,14 @@ def plan_step(
     receipts = [lean.select(rows).to_bytes() for rows, _ in parts]
     picked = [_picked(meta, rows, picks) for rows, _ in parts]
     passes = max(map(len, picked))
+    source = meta.tags.get(TEACHER_SOURCE, np.zeros(0)).astype(np.int64)
+    sources = [source[rows] if len(source) else source for rows, _ in parts]
     shards = []
     for rank in range(topology.world):
         dp = topology.place(rank).dp
         receipt = receipts[dp] if holds_receipt(topology, rules.fetch, rank) else None
-        shards.append(TrainShard(step, receipt, parts[dp][1], plan.digest, traced, columns, picked[dp], passes))
+        shard = TrainShard(step, receipt, parts[dp][1], plan.digest, traced, columns, picked[dp], sources[dp], passes)
+        shards.append(shard)
     return shards
 
 

@@ -134,6 +134,7 @@ class Steps:
             config.trainer.backend != "scripted"
             and config.loss.kind in LOSS_KINDS
             and config.loss.kl_coef == config.loss.entropy_coef == 0.0
+            and not config.distillation.teachers
         )
         """Whether the advantages alone can give the policy a gradient."""
         self._evaluations = HeldOutLoss(run) if config.sft.train else _evaluations(run)
@@ -249,12 +250,11 @@ def deal(meta: KVBatchMeta, *, minibatches: int, epochs: int, seed: int, step: i
     return parts
 
 
-def written_columns(algorithm: AlgorithmConfig, reference: tuple[str, ...]) -> tuple[str, ...]:
+def written_columns(algorithm: AlgorithmConfig, frozen: tuple[str, ...]) -> tuple[str, ...]:
     """Return the log-prob columns that train workers write to the rows of a step with several updates. In every update
-    these columns then hold log-probs of the policy before the step. reference: column of the reference model, if the
-    run has one."""
+    these columns then hold log-probs of the policy before the step. frozen: columns of models that do not change."""
     own = (PREV,) if algorithm.prev_logprobs == "recompute" else ()
-    return own + reference
+    return own + frozen
 
 
 def train_on_step(run: Run, state: State, meta: KVBatchMeta) -> list[WorkerReport]:
@@ -269,7 +269,7 @@ def train_on_step(run: Run, state: State, meta: KVBatchMeta) -> list[WorkerRepor
     parts = deal(meta, minibatches=algorithm.minibatches, epochs=algorithm.epochs, seed=run.config.run.seed, step=step)
     first_written = algorithm.epochs > 1
     updates = [Update(part, first_written or number > 0) for number, part in enumerate(parts)]
-    columns, reports = written_columns(algorithm, workers.reference), []
+    columns, reports = written_columns(algorithm, workers.frozen), []
     if columns and len(updates) > 1:
         early = meta if first_written else parts[1].concat(*parts[2:])
         workers.ship_plan(early, step)
@@ -278,7 +278,7 @@ def train_on_step(run: Run, state: State, meta: KVBatchMeta) -> list[WorkerRepor
         in_first_epoch = number <= algorithm.minibatches
         workers.ship_plan(update.rows, step, columns if update.written else (), write_samples=in_first_epoch)
         if not update.written:
-            reports += workers.write_logprobs(workers.reference)
+            reports += workers.write_logprobs(workers.frozen)
         reports += workers.accumulate()
         if number < len(updates):
             reports += finish_update(run.workers, state)

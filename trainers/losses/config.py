@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ...dataplane.config import Count, CountOrZero, NonNegative, Positive, Section
+from ...dataplane.config import Count, CountOrZero, NonNegative, PathText, Positive, Section
 
 KlKind = Literal["k1", "k2", "k3", "k3_is"]
 LOSS_KINDS = ("ppo_clip", "gspo", "cispo", "reinforce")
@@ -65,11 +65,13 @@ class LossConfig(Section):
     """Upper bound of the importance weights. Larger weights are truncated to it, or their tokens or rows are left out.
     Unset: 5 with `icepop`, else 2."""
     kl_coef: NonNegative = 0.0
-    """Weight of the KL divergence from the reference model, which has the run's initial weights. With 0 no reference
-    model is kept."""
+    """Weight of the KL divergence from the reference model. With 0 no reference model is kept."""
+    reference_model: PathText | None = None
+    """Folder or hub id of the reference model, which needs the policy's vocabulary. The train workers load it beside
+    the policy, with the code of the backend `fsdp`. Unset: the reference model has the run's initial weights."""
     reference_every: CountOrZero = 0
-    """Number of steps after which the reference model moves towards the policy (TRL's `sync_ref_model`). 0 keeps the
-    initial weights. Needs a reference model of its own, which an adapter does not have."""
+    """Number of steps after which the reference model moves towards the policy (TRL's `sync_ref_model`). 0 keeps its
+    weights. Needs a reference model of its own, which an adapter does not have."""
     reference_mix: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the policy's weights in the reference model after such a move; the rest are those it had. With 1 the
     policy becomes the reference."""

@@ -8,20 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+
+import torch
 
 from ...actors.columns import ColumnConfig
 from .aggregation import Aggregation
 from .config import SUPERVISED, LossConfig
 from .correction import CORRECTION_METRICS, Correction, IcePop, MaskedSequences, TruncatedSequences, TruncatedTokens
+from .distillation_config import DistillationConfig
 from .kl import ReferenceKl, RewardKl
 from .policy_objectives import Cispo, Gspo, Likelihood, Objective, PpoClip, Reinforce, build_own_objective, count
+from .teacher_kl import TeacherAdvantage, TeacherKl, TopKl
 from .terms import Denominator, LossInputs, LossTerm, PolicyLoss, TermSums
+
+NO_TEACHER = DistillationConfig()
+"""The section `distillation` of a run without teachers."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyTerm:
-    """Computes the policy's loss on a microbatch, `aggregation(correction * objective)`. If `reward_kl` is given, this
-    KL penalty lowers the advantages first."""
+    """Computes the policy's loss on a microbatch, `aggregation(correction * objective)`. If `reward_kl` or `teacher` is
+    given, they change the advantages first."""
 
     objective: Objective
     aggregation: Aggregation = Aggregation()
@@ -30,6 +38,8 @@ class PolicyTerm:
     policy."""
     reward_kl: RewardKl | None = None
     """KL penalty on the advantages; None leaves them as they are."""
+    teacher: TeacherAdvantage | None = None
+    """Part of the advantages that teachers give; None without such a part."""
 
     @property
     def name(self) -> str:
@@ -42,12 +52,15 @@ class PolicyTerm:
     @property
     def metrics(self) -> tuple[str, ...]:
         correction = () if self.correction is None else CORRECTION_METRICS
-        return (*self.objective.metrics, *correction, *(() if self.reward_kl is None else self.reward_kl.metrics))
+        shaping = [shape.metrics for shape in (self.reward_kl, self.teacher) if shape is not None]
+        return (*self.objective.metrics, *correction, *chain(*shaping))
 
     def __call__(self, inputs: LossInputs) -> TermSums:
-        kl_metrics = {}
-        if self.reward_kl is not None:
-            inputs, kl_metrics = self.reward_kl(inputs)
+        kl_metrics = dict[str, torch.Tensor]()
+        for shape in (self.reward_kl, self.teacher):
+            if shape is not None:
+                inputs, sums = shape(inputs)
+                kl_metrics |= sums
         losses = self.objective(inputs)
         values, metrics = losses.values, dict(losses.metrics)
         if self.correction is not None:
@@ -83,18 +96,28 @@ class EntropyBonus:
         return TermSums(self.aggregation(-inputs.entropy, inputs), {})
 
 
-def build_loss(config: LossConfig, columns: Sequence[ColumnConfig] = ()) -> PolicyLoss:
-    """Build the step's loss from the policy term and, if `config` has them, a KL term and an entropy bonus. columns:
-    user-defined columns that a user-defined loss reads. Raises ValueError, naming the key, when `sequence_sum` has no
-    `length_norm`, when a kind is unknown, and when a user-defined loss cannot be imported or does not return a
-    plain loss at each token.
+def build_loss(
+    config: LossConfig,
+    columns: Sequence[ColumnConfig] = (),
+    distillation: DistillationConfig = NO_TEACHER,
+) -> PolicyLoss:
+    """Build the step's loss: the policy term and, if configured, a KL term, an entropy bonus and a term of teachers.
+
+    columns: user-defined columns that a user-defined loss reads. Raises ValueError, naming the key, when
+    `sequence_sum` has no `length_norm`, when a kind is unknown, and when a user-defined loss cannot be imported or does
+    not return a plain loss at each token.
     """
     aggregation = Aggregation(config.aggregation, config.length_norm)
     in_reward = config.kl_coef > 0 and config.kl_in == "reward"
     reward_kl = RewardKl(config.kl_kind, config.kl_coef, config.kl_max_log_ratio) if in_reward else None
+    bound = distillation.max_log_ratio
+    teacher = TeacherAdvantage(distillation.coef, bound) if distillation.in_advantage else None
     terms: list[tuple[float, LossTerm]] = [
-        (1.0, PolicyTerm(_objective(config), aggregation, _correction(config), reward_kl))
+        (1.0, PolicyTerm(_objective(config), aggregation, _correction(config), reward_kl, teacher))
     ]
+    if distillation.in_loss:
+        term = TopKl(aggregation) if distillation.top_k else TeacherKl(aggregation, bound)
+        terms.append((distillation.coef, term))
     if config.kl_coef > 0 and not in_reward:
         by_row = config.kind == "gspo"
         terms.append((config.kl_coef, ReferenceKl(config.kl_kind, aggregation, config.kl_max_log_ratio, by_row)))

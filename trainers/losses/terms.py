@@ -56,6 +56,14 @@ class LossInputs:
     """Function that sums a tensor `[N]` over the context-parallel ranks, which share the rows' tokens. In backward it
     also sums the gradients over these ranks, because each rank's loss depends on the sum. Collective. None when every
     row is whole on this rank."""
+    teacher_logprobs: torch.Tensor | None = None
+    """Log-probs of the tokens under the teachers, averaged with their weights: float32 `[T]`; None without one."""
+    teacher_candidates: torch.Tensor | None = None
+    """Log-probs of the teacher's k most likely tokens at each position under the teacher: float32 `[T, k]`; None unless
+    `distillation.kind` is `topk`."""
+    candidate_logprobs: torch.Tensor | None = None
+    """Log-probs of these tokens under the policy that is being trained: float32 `[T, k]`, with grad; None unless
+    `distillation.kind` is `topk`."""
 
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """User-defined columns (`data.columns`) by name: `[N]` for a `per_sample` column, `[T]` for a `per_token`
@@ -177,15 +185,17 @@ def _probe(term: LossTerm, micros: Sequence[Sequence[int]], columns: Sequence[Co
     """Evaluate `term` on made-up rows. `micros` divides the rows into microbatches, each a list of row numbers.
 
     Returns the sums of the loss and of each metric over all microbatches, and as `gradient` the loss's gradient with
-    respect to the log-prob and the entropy of every token.
+    respect to the log-prob, the entropy and the candidates of every token.
     """
     places = torch.arange(sum(_PROBE_TOKENS)).split(_PROBE_TOKENS)
-    gradient = torch.zeros(2, sum(_PROBE_TOKENS), dtype=torch.float64)
+    gradient = torch.zeros(4, sum(_PROBE_TOKENS), dtype=torch.float64)
     sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), dtype=torch.float64)}
     for rows in micros:
         index = torch.cat([places[row] for row in rows])
-        now, prev, rollout, ref, entropy = (torch.sin((index + 1.0).double() * step) / 2 - 1 for step in range(1, 6))
-        leaves = (now.requires_grad_(), entropy.requires_grad_())
+        series = [torch.sin((index + 1.0).double() * step) / 2 - 1 for step in range(1, 11)]
+        now, prev, rollout, ref, entropy, teacher = series[:6]
+        candidates, of_teacher = torch.stack(series[6:8], -1) - 1, torch.stack(series[8:], -1) - 1
+        leaves = (now.requires_grad_(), entropy.requires_grad_(), candidates.requires_grad_())
         row_tokens = torch.tensor(_PROBE_TOKENS)[rows]
         row_ids = torch.repeat_interleave(torch.arange(len(rows)), row_tokens)
         inputs = LossInputs(
@@ -195,13 +205,17 @@ def _probe(term: LossTerm, micros: Sequence[Sequence[int]], columns: Sequence[Co
             row_tokens=row_tokens,
             group_tokens=torch.tensor([4, 4, 2, 2])[rows],
             entropy=entropy,
+            teacher_logprobs=teacher,
+            teacher_candidates=of_teacher,
+            candidate_logprobs=candidates,
             columns={column.name: _made_up(column, rows, index) for column in columns},
         )
         result = term(inputs)
         for name, value in {"loss": result.loss.detach(), **result.metrics}.items():
             sums[name] = sums.get(name, 0.0) + value.double()
         if result.loss.requires_grad:
-            gradient[:, index] = torch.stack(torch.autograd.grad(result.loss, leaves, materialize_grads=True))
+            by_now, by_entropy, by_candidates = torch.autograd.grad(result.loss, leaves, materialize_grads=True)
+            gradient[:, index] = torch.stack([by_now, by_entropy, *by_candidates.unbind(-1)])
     return {**sums, "gradient": gradient}
 
 

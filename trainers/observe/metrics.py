@@ -90,6 +90,7 @@ HEALTH = (
     ("engine mismatch", "logprob/ratio_error", ".4f"),
     ("largest token's gradient", "train/token_gradient_share", ".1%"),
     ("KL to the reference", "train/reference_kl", ".3g"),
+    ("KL to the teachers", "distillation/reverse_kl", ".3g"),
     ("clipped tokens", "train/clip_fraction", ".1%"),
 )
 """Metrics that show whether a run learns, as (label, key, format). Terminal, report and comparison show them all."""

@@ -255,6 +255,7 @@ CURVES = {
         ("gradient norm", "train/grad_norm", "orange"),
         ("learning rate", "train/lr", "grey"),
         ("KL to the reference", "train/reference_kl", "red"),
+        ("KL to the teachers", "distillation/reverse_kl", "purple"),
         ("clipped share of tokens", "train/clip_fraction", "green"),
     ),
     "Policy and engine": (

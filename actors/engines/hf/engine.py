@@ -29,16 +29,18 @@ from ..protocol import (
     EngineStats,
     KeysAndValues,
     PauseMode,
+    RowScores,
     SamplingParams,
     expect_pause_mode,
 )
 from ..stop_tokens import end_tokens, resolve_stops
-from ..token_sampling import StopTexts, checked_prompt, row_keys
+from ..token_sampling import StopTexts, check_rows, checked_prompt, row_keys
 from ..tokenizer import find_tokenizer
 from .adapters import Adapter, AdapterLayers
 from .decoding import BaseAlone, Batch, DecodeRequest, Decoding, Pending, Served
 from .model import ParameterSet, RouteRecorder, load_model
 from .positions import counts_columns, fix_rotary_length
+from .scoring import score_rows
 
 T = TypeVar("T")
 
@@ -163,6 +165,16 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         """Let requests be decoded."""
         self._queue.extend(requests)
         self._serve_on()
+
+    async def score(
+        self, rows: Sequence[np.ndarray], wanted: Sequence[np.ndarray], top_k: int, temperature: float
+    ) -> list[RowScores]:
+        """Return the scores of the wanted tokens of each row under the model's weights, without an adapter. See
+        `Scorer.score`. Raises RuntimeError if the engine is asleep or closed."""
+        self._expect_usable("score", ())
+        check_rows(rows, context=self._context, vocab_size=self._vocab_size)
+        async with self._exclusive:
+            return await self._in_thread(score_rows, self._model, rows, wanted, top_k, temperature)
 
     async def abort(self, request_id: str) -> None:
         pending = self._in_flight.get(request_id)

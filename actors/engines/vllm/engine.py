@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from transformers import AutoConfig
 
@@ -34,13 +35,15 @@ from ..protocol import (
     KeysAndValues,
     PauseMode,
     Prepared,
+    RowScores,
     SamplingParams,
     expect_pause_mode,
 )
+from ..token_sampling import check_rows
 from ..tokenizer import find_tokenizer
 from . import library
 from .adapter_slots import HeldAdapters, check_slots
-from .logprobs import LogprobTaker
+from .logprobs import LogprobTaker, RowScorer
 from .options import check_cache, default_on_cpu, token_bytes
 from .process import LOOK_S, HeldAdapter, ProcessSettings, VllmProcess
 from .requests import BusyClock, RequestChecks, RunningRequest, completion, reported_routes
@@ -126,6 +129,7 @@ class VllmEngine:
         self._begin()
 
     def _begin(self) -> None:
+        self._scorer = RowScorer(self._process)
         self._in_flight: dict[str, RunningRequest] = {}
         self._anew: set[str] = set()
         """Ids of samples that are withdrawn from vLLM and then submitted a second time."""
@@ -236,6 +240,22 @@ class VllmEngine:
         self.stats.rows += params.n
         self.stats.tokens += sum(len(one.token_ids) for one in completions)
         return completions
+
+    async def score(
+        self, rows: Sequence[np.ndarray], wanted: Sequence[np.ndarray], top_k: int, temperature: float
+    ) -> list[RowScores]:
+        """Return the scores of the wanted tokens of each row; see `Scorer.score`. A row must leave room for one more
+        token in the context. Raises ValueError for another temperature than 1, at which vLLM computes log-probs of
+        prompts, and EngineDied if a process of vLLM has died."""
+        self._expect_usable("score")
+        self._watch_process()
+        if temperature != 1.0:
+            raise ValueError(f"score: got the temperature {temperature}, expected 1, the only one that vLLM offers")
+        check_rows(rows, context=self._process.context - 1, vocab_size=self._process.vocab_size)
+        try:
+            return await self._scorer.score(rows, wanted, top_k)
+        except (library.EngineDeadError, EngineDied) as error:
+            raise EngineDied(f"score: {self.died or 'vLLM ended its engine process'}") from error
 
     async def _run(self, request: RunningRequest, prompt: list[int], params: SamplingParams) -> list[Completion] | None:
         """Return the completions of an admitted request; None if it was withdrawn and must begin again."""

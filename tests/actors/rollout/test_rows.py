@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from headrace.actors.environments.episode import Episode
 from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.protocols import Prompt, PromptRow, Sample, Score, row_schema
 from headrace.actors.rewards.rubric import Rubric
-from headrace.actors.rollout.rows import check_columns, checked_scores, kv_staleness, rollout_rows
+from headrace.actors.rollout.rows import TeacherSources, check_columns, checked_scores, kv_staleness, rollout_rows
 from headrace.actors.rollout.worker import _score_one
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.tests.actors.environments.chat_tokenizer import make_chat_tokenizer
@@ -142,6 +143,15 @@ def test_rows_are_tagged_with_the_rewards_that_are_asked_for() -> None:
     assert set(rollout_rows(samples, scores)[1]) == {"reward", "valid", "response_length"}
     _, none = rollout_rows(samples[3:], [Score(0.0, {}, False, "aborted")], ["length"])
     assert none["reward/length"].tolist() == [0.0], "every put has the same tags, or the directory refuses it"
+
+
+def test_rows_are_tagged_with_the_data_source_that_has_a_teacher() -> None:
+    samples = [replace(sample(0, 5), prompt=Prompt("7", "p", "a", {"data_source": name})) for name in ("code", "math")]
+    scores = [Score(1.0, {}, True)] * 2
+    _, tags = rollout_rows(samples, scores, max_rows=2, teachers=TeacherSources(("art", "math"), covers_all=True))
+    assert tags["teacher_source"].tolist() == [-1.0, -1.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match=r"got prompt '7' with data_source='code', expected one of art, math"):
+        rollout_rows(samples, scores, teachers=TeacherSources(("art", "math"), covers_all=False))
 
 
 def test_truncated_rows_are_masked_and_keep_their_reward_if_asked_for() -> None:

@@ -294,6 +294,27 @@ def test_samples_of_a_shard_are_written_and_change_nothing(handle: DataPlaneHand
     client.close()
 
 
+def test_a_reference_model_of_its_own_writes_its_column(handle: DataPlaneHandle) -> None:
+    policy, reference = RecordingBackend(True, None), RecordingBackend(True, None)
+    client = connect(handle, name="driver")
+    step = ship(handle, put_rows(client, [3, 4, 5], "reference-r"), Topology(1))
+    setup = replace(alone(handle, lambda _rank, _world: policy), reference=lambda _rank, _world: reference)
+    worker = TrainWorker(setup)
+    assert worker.offload().bytes_moved == worker.onload().bytes_moved == 14
+    worker.begin(step.shards[0])
+    worker.write_logprobs(PREV)
+    worker.write_logprobs(REF)
+    worker.accumulate()
+    [seen] = policy.seen
+    ids = np.array(seen["columns"]["input_ids"])
+    assert seen["columns"][PREV] == seen["columns"][REF] == (ids / 2).tolist(), "not the policy's own reference"
+    worker.close()
+    assert policy.calls == ["offload", "onload", "logprobs prev 1.0", "begin 1.0", "accumulate 1", "close"]
+    assert reference.calls == ["offload", "onload", "logprobs prev 1.0", "close"]
+    client.clear(PARTITION)
+    client.close()
+
+
 def test_close_closes_all_though_one_fails(handle: DataPlaneHandle) -> None:
     class Broken(RecordingBackend):
         def close(self) -> None:

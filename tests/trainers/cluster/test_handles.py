@@ -65,6 +65,11 @@ def test_ray_handles_travel_beside_the_message() -> None:
     assert decode_arguments(RolloutActor.remove_engine, sent[2].message) == ("engine 3", 0.0)
     assert decode_arguments(RolloutActor.suspend_engine, sent[3].message) == ("engine 3", True)
     assert decode_arguments(RolloutActor.readmit_engine, sent[4].message, 1) == ("engine 3",)
+    worker = FakeCluster().trainer(lambda method: None)
+    worker.set_teachers([engine])
+    assert worker.ray_actor.sent[0].actors == ([other],)
+    told = decode_arguments(TrainWorker.set_teachers, worker.ray_actor.sent[0].message, 1)
+    assert told == (["engine 3"], [str(engine.info)])
 
 
 def test_arguments_of_another_method_are_refused() -> None:
@@ -80,7 +85,7 @@ def test_every_call_names_a_method_whose_types_are_known() -> None:
         for name in ("ping", *(name for name in vars(kind) if not name.startswith("_"))):
             method = getattr(handle, name)
             count = len(inspect.signature(method).parameters)
-            if not name.endswith(("_engine", "_engines")):  # those take handles: see above
+            if not name.endswith(("_engine", "_engines", "_teachers")):  # those take handles: see above
                 call = method(*[None] * count)
                 assert call.method.__name__ == actor.sent[-1].method
                 with pytest.raises(ValueError, match="bytes are not a"):

@@ -64,6 +64,9 @@ def test_gdpo_gets_the_weights() -> None:
         ({"loss": {"clip_high": 0}}, "loss.clip_high: got 0, expected a number > 0"),
         ({"loss": {"length_norm": 0, "aggregation": "sequence_sum"}}, "length_norm: got 0, expected a number >= 1"),
         ({"loss": {"kl_coef": -1}}, "loss.kl_coef: got -1, expected a number >= 0"),
+        ({"loss": {"reference_model": "m"}}, "loss.reference_model: got 'm' with loss.kl_coef=0, expected it unset"),
+        ({"loss": {"reference_model": "m", "kl_coef": 0.1}, "trainer": {"backend": "megatron", "pp": 2}},
+         "loss.reference_model: got 'm' with trainer.pp=2, expected trainer.pp=1"),
         ({"loss": {"kl_kind": "k4"}}, "loss.kl_kind: got 'k4', expected one of k1, k2, k3, k3_is"),
         ({"loss": {"kl_in": "rewards"}}, "loss.kl_in: got 'rewards', expected one of loss, reward"),
         ({"loss": {"entropy_coef": -0.1}}, "loss.entropy_coef: got -0.1, expected a number >= 0"),
@@ -105,3 +108,9 @@ def test_the_defaults_of_a_run_are_the_quickstarts() -> None:
     """Nothing new is on unless asked for."""
     assert backend_config(Config(), "model").loss == LossConfig(clip_low=0.2, clip_high=0.28)
     assert Config().advantage == AdvantageConfig() and Config().reward.weights == {"exact_match": 1.0}
+
+
+def test_another_reference_model_takes_the_place_of_the_initial_weights() -> None:
+    given = {"kl_coef": 0.1, "reference_model": "other"}
+    assert backend_config(build_config({"loss": {"kl_coef": 0.1}}), "model").with_reference
+    assert not backend_config(build_config({"loss": given}), "model").with_reference

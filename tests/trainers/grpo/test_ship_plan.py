@@ -52,6 +52,21 @@ def ship(meta: KVBatchMeta, **sections: dict[str, Any]) -> tuple[list[TrainShard
     return [messages.decode(message, TrainShard) for message in sent], sum(len(message) for message in sent)
 
 
+def test_every_rank_gets_the_data_sources_of_its_rows(meta: KVBatchMeta) -> None:
+    source = (np.arange(ROWS) // 8 % 3 - 1).astype(np.float32)
+    shards, _ = ship(meta.with_tags(teacher_source=source), trainer={"dp": 2, "tp": 2})
+    for shard, leader in zip(shards, (0, 0, 2, 2), strict=True):
+        keys = KVBatchMeta.from_bytes(shards[leader].meta or b"").keys
+        assert shard.sources.tolist() == [source[meta.keys.index(key)] for key in keys]
+        part, rows = shard.of_source(1)
+        assert int(part.sizes.sum()) == len(rows) == int((shard.sources == 1).sum()) > 0
+        assert len(part.sizes) == len(shard.sizes) and part.digest != shard.digest
+        assert (part.meta is None) == (shard.meta is None)
+        whole, every = shard.of_source(None)
+        assert whole is shard and len(every) == len(keys)
+    assert len(ship(meta, trainer={})[0][0].sources) == 0
+
+
 def test_siblings_get_sizes_and_leaders_the_receipt(meta: KVBatchMeta) -> None:
     shards, num_bytes = ship(meta, trainer={"dp": 2, "tp": 2})
     assert [shard.meta is not None for shard in shards] == [True, False, True, False]

@@ -7,11 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from headrace.actors.protocols import Prompt, Sample, Score
+from headrace.actors.protocols import Prompt, Sample, Score, SpanTable
 from headrace.actors.rollout.results import GroupFigures, RolloutReport, RolloutTally, group_figures
+from headrace.actors.train.worker import WorkerReport
 from headrace.dataplane.traffic import Traffic
 from headrace.trainers.grpo.feed import FeedTally
-from headrace.trainers.grpo.step_metrics import idle_shares, rollout_metrics, staleness_metrics
+from headrace.trainers.grpo.step_metrics import distillation_metrics, idle_shares, rollout_metrics, staleness_metrics
 from headrace.trainers.observe.data_plane_watch import Busy, covered_s, mean_covered_s
 
 
@@ -92,3 +93,15 @@ def test_ends_of_answers_and_data_sources_are_those_of_all_calls() -> None:
     assert by_source == {"reward_by_source/gsm8k": 0.75, "reward_by_source/org/math": 0.25}
     none = rollout_metrics(FeedTally([RolloutTally([cut]).report(Traffic())]))
     assert none["rollout/truncated_share"] == 1 and math.isnan(none["rollout/ended_length_mean"])
+
+
+def test_divergences_from_teachers_are_means_over_all_tokens() -> None:
+    def of(**divergences: tuple[float, int]) -> WorkerReport:
+        named = {name.removeprefix("all"): value for name, value in divergences.items()}
+        return WorkerReport({}, 0.0, b"", 0, SpanTable.of([]), named)
+
+    reports = [of(a=(3.0, 2), all=(1.0, 4)), of(), of(a=(1.0, 2), b=(0.0, 0), all=(5.0, 2))]
+    found = distillation_metrics(reports)
+    assert math.isnan(found.pop("distillation/reverse_kl/b"))
+    assert found == {"distillation/reverse_kl": 1.0, "distillation/reverse_kl/a": 1.0}
+    assert distillation_metrics([of()]) == {}

@@ -54,6 +54,10 @@ def test_a_healthy_step_few_tokens_and_the_first_step_warn_of_nothing(steps: lis
     assert step_warnings(steps) == {}
 
 
+def test_teachers_are_a_signal() -> None:
+    assert step_warnings([FLAT | {"distillation/reverse_kl": 0.1}] * FLAT_STEPS) == {}
+
+
 def test_a_warning_is_given_once_and_again_after_many_steps() -> None:
     warnings = StepWarnings()
     told = [step for step in range(1, 2 * REPEAT_EVERY) if warnings.of(step, FLAT)]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from ....actors.engines.hf.positions import fix_rotary_length
-from ....actors.protocols import MicroBatch
+from ....actors.protocols import MicroBatch, TokenScores
 from ..config import BackendConfig
 from ..expert_balance import ExpertBalance
 from ..layers import compile_layers, recompute_layers
@@ -27,7 +27,7 @@ from ..rows.row_layout import RowLayout, exactly, lay_out
 from ..throughput import flop_model
 from ..train_step import local_gradients, scale_, square_norm
 from ..weight_stream import OwnPiece
-from .causal_lm import CausalLM, freeze_weights, half_parameters, use_closed_form_norms
+from .causal_lm import CausalLM, TokenValues, freeze_weights, half_parameters, use_closed_form_norms
 from .context_parallel import check_context, require_splittable, split_rows
 from .expert_parallel import holds_experts
 from .hf_routers import balance_experts, replay_routers
@@ -268,14 +268,22 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
                 self._balancing(micro, layout.owners),
                 nullcontext() if self._switch is None else self._switch.dropping(),
             ):
-                logprobs, entropy = self._policy(layout, temperature, self._entropy)
+                candidates = self._candidates(micro, layout, self._policy.model.config.get_text_config().vocab_size)
+                values: TokenValues = self._policy(layout, temperature, self._entropy, candidates=candidates)
                 tokens, counted, reduce_rows = layout.row_tokens, micro.lengths, None
                 if self._cp is not None:
                     tokens, reduce_rows = whole_counts(tokens, self._cp, self._device), partial(sum_rows, self._cp)
                     # Context-parallel ranks share their rows, so only the first of them counts rows.
                     counted = micro.lengths if self._place.cp == 0 else micro.lengths[:0]
                 self._add_loss(
-                    micro, layout, tokens, logprobs, entropy, counted=counted, reduce_rows=reduce_rows
+                    micro,
+                    layout,
+                    tokens,
+                    values.logprobs,
+                    values.entropy,
+                    counted=counted,
+                    candidates=values.candidates,
+                    reduce_rows=reduce_rows,
                 ).backward()
 
     def _finish(self) -> dict[str, float]:
@@ -322,27 +330,50 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
     ) -> torch.Tensor:
         layout = self._lay_out(micro, replay)
         with _replaying(replay, layout):
-            values = self._predict(model, layout, temperature)
-        if self._cp is not None:  # The sum over the ranks has the log-probs of whole rows.
-            column = torch.zeros(int(micro.lengths.sum()), dtype=torch.float32, device=self._device)
+            values = self._predict(model, layout, temperature).logprobs
+        return self._whole(values, layout, micro)
+
+    @torch.no_grad()
+    def score(
+        self, micros: Iterable[MicroBatch], count: int, top_k: int, *, temperature: float = 1.0
+    ) -> list[TokenScores]:
+        """Return the log-probs of the tokens of `count` microbatches, and the `top_k` most likely tokens at each.
+
+        They are as those of `logprobs`, also in where they are. Collective.
+        """
+        self._residence.require_onloaded("score")
+        found = []
+        try:
+            for micro in exactly(micros, count):
+                layout = self._lay_out(micro, None)
+                values = self._predict(self._policy, layout, temperature, top_k)
+                parts = (values.logprobs, values.top_ids, values.candidates)
+                found.append(TokenScores(*(None if p is None else self._whole(p, layout, micro) for p in parts)))
+        finally:
+            give_back(self._policy)
+        return found if self._rank == self._topology.writer(self._place.dp) else []
+
+    def _whole(self, values: torch.Tensor, layout: RowLayout, micro: MicroBatch) -> torch.Tensor:
+        """Return values of the wanted tokens, `[T, ...]`, as a column of whole rows on the CPU, with 0 elsewhere."""
+        if self._cp is not None:  # The sum over the ranks has the values of whole rows.
+            column = values.new_zeros(int(micro.lengths.sum()), *values.shape[1:])
             column[layout.whole_index] = values
             dist.all_reduce(column, group=self._cp)
             return column.cpu()
-        result = torch.zeros(len(micro.batch.jagged("input_ids").values), dtype=torch.float32)
-        result[layout.index] = values.cpu()
-        return result
+        column = torch.zeros(len(micro.batch.jagged("input_ids").values), *values.shape[1:], dtype=values.dtype)
+        column[layout.index] = values.cpu()
+        return column
 
-    def _predict(self, model: CausalLM, layout: RowLayout, temperature: float) -> torch.Tensor:
+    def _predict(self, model: CausalLM, layout: RowLayout, temperature: float, top_k: int = 0) -> TokenValues:
         with self._precision(model):
-            values, _ = model(layout, temperature)
-        return values
+            return model(layout, temperature, top_k=top_k)
 
     @torch.no_grad()
     def _measure(self, replay: RouterReplay, micro: MicroBatch, layout: RowLayout, temperature: float) -> None:
         """Count the routers' own choices on a microbatch, and the log-probs that result from these choices.
         Collective."""
         with replay.observing(layout.routes):
-            values = self._predict(self._policy, layout, temperature)
+            values = self._predict(self._policy, layout, temperature).logprobs
         rollout = micro.batch.jagged("rollout_logprobs").values[layout.index]
         replay.native.add_logprobs(values, rollout.to(self._device))
 

@@ -17,7 +17,8 @@ import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,21 @@ from transformers import AttentionInterface
 from ..layers import attend_rows
 from ..optimizers.groups import freeze
 from ..rows.row_layout import RowLayout
+from ..vocab.candidates import candidate_logprobs, most_likely
 from ..vocab.logprobs import Entropy, VocabShard, token_logprobs
+
+
+class TokenValues(NamedTuple):
+    """What a forward pass computes for each of T wanted tokens."""
+
+    logprobs: torch.Tensor
+    """Log-prob of the token, float32 `[T]`."""
+    entropy: torch.Tensor | None
+    """Entropy in nats at the token, float32 `[T]`; None if not asked for."""
+    candidates: torch.Tensor | None = None
+    """Log-probs of the candidates, or of the most likely tokens, float32 `[T, k]`; None if not asked for."""
+    top_ids: torch.Tensor | None = None
+    """Ids of the most likely tokens, int64 `[T, k]`; None if not asked for."""
 
 
 class CausalLM(nn.Module):
@@ -53,10 +68,19 @@ class CausalLM(nn.Module):
         """Group of the ranks over which rows are split by tokens; None for whole rows."""
 
     def forward(
-        self, layout: RowLayout, temperature: float, entropy: Entropy = "off"
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probs and entropies of the layout's wanted tokens, as `token_logprobs` returns them. Wanted
-        are tokens whose log-probs are computed."""
+        self,
+        layout: RowLayout,
+        temperature: float,
+        entropy: Entropy = "off",
+        *,
+        candidates: torch.Tensor | None = None,
+        top_k: int = 0,
+    ) -> TokenValues:
+        """Return values of the layout's wanted tokens, those whose log-probs are computed.
+
+        candidates: token ids whose log-probs are computed as well, int64 `[T, k]`, or None. top_k: number of most
+        likely tokens to find at each position.
+        """
         places: dict[str, Any] = {}
         if layout.position_ids is not None:
             places = {"position_ids": layout.position_ids}
@@ -73,7 +97,14 @@ class CausalLM(nn.Module):
             hidden = self.model(input_ids=layout.input_ids, use_cache=False, **places).logits
             head = nn.Identity()
         hidden = hidden.flatten(0, 1)[layout.source]
-        return token_logprobs(hidden, layout.targets, head, self.vocab, temperature=temperature, entropy=entropy)
+        values = token_logprobs(hidden, layout.targets, head, self.vocab, temperature=temperature, entropy=entropy)
+        if candidates is None and not top_k:
+            return TokenValues(*values)
+        to_logits = partial(F.linear, weight=head) if isinstance(head, torch.Tensor) else head
+        if candidates is not None:
+            return TokenValues(*values, candidate_logprobs(hidden, candidates, to_logits, self.vocab, temperature))
+        ids, found = most_likely(hidden, top_k, to_logits, self.vocab, temperature)
+        return TokenValues(*values, found, ids)
 
     def layers(self) -> list[nn.Module]:
         """Return the decoder layers. Raises ValueError when there are none.

@@ -147,14 +147,14 @@ def check_context(
     batch = Batch(ROLLOUT_SCHEMA.subset(("input_ids",)), 2, {"input_ids": Jagged(ids, lengths)})
     layout = lay_out(batch, device)
     with precision:
-        values, _ = module(layout, 1.0)
+        values = module(layout, 1.0).logprobs
         give_back(module)
         use_context_attention(module, group)
         part = slice_batch(batch, lengths, topology.pad_multiple, topology.cp, place.cp)
         zeros = np.zeros(2, np.int64)
         micro = MicroBatch(part, lengths, zeros.astype(np.float32), zeros, zeros, zeros)
         split = split_rows(micro, topology, place, device)
-        own, _ = module(split, 1.0)
+        own = module(split, 1.0).logprobs
         give_back(module)
     whole = torch.zeros(int(lengths.sum()), dtype=values.dtype, device=device)
     whole[layout.index.to(device)] = values

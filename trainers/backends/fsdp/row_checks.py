@@ -142,7 +142,7 @@ class _Rows:
         lengths = np.array([len(row) for row in rows], np.int64)
         column = Jagged(torch.from_numpy(np.concatenate(rows)), lengths)
         batch = Batch(ROLLOUT_SCHEMA.subset(("input_ids",)), len(rows), {"input_ids": column})
-        values, _ = self._module(lay_out(batch, self._device, packed=self._packed), 1.0)
+        values = self._module(lay_out(batch, self._device, packed=self._packed), 1.0).logprobs
         give_back(self._module)  # No backward pass needs the gathered weights.
         start = int((lengths[:index] - 1).sum())
         return values[start : start + len(rows[index]) - 1]

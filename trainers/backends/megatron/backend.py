@@ -234,6 +234,7 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         return self._source.empty_model()
 
     def _moving(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+        self._config.require_trains("offload")
         clear_scratch()
         return resident_tensors(self._parts.model, self._parts.optimizer)
 
@@ -268,23 +269,27 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         micro, rows = self._next(micros, self._replay)
         replaying = nullcontext() if self._replay is None else self._replay.training(rows.routes)
         with replaying, self._balancing(micro, rows.owners):
-            output = model(rows, temperature, self._entropy)
+            candidates = self._candidates(micro, rows, self._source.config.vocab_size)
+            output = model(rows, temperature, self._entropy, candidates)
         return output, partial(self._loss, micro, rows)
 
     def _loss(
-        self, micro: MicroBatch, rows: PackedRows, output: tuple[torch.Tensor, torch.Tensor | None]
+        self, micro: MicroBatch, rows: PackedRows, output: tuple[torch.Tensor | None, ...]
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         """Return the loss of a microbatch in the form that Megatron's schedules expect. Megatron calls this method on
         the last pipeline stage only. The second value would be a count by which the loss is divided. It is 0 and unused
         here, because gradients stay sums (see `updates`).
         """
-        logprobs, entropy = output
+        logprobs, entropy, candidates = (*output, None)[:3]
+        assert logprobs is not None
         cp = self._mesh.cp
         row_tokens = whole_counts(rows.row_tokens, cp, self._device)
         # Context-parallel ranks share their rows, so only the first of them counts rows.
         counted = micro.lengths if self._place.cp == 0 else micro.lengths[:0]
         reduce_rows = partial(sum_rows, cp) if cp.size() > 1 else None
-        loss = self._add_loss(micro, rows, row_tokens, logprobs, entropy, counted=counted, reduce_rows=reduce_rows)
+        loss = self._add_loss(
+            micro, rows, row_tokens, logprobs, entropy, counted=counted, candidates=candidates, reduce_rows=reduce_rows
+        )
         return loss, torch.zeros((), dtype=torch.int32, device=self._device), None
 
     def _predict(

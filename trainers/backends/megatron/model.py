@@ -13,6 +13,7 @@ from ....codecs.tokens.routes import is_expert_layer, num_experts
 from ..config import BackendConfig
 from ..hf_model import HfSource
 from ..rows.packed_rows import PackedRows
+from ..vocab.candidates import candidate_logprobs
 from ..vocab.logprobs import Entropy, VocabShard, token_logprobs
 from .architecture import rotary, transformer_config
 from .library import (
@@ -69,9 +70,10 @@ class PolicyModel(GPTModel):
         self.register_buffer("_frequencies", frequencies, persistent=False)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # only our own steps call it
-        self, rows: PackedRows, temperature: float, entropy: Entropy
+        self, rows: PackedRows, temperature: float, entropy: Entropy, candidates: torch.Tensor | None = None
     ) -> Any:
         """On the last pipeline stage, return (log-probs, entropies) of the wanted tokens, as `token_logprobs` does.
+        With token ids `candidates`, int64 `[T, k]`, the result also has their log-probs.
 
         Other stages return hidden states `[S, 1, H]`. Under sequence parallelism S counts only this tensor-parallel
         rank's part of the tokens.
@@ -104,7 +106,10 @@ class PolicyModel(GPTModel):
             return F.linear(states, weight)
 
         states, layer = hidden[:, 0][rows.source], weight if isinstance(self._vocab, int) else head
-        return token_logprobs(states, rows.targets, layer, self._vocab, temperature=temperature, entropy=entropy)
+        values = token_logprobs(states, rows.targets, layer, self._vocab, temperature=temperature, entropy=entropy)
+        if candidates is None:
+            return values
+        return *values, candidate_logprobs(states, candidates, head, self._vocab, temperature)
 
     @property
     def routers(self) -> list[Any]:

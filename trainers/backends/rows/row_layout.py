@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ....actors.columns import ColumnConfig
-from ....actors.protocols import MicroBatch
+from ....actors.protocols import TOP_LOGPROBS, MicroBatch
 from ....codecs.batch import Batch
 from ....codecs.integers import exclusive_cumsum
 from ...losses.terms import LossInputs
@@ -165,13 +165,14 @@ def loss_inputs(
     row_tokens: torch.Tensor,
     logprobs: torch.Tensor,
     entropy: torch.Tensor | None,
+    candidates: torch.Tensor | None,
     reduce_rows: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> LossInputs:
     """Build the `LossInputs` of a microbatch for its trained tokens.
 
     `index` has the positions of these tokens in the microbatch's columns (int64 `[T]`, on the CPU). The other arguments
-    are as in `LossInputs`; `entropy` is None unless it is trained on, and `row_tokens` may be on any device. Raises
-    ValueError naming a missing column.
+    are as in `LossInputs`; `entropy` is None unless it is trained on, `row_tokens` may be on any device, and
+    `candidates` is its `candidate_logprobs`. Raises ValueError naming a missing column.
     """
     device = logprobs.device
 
@@ -186,6 +187,7 @@ def loss_inputs(
         prev = column("prev_logprobs", f"prev = {config.prev!r}")
     else:
         prev = rollout if config.prev == "rollout" else logprobs.detach()
+    teachers = config.distillation
     groups = None
     if loss.aggregation == "prompt":
         if micro.group_tokens is None:
@@ -202,6 +204,9 @@ def loss_inputs(
         group_tokens=groups,
         entropy=entropy,
         reduce_rows=reduce_rows,
+        teacher_logprobs=column("teacher_logprobs", "distillation.teachers") if teachers.teachers else None,
+        teacher_candidates=column(TOP_LOGPROBS, "distillation.kind = 'topk'") if teachers.top_k else None,
+        candidate_logprobs=candidates,
         columns={own.name: _own_column(own, micro, index, device) for own in config.columns},
     )
 

@@ -29,6 +29,7 @@ from ...cluster.gpu_memory import (
     has_gpus,
     host_bytes,
     parameters,
+    teacher_bytes,
     trained_bytes,
     value_bytes,
 )
@@ -79,7 +80,7 @@ def gpu_lines(placement: Placement, more: Mapping[int, str] | None = None) -> li
     """
     on_gpu: dict[int, list[str]] = {}
     host_of: dict[int, str] = {}
-    for seat in (*placement.ranks, *placement.engines):
+    for seat in (*placement.ranks, *placement.engines, *placement.teachers):
         for number in placement.numbers(seat):
             assert seat.host is not None, "an actor with GPUs has a host"
             on_gpu.setdefault(number, []).append(seat.name)
@@ -123,6 +124,7 @@ def placements(request: PlacementRequest, store: StoreConfig, engine: str, backe
     tp, what = request.tp, f"engine {engine}" + f", tp {request.tp}" * (request.tp > 1)
     kind = "rollout" if request.num_actors is None else "engine"
     listed += [PlannedProcess(f"{kind} {index}", tp, what) for index in range(request.num_engines)]
+    listed += [PlannedProcess(name, tp, what) for name in request.teachers]
     listed += [
         PlannedProcess(f"rollout {index}", 1, "environments, rewards" if request.num_engines else "rows of sft.train")
         for index in range(request.num_actors or 0)
@@ -185,11 +187,13 @@ class _Description:
         if params is None:
             return [f"  model            {model.path}: read when the run starts"]
         trained = trained_bytes(trainer, params, with_reference=reference)
+        teachers = teacher_bytes(trainer, config.distillation)
         on_cpus = host_bytes(trainer, params, with_reference=reference, gpus=False)
         on_gpus = host_bytes(trainer, params, with_reference=reference, gpus=True)
         return [
             f"  model            {params:,} parameters",
             f"  train worker     {_size(trained)} weights, gradients, Adam" + (" and reference" * reference),
+            *([f"  teachers         {_size(teachers)} weights in each train worker"] if teachers else []),
             *[
                 f"  engine           {_size(engine_bytes(rollout, model, params))} weights"
                 + f" in each of {rollout.tp} processes" * (rollout.tp > 1)

@@ -23,7 +23,14 @@ from ....dataplane.owned_folder import try_lock
 from ....dataplane.store_choice import check_store, check_trust
 from ...backends.config import TrainerConfig
 from ...base_model.prepare import check_model, model_config
-from ...cluster.gpu_memory import engine_bytes, has_gpus, parameters, trained_bytes, value_bytes
+from ...cluster.gpu_memory import (
+    engine_bytes,
+    has_gpus,
+    parameters,
+    teacher_bytes,
+    trained_bytes,
+    value_bytes,
+)
 from ...cluster.placement import PlacementRequest
 from ...cluster.rollout_specs import EvaluationDefaults, evaluation_plans
 from ...config.checks import contradictions
@@ -33,6 +40,7 @@ from ...errors import ConfigError
 from ...observe.run_folder import has_figures
 from .dry_run import check_host_memory, plan_here
 from .extras import check_evaluation_extras, check_extras
+from .other_models import check_other_models
 from .prompts import PromptsRead, plan_epochs, read_examples, read_prompts
 from .user_functions import Check, check_sampler, checks_of_functions
 
@@ -80,11 +88,12 @@ def check_start(
         checks = []
     store, rubrics = config.dataplane.store.kind, config.rubrics.values()
     extras = partial(check_extras, renderer=config.model.renderer, store=store)
+    others = partial(check_other_models, config.model, config.other_models)
     first: list[Check] = [
         lambda: _refuse(absent.values()),
         lambda: extras(config.logging, config.rollout, config.sources, rubrics),
     ]
-    read.left = _check([*first, *checks], prompts) if part == "quick" else _check([*first, *checks, prompts])
+    read.left = _check([*first, *checks], prompts) if part == "quick" else _check([*first, *checks, others, prompts])
     return read
 
 
@@ -137,6 +146,7 @@ def _quick_checks(config: Config, resume: bool) -> list[Check]:
             config.model,
             joins=resources.ray_address is not None,
             with_reference=config.with_reference,
+            teachers=teacher_bytes(config.trainer, config.distillation),
         ),
     ]
 
@@ -264,12 +274,18 @@ def _check_store(plane: DataPlaneConfig, *, joins_ray: bool) -> None:
 
 
 def _check_memory(
-    trainer: TrainerConfig, rollout: RolloutConfig, model: ModelConfig, *, joins: bool, with_reference: bool
+    trainer: TrainerConfig,
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    *,
+    joins: bool,
+    with_reference: bool,
+    teachers: int,
 ) -> None:
     """Check that the model fits into this machine's memory. A no-op for an assumed machine, for a Ray cluster to join
     and for a model of unknown size. Without GPUs, raises ValueError if the weights, gradients and optimizer state of
     all train workers and engines exceed the memory. With GPUs, raises UserError if the train workers' share of host
-    memory exceeds it. joins: whether the run joins a Ray cluster."""
+    memory exceeds it. joins: whether the run joins a Ray cluster. teachers: bytes of the teachers in a train worker."""
     params = parameters(model)
     if assumed_machine() is not None or params is None or joins:
         return
@@ -278,6 +294,7 @@ def _check_memory(
         return
     world, engines = trainer.topology.world, rollout.num_engines
     worker = trained_bytes(trainer, params, with_reference=with_reference) if trainer.backend != "scripted" else 0
+    worker += teachers
     engine = engine_bytes(rollout, model, params) * rollout.tp if rollout.engine != "scripted" else 0
     needed, total = worker * world + engine * engines, total_memory()
     if needed > total:

@@ -107,15 +107,10 @@ def read_prompts(
 
 def _tokenizer(read: PromptsRead, model: ModelConfig, absent: Collection[str]) -> Any:
     """Return the model's tokenizer; None if it is not on this machine or cannot be loaded."""
-    from ....actors.engines.tokenizer import load_tokenizer
-    from ...base_model.made_tokenizers import make_tokenizer
-
-    if model.builtin:
-        return make_tokenizer()
     if model.path in absent:
         return None
     try:
-        here = _is_local(model.path) or _model_is_cached(model.path)
+        here = model.builtin or is_here(model.path)
     except ValueError as error:
         read.problems.append(f"model.path: got {model.path!r}, expected a folder that exists or a hub id ({error})")
         return None
@@ -126,10 +121,19 @@ def _tokenizer(read: PromptsRead, model: ModelConfig, absent: Collection[str]) -
         )
         return None
     try:
-        return load_tokenizer(model.path)
+        return load_or_make_tokenizer(model)
     except ValueError as error:
         read.problems.append(str(error))
         return None
+
+
+def load_or_make_tokenizer(model: ModelConfig) -> Any:
+    """Return the tokenizer of a model that is on this machine; that of the built-in model is made. Raises ValueError if
+    it cannot be loaded."""
+    from ....actors.engines.tokenizer import load_tokenizer
+    from ...base_model.made_tokenizers import make_tokenizer
+
+    return make_tokenizer() if model.builtin else load_tokenizer(model.path)
 
 
 def _read_source(
@@ -287,6 +291,12 @@ def _one_tokenizer_thread() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def is_here(path: str) -> bool:
+    """Return whether the model at `path` is a folder, or a hub id whose files are in the cache of this machine. Raises
+    ValueError for a text that is neither."""
+    return _is_local(path) or _model_is_cached(path)
 
 
 def _is_local(path: str) -> bool:

@@ -50,6 +50,30 @@ def test_logprobs_are_of_the_distribution_sampled_from(subject: Subject, params:
             assert EOS not in one.token_ids[:-1]
 
 
+def test_scores_of_given_tokens_are_those_of_transformers(subject: Subject) -> None:
+    """Also of a long row, whose prompt vLLM computes in parts, and of rows that share a prefix."""
+    rows = [np.array(ids, np.int32) for ids in (PROMPTS[3], PROMPTS[3][:200], [5, 6, 7], [4, EOS, 9])]
+    wanted = [np.arange(len(row)) % 3 > 0 for row in rows]
+    masks = [mask.astype(np.uint8) for mask in wanted]
+    for k in (4, 0):
+        found = subject.run(subject.engine.score(rows, masks, k, 1.0))
+        for row, mask, (logprobs, ids, values) in zip(rows, wanted, found, strict=True):
+            with torch.no_grad():
+                logits = subject.model(torch.from_numpy(row).long()[None]).logits[0]
+            every = torch.log_softmax(logits, -1)[np.flatnonzero(mask) - 1]
+            own = every.gather(-1, torch.from_numpy(row[mask]).long()[:, None])[:, 0]
+            np.testing.assert_allclose(logprobs, own, atol=1e-5)
+            np.testing.assert_allclose(values, every.topk(k, -1).values, atol=1e-5)
+            np.testing.assert_allclose(every.gather(-1, torch.from_numpy(ids).long()), values, atol=1e-5)
+    for row, temperature, words in (
+        (rows[2], 0.7, "got the temperature 0.7, expected 1"),
+        (np.ones(CONTEXT, np.int32), 1.0, f"with {CONTEXT} tokens, expected at most {CONTEXT - 1}"),
+        (np.array([1, VOCAB_SIZE], np.int32), 1.0, "does the model have the policy's vocabulary"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            subject.run(subject.engine.score([row], [np.ones(len(row), np.uint8)], 0, temperature))
+
+
 def test_different_parameters_share_a_batch(subject: Subject) -> None:
     async def main() -> None:
         hot, cold = SamplingParams(max_new_tokens=12), SamplingParams(max_new_tokens=12, temperature=0.0)
