@@ -236,11 +236,7 @@ def meaning_problems(config: Config) -> Iterator[str]:
             "'sync' or 'async', because this estimator normalises over all rows of a step"
         )
     yield from update_problems(config.algorithm, config.trainer, config.overlap)
-    labels = [function.label for function in config.reward.functions]
-    for label in sorted({label for label in labels if labels.count(label) > 1 or label == "mean"}):
-        yield (
-            f"reward.functions: got the name {label!r}, which is taken, expected a different `name` for each function"
-        )
+    yield from _label_problems(config.reward)
     yield from admission_problems(config.algorithm, config.run)
     if config.run.replay is not None:
         yield from replay_problems(config.run, config.validation, config.algorithm, window=config.overlap.window)
@@ -260,6 +256,14 @@ def meaning_problems(config: Config) -> Iterator[str]:
             config.distillation.in_engines,
         )  # fmt: skip
         yield from [f"resources.switch_roles: got 'always' with {obstacle}" for obstacle in obstacles]
+
+
+def _label_problems(reward: RewardConfig) -> Iterator[str]:
+    labels = [function.label for function in reward.functions]
+    for label in sorted({label for label in labels if labels.count(label) > 1 or label == "mean"}):
+        yield (
+            f"reward.functions: got the name {label!r}, which is taken, expected a different `name` for each function"
+        )
 
 
 def optimizer_problems(trainer: TrainerConfig) -> Iterator[str]:
@@ -524,6 +528,11 @@ def objective_problems(
         yield (
             f"loss.correction: got {loss.correction!r} with algorithm.prev_logprobs='rollout', expected "
             "algorithm.prev_logprobs='recompute', because without it all importance weights are 1"
+        )
+    if loss.reference_model is not None and loss.reference_every:
+        yield (
+            f"loss.reference_every: got {loss.reference_every} with loss.reference_model={loss.reference_model!r}, "
+            "expected 0, because only a reference model with the policy's initial weights can move towards the policy"
         )
     if loss.reference_model is not None and trainer.topology.pp > 1:
         yield (

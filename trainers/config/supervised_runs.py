@@ -11,7 +11,6 @@ from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import RolloutConfig
 from ...actors.rollout.data_config import DataConfig
 from ...actors.rollout.supervised.config import SftConfig
-from ...actors.rollout.supervised.examples import Examples
 from ...actors.sample_file import SamplesConfig
 from ..advantages.config import AdvantageConfig
 from ..losses.config import SUPERVISED, LossConfig
@@ -40,6 +39,10 @@ def supervised_sections(
     """
     kept = {name: getattr(algorithm, name) for name in _ALGORITHM}
     if sft.epochs is not None:
+        from ...actors.rollout.supervised.examples import (
+            Examples,  # It imports torch, which a mistake must not wait for.
+        )
+
         try:
             kept["steps"] = Examples(sft, validation=False).steps(algorithm.prompts_per_step)
         except ValueError:
