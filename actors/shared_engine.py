@@ -88,6 +88,10 @@ class SharedEngineActor(EngineActor):
                 engine: Any = self._engine
                 await engine.read_base()
 
+    async def identity(self) -> ActorInfo:
+        """Return the name, process id and host of this process, also after the death of the engine in it."""
+        return ActorInfo.here(self._name)
+
     async def gpus(self) -> list[list[int]]:
         """Return the numbers of the GPUs of all shared engines of the pool, by engine."""
         return [list(gpus) for gpus in self._shared.gpus]
