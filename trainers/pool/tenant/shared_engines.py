@@ -66,7 +66,7 @@ class SharedEngines:
     def running(self) -> Iterator[tuple[tuple[int, ...], ...]]:
         """Context manager that starts the engines, and yields the GPUs of each once all are built. Raises UserError if
         the configuration has no adapters, has a model that a run would make, or does not fit the pool."""
-        self._check()
+        self.check()
         client = PoolClient(self.pool)
         own = TenantMap(f"{ENGINES}{os.getpid()}", 1.0, (), self.config.engine_gpus)
         start = process_start(os.getpid())
@@ -99,8 +99,8 @@ class SharedEngines:
                 watching.join()
             tenant.leave()
 
-    def _check(self) -> None:
-        """Raise UserError if engines of this configuration cannot be shared."""
+    def check(self) -> None:
+        """Raise UserError if engines of this configuration cannot be shared. Needs no Ray cluster."""
         config = self.config
         if not config.sends_adapter:
             raise UserError(
