@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -62,7 +63,8 @@ class SharedEngineActor(EngineActor):
         self._missed: set[str] = set()
         """Runs with a seat that the last call of `keep` did not name."""
         self._building = asyncio.Lock()
-        self._leaving = asyncio.Lock()  # A run's next seat, of the same name, opens after the one before has closed.
+        self._leaving = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        """Lock of each run, so that its next seat opens after the one before, of the same name, has closed."""
 
     async def call(self, method: str, message: bytes, *actors: object) -> bytes:
         """Run a method of this actor, or of a run's seat for `RUN/METHOD`. Raises EngineDied for a run without a
@@ -112,7 +114,7 @@ class SharedEngineActor(EngineActor):
     async def leave(self, run: str) -> None:
         """Close the seat of a run. If the engine has died, this process ends, and Ray starts another. Idempotent."""
         self._end_dead()
-        async with self._leaving:
+        async with self._leaving[run]:
             if (seat := self._seats.pop(run, None)) is not None:
                 await seat.close()
 

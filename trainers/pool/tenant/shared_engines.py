@@ -179,8 +179,10 @@ def _built(engine: Any, index: int, timeout_s: float) -> None:
 
 
 class _Listed:
-    """The list of the engines' processes in actors.json of the pool's folder, by which a pool that is started again
-    after the death of this process knows that they have ended."""
+    """The list of the engines' processes, in actors.json of the pool's folder.
+
+    By this list, a pool that is started again after the death of this process knows that they have ended.
+    """
 
     def __init__(self, folder: Path, run_id: str) -> None:
         self._folder = folder
@@ -198,8 +200,10 @@ class _Listed:
 
 
 def _watch(client: PoolClient, engines: Sequence[Any], listed: _Listed, stopping: threading.Event) -> None:
-    """Tell the engines which runs there are, so that they give the seats of others up, and list those that were started
-    again."""
+    """Tell the engines which runs there are, so that they give the seats of others up.
+
+    Engines that were started again are listed.
+    """
     while not stopping.wait(LOOK_S):
         try:
             names = [tenant.name for tenant in client.status().tenants]
