@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,6 +63,8 @@ class SharedEngineActor(EngineActor):
         self._missed: set[str] = set()
         """Runs with a seat that the last call of `keep` did not name."""
         self._building = asyncio.Lock()
+        self._leaving = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        """Lock of each run, so that its next seat opens after the one before, of the same name, has closed."""
 
     async def call(self, method: str, message: bytes, *actors: object) -> bytes:
         """Run a method of this actor, or of a run's seat for `RUN/METHOD`. Raises EngineDied for a run without a
@@ -78,10 +82,17 @@ class SharedEngineActor(EngineActor):
         return await seat.call(method, message, *actors)
 
     async def build(self) -> None:
-        """Load the engine, unless that is done. Several runs may ask for it."""
+        """Load the engine, unless that is done. Several runs may ask for it. Later changes of the model's files do not
+        change the base to which adapters must belong."""
         async with self._building:
             if self._hosted is None:
                 await super().build()
+                engine: Any = self._engine
+                await engine.read_base()
+
+    async def identity(self) -> ActorInfo:
+        """Return the name, process id and host of this process, also after the death of the engine in it."""
+        return ActorInfo.here(self._name)
 
     async def gpus(self) -> list[list[int]]:
         """Return the numbers of the GPUs of all shared engines of the pool, by engine."""
@@ -92,7 +103,9 @@ class SharedEngineActor(EngineActor):
         return sorted(self._seats)
 
     async def keep(self, runs: list[str]) -> None:
-        """Close the seats of all runs that neither this call names nor the one before: these runs have ended."""
+        """Close the seats of all runs that neither this call names nor the one before: these runs have ended. Ends this
+        process if the engine has died, as `leave` does."""
+        self._end_dead()
         missed = set(self._seats).difference(runs)
         for run in sorted(missed & self._missed):
             await self.leave(run)
@@ -100,11 +113,14 @@ class SharedEngineActor(EngineActor):
 
     async def leave(self, run: str) -> None:
         """Close the seat of a run. If the engine has died, this process ends, and Ray starts another. Idempotent."""
-        seat = self._seats.pop(run, None)
+        self._end_dead()
+        async with self._leaving[run]:
+            if (seat := self._seats.pop(run, None)) is not None:
+                await seat.close()
+
+    def _end_dead(self) -> None:
         if self._hosted is not None and self._hosted.died:
             os.kill(os.getpid(), signal.SIGKILL)
-        if seat is not None:
-            await seat.close()
 
     async def _configure(self, run: str, setup: EngineSetup) -> ActorInfo:
         await self.leave(run)
@@ -115,7 +131,7 @@ class SharedEngineActor(EngineActor):
         """Return the engine of a run. Raises ValueError with one sentence, and closes the seat, if the run does not fit
         the engine or the engine has as many runs as it can serve."""
         problem = misfit(self._setup.engine, config)
-        others = sorted(set(self._seats).difference([run]))
+        others = sorted(takewhile(lambda name: name != run, self._seats))  # They came before this run.
         if problem:
             problem += ", because pool.engines=shared uses the engines with which the pool was started"
         elif len(others) >= self._shared.max_runs:

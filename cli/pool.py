@@ -91,7 +91,12 @@ def _start(arguments: argparse.Namespace) -> int:
     if port is not None and not 0 <= port <= 65535:
         raise UserError(f"--prometheus-port: got {port}, expected a port from 0 to 65535")
     stop_on_sigterm()
-    config = None if arguments.engines is None else load_config(arguments.engines)
+    engines = None
+    if arguments.engines is not None:
+        from ..trainers.pool.tenant.shared_engines import SharedEngines
+
+        engines = SharedEngines(arguments.name, arguments.dir, load_config(arguments.engines))
+        engines.check()
     with contextlib.ExitStack() as stack:
         served = stack.enter_context(
             served_pool(
@@ -104,13 +109,11 @@ def _start(arguments: argparse.Namespace) -> int:
                 trusted_network=arguments.trusted_network,
             )
         )
-        if config is not None:
-            from ..trainers.pool.tenant.shared_engines import SharedEngines
-
-            gpus = stack.enter_context(SharedEngines(served.name, arguments.dir, config).running())
+        if engines is not None:
+            gpus = stack.enter_context(engines.running())
             print(
-                f"{len(gpus)} engine(s) of {config.model.path} on GPU(s) {gpus}, for up to "
-                f"{config.rollout.max_adapters} runs with pool.engines=shared",
+                f"{len(gpus)} engine(s) of {engines.config.model.path} on GPU(s) {', '.join(map(str, sum(gpus, ())))}, "
+                f"for up to {engines.config.rollout.max_adapters} runs with pool.engines=shared",
                 flush=True,
             )
         print(

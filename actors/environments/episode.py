@@ -336,8 +336,9 @@ class Episode:
         engine records routes. adapter: see `SamplingParams.adapter`. Raises the errors of `generate`.
         """
         if room < 1:
-            self.out_of_tokens = True
-            raise OutOfTokens(f"episode {self.name!r}: the policy has no tokens left for another turn")
+            self.out_of_tokens = self.out_of_tokens or not adapter
+            whose = f"the model {adapter!r}" if adapter else "the policy"
+            raise OutOfTokens(f"episode {self.name!r}: {whose} has no tokens left for another turn")
         params = replace(
             self.params,
             max_new_tokens=room if max_new_tokens is None else min(room, max_new_tokens),

@@ -26,6 +26,7 @@ from headrace.tests.runs.test_time_sharing import _wait_for, _wait_for_step
 from headrace.tests.runs.weight_sync_runs import ROOT, model_folder
 from headrace.trainers.errors import UserError
 from headrace.trainers.pool.tenant.shared_engines import SharedEngines, find_engine
+from headrace.trainers.supervision.stuck_report import listed_actors
 
 pytestmark = pytest.mark.processes
 
@@ -83,6 +84,7 @@ def test_each_run_has_the_figures_of_its_run_alone(tmp_path: Path) -> None:
         for done in both:
             code, output = done.result()
             assert code == 0, output
+        assert [one.pid for one in listed_actors(tmp_path) or ()] == [pool.engine_pid()]
     runs.finish(tmp_path / "alone", *COMMON, f"model.path={model}")
     alone, beside = runs.steps_of(tmp_path / "alone"), runs.steps_of(tmp_path / "a")
     assert len(alone) == 3

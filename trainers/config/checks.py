@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ...actors.engines.config import ModelConfig
 from ...actors.environments.config import EnvironmentConfig
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import RolloutConfig
@@ -245,6 +246,8 @@ def meaning_problems(config: Config) -> Iterator[str]:
     yield from supervised_problems(config.sft, config.loss, config.rollout, config.run, config.pool)
     yield from warmup_problems(config.warmup, config.sft, config.trainer.lora.base)
     yield from lora_problems(config.trainer, config.model.adapter, config.loss.reference_every)
+    if config.sends_adapter:
+        yield from _endpoint_problems(config.rollout)
     yield from objective_problems(
         config.loss, config.advantage, config.reward, config.algorithm.prev_logprobs, config.trainer
     )
@@ -472,6 +475,14 @@ def route_problems(environment: EnvironmentConfig, rollout: RolloutConfig) -> li
     ]
 
 
+def _endpoint_problems(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.endpoint.enabled and rollout.endpoint.model == "base":
+        yield (
+            "rollout.endpoint.model: got 'base' with trainer.lora.rank above 0, expected another name, because this is "
+            "the name of the model without the adapter"
+        )
+
+
 def lora_problems(trainer: TrainerConfig, adapter: str | None, reference_every: int) -> Iterator[str]:
     """Yield one sentence for each setting that does not go together with an adapter, or that needs one. adapter: value
     of `model.adapter`. reference_every: that of `loss.reference_every`."""
@@ -556,7 +567,8 @@ def pool_problems(config: Config) -> Iterator[str]:
         return
     because = "with pool.address set"
     if config.shares_engines:
-        yield from _shared_engine_problems(config.resources, sends_adapter=config.sends_adapter)
+        base = "model" if config.trainer.lora.rank == 0 else config.trainer.lora.base
+        yield from _shared_engine_problems(config.resources, config.model, base, sends_adapter=config.sends_adapter)
     else:
         yield from _map_problems(config.resources, config.rollout.num_engines, config.engine_gpus, because)
     if not config.overlap.window:
@@ -598,12 +610,21 @@ def pool_problems(config: Config) -> Iterator[str]:
     ]
 
 
-def _shared_engine_problems(resources: ResourcesConfig, *, sends_adapter: bool) -> Iterator[str]:
+def _shared_engine_problems(
+    resources: ResourcesConfig, model: ModelConfig, base: str, *, sends_adapter: bool
+) -> Iterator[str]:
     because = "with pool.engines=shared"
     if not sends_adapter:
         yield (
             f"trainer.lora.rank: got 0 {because}, expected an adapter and sync.adapter=only, because the engines keep "
             "the base model for all their runs"
+        )
+    if base != "model":
+        yield f"trainer.lora.base: got {base!r} {because}, expected 'model', because each run rounds its base by itself"
+    if model.builtin:
+        yield (
+            f"model.path: got {model.path!r} {because}, expected a folder or hub id, because all runs need the same "
+            "weights"
         )
     train, rollout = resources.trainer_gpus, resources.rollout_gpus
     if train is None or rollout is None:

@@ -124,7 +124,8 @@ class AdapterLayers:
     # ---------------- These methods check an adapter, before and after it is in service.
 
     @cached_property
-    def _base(self) -> str:
+    def base(self) -> str:
+        """Digest of the model's files at the time of the first use, which reads all of them."""
         return base_digest(self._path)
 
     def check(self, spec: AdapterSpec, named: Mapping[str, torch.Tensor]) -> Adapter:
@@ -133,9 +134,9 @@ class AdapterLayers:
         The first call reads all weight files of the model. Raises ValueError if the adapter belongs to another base,
         its rank is above that of the slots, a tensor's name or shape does not fit the model, or a number is not finite.
         """
-        if spec.base != self._base:
+        if spec.base != self.base:
             raise ValueError(
-                f"adapter: got one for a base model with the digest {spec.base}, expected {self._base}, the digest of "
+                f"adapter: got one for a base model with the digest {spec.base}, expected {self.base}, the digest of "
                 f"{self._path!r}"
             )
         if spec.rank > self.slots.rank:

@@ -128,7 +128,8 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         """Sum of three counts, which changes whenever the engine makes progress. They count tokens returned, decoding
         steps of the current batch, and weight buckets received."""
         decoding = None if self._batch is None else self._batch.decoding
-        return self.stats.tokens + (0 if decoding is None else decoding.num_steps) + self._incoming.num_received
+        tokens = self.stats.tokens + self.base.stats.tokens
+        return tokens + (0 if decoding is None else decoding.num_steps) + self._incoming.num_received
 
     # ---------------- These methods serve and pause requests.
 
@@ -215,12 +216,19 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
             )
         return self._layers
 
+    async def read_base(self) -> None:
+        """Read the files of the model now, so that adapters must belong to these, and not to later ones in their place.
+        Raises ValueError if the engine has no room for adapters, or there are no such files."""
+        layers = self.layers
+        await asyncio.to_thread(lambda: layers.base)
+
     async def load(self, adapter: Adapter) -> None:
         """Move an adapter to the device of the model."""
         await asyncio.to_thread(adapter.move, self._device)
 
     async def alone(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a function in the decoding thread while no batch is decoded."""
+        """Run a function in the decoding thread between two decoding steps."""
+        self._interrupt.set()
         async with self._exclusive:
             return await self._in_thread(function, *args)
 

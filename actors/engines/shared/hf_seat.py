@@ -41,9 +41,9 @@ class HfSeat(InProcessEngine[Adapter]):
     @property
     def progress(self) -> int:
         """Sum of the tokens of this run that were returned and of the buckets of its adapters that were received. A
-        batch in progress counts through the steps of the engine."""
-        decodes = any(not pending.future.done() for pending in self._in_flight.values())
-        return self.stats.tokens + self._incoming.num_received + (self._host.progress if decodes else 0)
+        batch in progress counts through the steps of the engine, unless all requests of this run are held."""
+        own = self.stats.tokens + self._incoming.num_received
+        return own + (self._host.progress if self._num_running else 0)
 
     # ---------------- These methods serve and pause requests.
 

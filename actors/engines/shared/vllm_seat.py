@@ -47,10 +47,12 @@ class VllmSeat(VllmEngine):
 
     @property
     def progress(self) -> int:
-        """Counter that grows with each token of this run and each bucket of its adapters."""
+        """Number that changes with each token of this run and each bucket of its adapters. While a request, commit or
+        comparison of this run is in vLLM, it also changes with the tokens of other runs, behind which it waits."""
         self._expect_alive("progress")
-        running = [sample for request in self._in_flight.values() for sample in request.sample_ids]
-        return self.stats.tokens + self._process.versions.count(running) + self._updates.num_received
+        waits = self._control.locked() or any(request.submitted for request in self._in_flight.values())
+        own = self.stats.tokens + self._updates.num_received
+        return own + (self._process.versions.num_tokens if waits else 0)
 
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
         """Receive and check an adapter. Raises ValueError for weights of the whole model, which would replace the base

@@ -72,16 +72,17 @@ class HeldAdapters:
                 f"adapter: version {update.version} has rank {spec.rank}, expected at most {self.slots.rank}, with "
                 "which the engine was started"
             )
-        base = await self._digest()
+        base = await self.digest()
         if spec.base != base:
             raise ValueError(
                 f"adapter: version {update.version} belongs to a base with digest {spec.base}, expected {base}, the "
                 f"digest of {self._model!r}"
             )
 
-    async def _digest(self) -> str:
+    async def digest(self) -> str:
+        """Return the digest of the base's files at the time of the first call, which reads all of them."""
         if self._beside is not None:
-            return await self._beside._digest()
+            return await self._beside.digest()
         if self._base is None or (self._base.done() and self._base.exception() is not None):
             self._base = asyncio.ensure_future(asyncio.to_thread(base_digest, self._model))
         return await asyncio.shield(self._base)

@@ -442,6 +442,13 @@ class VllmEngine:
 
     # ---------------- These methods change and check weights.
 
+    async def read_base(self) -> None:
+        """Read the files of the model now, so that adapters must belong to these, and not to later ones in their place.
+        Raises ValueError if the engine has no room for adapters, or there are no such files."""
+        if self._adapters is None:
+            raise ValueError("adapter: the engine was started without room for adapters")
+        await self._adapters.digest()
+
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
         """Make the workers receive and verify `update`, while the engine keeps serving the old version.
 

@@ -278,6 +278,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
     def open_seat(self, name: str, info: InboxInfo, manager: Any) -> None:
         """Receive the adapters of run `name`, too. They are kept beside those of other runs. manager: vLLM's
         WorkerLoRAManager."""
+        self.close_seat(name)
         seat = copy.copy(self)
         seat._seats = {}
         seat._begin()
@@ -293,9 +294,9 @@ class StagedWeightEngine(library.WeightTransferEngine):
         if (seat := self._seats.pop(name, None)) is not None:
             seat.shutdown()
 
-    def of_seat(self, name: str) -> StagedWeightEngine:
-        """Return what receives the updates of run `name`; "" for an engine that no runs share."""
-        return self._seats[name] if name else self
+    def of_seat(self, name: str) -> StagedWeightEngine | None:
+        """Return what receives the updates of run `name`, None without a seat; "" for an engine that no runs share."""
+        return self._seats.get(name) if name else self
 
     def _store(self) -> AdapterStore:
         if self.adapters is None:
@@ -333,8 +334,9 @@ class WeightWorker:
 
     def headrace_drop(self, version: int, seat: str) -> None:
         """Forget a prepared version in this worker, or stop receiving it. seat: name of a run that shares the engine;
-        "" if none does."""
-        self.weight_transfer_engine.of_seat(seat).drop(version)
+        "" if none does. A no-op for a run whose seat is closed."""
+        if (receiving := self.weight_transfer_engine.of_seat(seat)) is not None:
+            receiving.drop(version)
 
     def headrace_open_seat(self, name: str, info: dict[str, Any]) -> None:
         """Receive the adapters of run `name`, one of several that share the engine. info: fields of an InboxInfo."""

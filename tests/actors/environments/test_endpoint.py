@@ -489,3 +489,14 @@ def test_a_policy_that_is_an_adapter_is_one_of_two_models() -> None:
     [sample] = played(chooses, engine, adapters=True)
     assert not sample.error and [turn.text for turn in sample.turns] == ["two"] and len(sample.rows) == 1
     assert engine.asked == ["base", "", "base"]
+
+
+def test_a_prompt_that_is_too_long_for_the_base_does_not_end_the_policys_turns() -> None:
+    async def judges(episode: Episode) -> float:
+        async with client_of(episode) as client:
+            with pytest.raises(openai.BadRequestError, match="the model 'base' has no tokens left"):
+                await client.completions.create(model="base", prompt="a" * 5000)
+        raise ValueError("the judge has failed")
+
+    [sample] = played(judges, Recorder(), adapters=True)
+    assert "the judge has failed" in sample.error and sample.finish_reason != "length"

@@ -20,7 +20,8 @@ GOOD: dict[str, Any] = {
     "algorithm": {"mode": "async"},
     "sync": {"in_flight": "keep"},
 }
-APART = {"resources": {"trainer_gpus": [4, 5]}}
+TINY = "builtin:tiny-qwen3"
+APART = {"resources": {"trainer_gpus": [4, 5]}, "model": {"path": "folder"}}
 EXAMPLES = Path(__file__).parents[3] / "examples" / "time-sharing"
 
 
@@ -65,8 +66,16 @@ def test_the_example_fits(name: str) -> None:
             "trainer.lora.rank: got 0 with pool.engines=shared, expected an adapter",
         ),
         (
-            {"pool": {"engines": "shared"}, "trainer": {"lora": {"rank": 4}}},
+            {"pool": {"engines": "shared"}, "trainer": {"lora": {"rank": 4}}, "model": {"path": "folder"}},
             "resources.trainer_gpus: got GPU 0 with pool.engines=shared, expected none of resources.rollout_gpus",
+        ),
+        (
+            {"pool": {"engines": "shared"}, "trainer": {"lora": {"rank": 4, "base": "int8"}}, **APART},
+            "trainer.lora.base: got 'int8' with pool.engines=shared, expected 'model'",
+        ),
+        (
+            {"pool": {"engines": "shared"}, "trainer": {"lora": {"rank": 4}}, **APART, "model": {"path": TINY}},
+            f"model.path: got {TINY!r} with pool.engines=shared, expected a folder or hub id",
         ),
     ],
 )
@@ -76,3 +85,11 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], words: str) -> No
 
 def test_keys_of_a_pool_need_a_pool() -> None:
     assert "pool.weight: got 2 with pool.address=None" in only_problem({"pool": {"weight": 2.0}})
+
+
+def test_an_adapter_is_not_served_under_the_name_of_its_base() -> None:
+    asked = {
+        "trainer": {"lora": {"rank": 4}}, "environment": {"kind": "m:E"},
+        "rollout": {"endpoint": {"enabled": True, "model": "base"}},
+    }  # fmt: skip
+    assert "rollout.endpoint.model: got 'base' with trainer.lora.rank above 0" in only_problem(asked)

@@ -33,6 +33,7 @@ from ...cluster.gpu_bundles import Reservation
 from ...cluster.placement import Placement, PlacementRequest
 from ...config.config import Config
 from ...errors import UserError
+from ...supervision.stuck_report import write_actors
 from ..server.bundles import places_in_pool
 from ..server.client import NAMESPACE, PoolClient, actor_name
 from ..state.commands import Processes
@@ -65,16 +66,19 @@ class SharedEngines:
     def running(self) -> Iterator[tuple[tuple[int, ...], ...]]:
         """Context manager that starts the engines, and yields the GPUs of each once all are built. Raises UserError if
         the configuration has no adapters, has a model that a run would make, or does not fit the pool."""
-        self._check()
+        self.check()
         client = PoolClient(self.pool)
         own = TenantMap(f"{ENGINES}{os.getpid()}", 1.0, (), self.config.engine_gpus)
         start = process_start(os.getpid())
         assert start is not None, "this process runs"
-        processes = Processes(socket.gethostname(), os.getpid(), start, str(self.folder.absolute()))
+        processes = Processes(socket.gethostname(), os.getpid(), start, str(self.folder.absolute()), own.name)
+        listed = _Listed(self.folder, own.name)
         tenant = Tenant(client, own, processes, ORDER_S)
         engines: list[Any] = []
         stopping = threading.Event()
-        watching = threading.Thread(target=_watch, args=(client, engines, stopping), name="shared engines", daemon=True)
+        watching = threading.Thread(
+            target=_watch, args=(client, engines, listed, stopping), name="shared engines", daemon=True
+        )
         try:
             tenant.join()
             tenant.hold("rollout", Priority.INITIALIZATION)
@@ -82,6 +86,7 @@ class SharedEngines:
             reservation = self._places(client)
             for index in range(self.config.rollout.num_engines):
                 engines.append(self._start(index, reservation))
+            listed.add(engines, self.config.resources.start_timeout_s)
             for index, engine in enumerate(engines):
                 _built(engine, index, self.config.resources.start_timeout_s)
             watching.start()
@@ -94,8 +99,8 @@ class SharedEngines:
                 watching.join()
             tenant.leave()
 
-    def _check(self) -> None:
-        """Raise UserError if engines of this configuration cannot be shared."""
+    def check(self) -> None:
+        """Raise UserError if engines of this configuration cannot be shared. Needs no Ray cluster."""
         config = self.config
         if not config.sends_adapter:
             raise UserError(
@@ -173,16 +178,40 @@ def _built(engine: Any, index: int, timeout_s: float) -> None:
         raise ActorFailed(f"start: engine {index} was not built within {timeout_s:g} s: {error}", died=True) from error
 
 
-def _watch(client: PoolClient, engines: Sequence[Any], stopping: threading.Event) -> None:
-    """Tell the engines which runs there are, so that they give the seats of others up."""
+class _Listed:
+    """The list of the engines' processes, in actors.json of the pool's folder.
+
+    By this list, a pool that is started again after the death of this process knows that they have ended.
+    """
+
+    def __init__(self, folder: Path, run_id: str) -> None:
+        self._folder = folder
+        self._run_id = run_id
+        write_actors(folder, run_id, [])
+
+    def add(self, engines: Sequence[Any], timeout_s: float) -> None:
+        """Add the present processes of the engines. Raises a RayError if one does not answer."""
+        method = SharedEngineActor.identity
+        replies: Any = ray.get([submit(one, method, encode_arguments([])) for one in engines], timeout=timeout_s)
+        infos = [decode_result(method, reply) for reply in replies]
+        write_actors(
+            self._folder, self._run_id, [(info.name, info.pid, info.host, info.space, info.start) for info in infos]
+        )
+
+
+def _watch(client: PoolClient, engines: Sequence[Any], listed: _Listed, stopping: threading.Event) -> None:
+    """Tell the engines which runs there are, so that they give the seats of others up.
+
+    Engines that were started again are listed.
+    """
     while not stopping.wait(LOOK_S):
         try:
             names = [tenant.name for tenant in client.status().tenants]
-        except Exception as error:  # The pool is away, and nothing is known about its runs.
+            for engine in engines:
+                submit(engine, SharedEngineActor.keep, encode_arguments([names]))
+            listed.add(engines, LOOK_S)
+        except Exception as error:  # The pool or an engine is away.
             _log.warning("shared engines: %s", error)
-            continue
-        for engine in engines:
-            submit(engine, SharedEngineActor.keep, encode_arguments([names]))
 
 
 @dataclass(frozen=True, slots=True)

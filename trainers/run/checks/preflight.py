@@ -130,6 +130,7 @@ def _quick_checks(config: Config, resume: bool) -> list[Check]:
     resources, rollout = config.resources, config.rollout
     return [
         lambda: _check_run_dir(config.run, resume=resume),
+        lambda: _check_pool(config.pool.engines, config.pool.address),
         lambda: check_model(config),
         lambda: _check_kv_cache(rollout, config.model, config.engine_length),
         lambda: _check_engine_arguments(rollout),
@@ -174,6 +175,15 @@ def _check(checks: Sequence[Check], otherwise: Check | None = None) -> list[str]
     if problems:
         raise ConfigError(problems)
     return left
+
+
+def _check_pool(engines: str, address: str | None) -> None:
+    """A file for `headrace pool start --engines` need not name the pool, but a run must."""
+    if engines == "shared" and address is None:
+        raise ValueError(
+            "pool.engines: got 'shared' with pool.address=None, expected pool.address set, because the engines are "
+            "those of a pool"
+        )
 
 
 def _check_run_dir(run: RunConfig, *, resume: bool) -> None:

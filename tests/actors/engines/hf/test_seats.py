@@ -127,6 +127,50 @@ def test_a_damaged_adapter_holds_up_its_own_run_only(model_folder: str, tmp_path
     share(main, model_folder, tmp_path)
 
 
+def test_a_verification_waits_for_one_step_of_another_run(model_folder: str, tmp_path: Path) -> None:
+    """A batch of another run can last for longer than a sync may."""
+
+    async def main(engine: HfEngine, a: Tenant, b: Tenant) -> None:
+        named, _ = adapter(model_folder, 1), await b.serve(1, 2)
+        await a.seat.prepare_weights(a.trainer.publish(1, named))
+        await a.seat.commit_weights(1, "keep")
+        steps = Steps(engine)
+        running = asyncio.create_task(b.seat.generate("running", PROMPT, PARAMS))
+        steps.allow(3)
+        await until(lambda: steps.begun == 4)
+        verified = asyncio.create_task(a.seat.verify_weights(a.trainer.publisher.digests(1)))
+        await asyncio.sleep(0)
+        steps.allow(3)  # The step of the other run, and two passes that compare the adapter with the base.
+        assert await asyncio.wait_for(verified, 30.0) == len(named)
+        assert not running.done()
+        steps.allow(1000)
+        assert [len(one.token_ids) for one in await running] == [PARAMS.max_new_tokens] * PARAMS.n
+
+    share(main, model_folder, tmp_path, endless=True)
+
+
+def test_a_run_whose_requests_are_held_makes_no_progress_with_those_of_another(
+    model_folder: str, tmp_path: Path
+) -> None:
+    async def main(engine: HfEngine, a: Tenant, b: Tenant) -> None:
+        await a.serve(1, 1)
+        await a.seat.pause("keep")
+        held = asyncio.create_task(a.seat.generate("held", PROMPT, PARAMS))
+        steps = Steps(engine)
+        running = asyncio.create_task(b.seat.generate("running", PROMPT, PARAMS))
+        steps.allow(3)
+        await until(lambda: steps.begun == 4)
+        before = a.seat.progress, b.seat.progress
+        steps.allow(3)
+        await until(lambda: steps.begun == 7)
+        assert a.seat.progress == before[0] and b.seat.progress > before[1]
+        steps.allow(1000)
+        await a.seat.resume()
+        await asyncio.gather(held, running)
+
+    share(main, model_folder, tmp_path, endless=True)
+
+
 def test_what_one_run_must_not_do_is_refused(model_folder: str, tmp_path: Path) -> None:
     async def main(_: HfEngine, a: Tenant, b: Tenant) -> None:
         update = replace(a.trainer.publish(1, adapter(model_folder, 1)), adapter=None)

@@ -97,9 +97,8 @@ def test_pause_commit_and_end_of_one_run_stop_no_request_of_another(shared: Shar
         assert b.engine.progress > begun and not running.done() and not waiting.done()
         await a.engine.resume()
         a.expect(PROMPT, await waiting, of_a, 2)
-        begun = a.engine.progress
         cut = asyncio.create_task(a.engine.generate("cut", PROMPT, LONG))
-        while a.engine.progress < begun + 2:
+        while a.engine.process.versions.count(["a/cut#0"]) < 2:
             await asyncio.sleep(0.002)
         await a.engine.close()
         [short] = await cut
@@ -109,6 +108,33 @@ def test_pause_commit_and_end_of_one_run_stop_no_request_of_another(shared: Shar
             await a.engine.generate("late", PROMPT, SHORT)
         await expect(b, 1, of_b)
         await b.engine.close()
+
+    shared.run(main())
+
+
+def test_a_run_makes_progress_with_the_tokens_of_others_only_while_it_waits_behind_them(
+    shared: Shared, tmp_path: Path
+) -> None:
+    async def moves(tenant: Adapted) -> bool:
+        before = tenant.engine.progress
+        assert shared.engine.tokens_of_newest(), "the other run generates"
+        tokens = shared.engine.process.versions.num_tokens
+        while shared.engine.process.versions.num_tokens < tokens + 3:
+            await asyncio.sleep(0.002)
+        return tenant.engine.progress != before
+
+    async def main() -> None:
+        a, b = shared.tenant("a", tmp_path), shared.tenant("b", tmp_path)
+        await serve(b, 1, 2)
+        running = asyncio.create_task(b.engine.generate("running", PROMPT, LONG))
+        while not shared.engine.tokens_of_newest() or shared.engine.tokens_of_newest()[0][1] < 1:
+            await asyncio.sleep(0.002)
+        assert not await moves(a) and await moves(b)
+        async with a.engine._control:  # As during a commit or a comparison.
+            assert await moves(a)
+        await b.engine.close()
+        await running
+        await a.engine.close()
 
     shared.run(main())
 

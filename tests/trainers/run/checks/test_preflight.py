@@ -136,6 +136,7 @@ MISTAKES = {
     "ray without port": (nothing, ["resources.ray_address=here"], "(it does not have the form HOST:PORT)"),
     "stop text": (nothing, ["rollout.stop=['<eos>=']"], "rollout.stop: got '<eos>=', expected the special token"),
     "stop token": (nothing, ["rollout.stop_token_ids=[999]"], "rollout.stop_token_ids: got 999, expected less than 40"),
+    "no pool": (nothing, ["pool.engines=shared"], "pool.engines: got 'shared' with pool.address=None, expected pool.a"),
     "damaged data": (damaged_data, [], "data: line 2 of './chat.jsonl' is not JSON"),
     "empty data": (empty_data, [], "data: './chat.jsonl' is empty, expected at least one row"),
     "memory": (large, [], "this machine has"),
