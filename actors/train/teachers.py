@@ -61,9 +61,10 @@ class TeacherSetup:
 class EngineTeacher:
     """A teacher in an engine of its own, from the view of a train worker."""
 
-    def __init__(self, name: str, place: str, actor: Any) -> None:
-        """place: what errors say about the actor, its process and host. actor: Ray handle of its `EngineActor`."""
-        self._name, self._place, self._actor = name, place, actor
+    def __init__(self, place: str, actor: Any) -> None:
+        """place: what errors say about its actor: the name, process and host. actor: Ray handle of its
+        `EngineActor`."""
+        self._place, self._actor = place, actor
 
     def score(self, batches: Sequence[Batch], top_k: int, *, temperature: float, timeout_s: float) -> list[TokenScores]:
         """Return the scores of the rows of each batch, which has the columns `input_ids` and `response_mask`.
@@ -101,7 +102,7 @@ class EngineTeacher:
             raise RuntimeError(f"{self._after(started)}: its answer is lost ({type(error).__name__})") from error
 
     def _after(self, started: float) -> str:
-        return f"distillation: {self._name} ({self._place}) gave no scores after {time.monotonic() - started:.1f} s"
+        return f"distillation: {self._place} gave no scores after {time.monotonic() - started:.1f} s"
 
 
 def _spread(reply: ScoreReply, wanted: torch.Tensor) -> TokenScores:
@@ -209,7 +210,7 @@ class Teachers:
     def connect(self, names: Sequence[str], places: Sequence[str], actors: Sequence[Any]) -> None:
         """Introduce the teachers in engines, see `TrainWorker.set_teachers`."""
         for name, place, actor in zip(names, places, actors, strict=True):
-            self._engines[name] = EngineTeacher(name, place, actor)
+            self._engines[name] = EngineTeacher(place, actor)
 
     def score(
         self,

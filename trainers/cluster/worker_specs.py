@@ -32,7 +32,7 @@ def worker_setup(
     sync, pooled = config.sync, config.pool.address is not None
     folder = sync.dir or os.path.join(config.run.dir or ".", "weights")
     sender = SenderConfig(handle.run_id, sync, folder=folder, data_plane=handle, device=device, key=handle.store.key)
-    backend, reference = backend_config(config, model), config.loss.reference_model
+    backend, reference = backend_config(config, model), config.loss.reference_model or None
     on_gpu = device != "cpu"
     return WorkerSetup(
         rank=rank,
@@ -44,7 +44,7 @@ def worker_setup(
         collective_timeout_s=config.resources.collective_timeout_s,
         data_plane=handle,
         backend=partial(build_backend, backend),
-        reference=reference and partial(build_backend, backend.frozen(reference, offload=on_gpu)),
+        reference=None if reference is None else partial(build_backend, backend.frozen(reference, offload=on_gpu)),
         teachers=teacher_setups(config.distillation, backend, offload=on_gpu),
         top_k=config.distillation.top_k,
         sender=partial(_sender_at, kind, sender),

@@ -214,13 +214,13 @@ def test_an_engine_scores_rows_or_is_named_with_host_and_time(ray_session: None)
         actor: Any = ray.remote(Host).options(num_cpus=0).remote(way)
         if way == "killed":
             ray.kill(actor)
-        return EngineTeacher("tutor", "pid 7 on far", actor).score(
+        return EngineTeacher("teacher tutor (pid 7 on far)", actor).score(
             engine_batches(), 0, temperature=1.0, timeout_s=timeout_s
         )
 
     found = [one.logprobs.tolist() for one in asked("", 30.0)]
     assert found == [[0.0, -8.0, -9.0], [0.0, 0.0], [0.0, -6.0]]
-    told = r"distillation: tutor \(pid 7 on far\) gave no scores after [\d.]+ s: "
+    told = r"distillation: teacher tutor \(pid 7 on far\) gave no scores after [\d.]+ s: "
     with pytest.raises(EngineDied, match=told + "its actor died"):
         asked("killed", 30.0)
     with pytest.raises(EngineDied, match=told + "EngineDied: vLLM's process ended"):

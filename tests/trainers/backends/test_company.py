@@ -137,9 +137,10 @@ def test_experts_may_round_otherwise_beside_other_rows(tmp_path: Path, monkeypat
     forward = CausalLM.forward
 
     def rounded(self: CausalLM, *args: Any) -> Any:
-        values, entropy = forward(self, *args)
-        calls.append(len(values))
-        return values + 1e-3 * torch.rand(len(values), generator=torch.Generator().manual_seed(len(calls))), entropy
+        values = forward(self, *args)
+        calls.append(len(values.logprobs))
+        noise = torch.rand(len(values.logprobs), generator=torch.Generator().manual_seed(len(calls)))
+        return values._replace(logprobs=values.logprobs + 1e-3 * noise)
 
     monkeypatch.setattr(CausalLM, "forward", rounded)
     trainer(folder, packing="packed")

@@ -173,6 +173,36 @@ def test_two_tensor_parallel_ranks_have_the_same_scores(tmp_path: Path) -> None:
     check_scores(first or second, folder)
 
 
+def beside_megatron(rank: int, world: int, student: str, folder: str) -> list[Any]:
+    """Scores of a teacher in the train workers of a policy that Megatron trains, before and after a step of it."""
+    config = backend_config(
+        student, backend="megatron", dp=world, loss=LossConfig(kind="reinforce"), with_reference=False, prev="rollout"
+    )
+    policy, teacher = (
+        build_backend(config, rank, world),
+        build_backend(config.frozen(folder, offload=False), rank, world),
+    )
+    micro, found = micro_batch(random_rows(4, 6)), []
+    for _ in range(2):
+        scores: Any = teacher
+        found.append(scores.score([micro], 1, K, temperature=TEMPERATURE))
+        policy.begin_step(TEMPERATURE)
+        policy.accumulate([micro], 1)
+        assert policy.finish_step()["train/skipped"] == 0.0
+    teacher.close()
+    policy.close()
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.megatron
+def test_a_teacher_beside_a_policy_of_megatron_stays_what_it_is(tmp_path: Path) -> None:
+    student, folder = save_tiny_model(tmp_path / "s"), save_tiny_llama(tmp_path / "t")
+    for first, second in run_on_ranks(beside_megatron, 2, tmp_path / "run", student, folder):
+        check_scores(first, folder)
+        check_scores(second, folder)
+
+
 def test_an_engine_gives_the_columns_of_the_train_workers(tmp_path: Path) -> None:
     """To 1e-5: log-probs of sampled tokens, top tokens and their log-probs."""
     asyncio.run(compare_engine(save_tiny_llama(tmp_path)))

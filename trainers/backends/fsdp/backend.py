@@ -347,8 +347,9 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
             for micro in exactly(micros, count):
                 layout = self._lay_out(micro, None)
                 values = self._predict(self._policy, layout, temperature, top_k)
-                parts = (values.logprobs, values.top_ids, values.candidates)
-                found.append(TokenScores(*(None if p is None else self._whole(p, layout, micro) for p in parts)))
+                whole = partial(self._whole, layout=layout, micro=micro)
+                ids, logprobs = (None if part is None else whole(part) for part in (values.top_ids, values.candidates))
+                found.append(TokenScores(whole(values.logprobs), ids, logprobs))
         finally:
             give_back(self._policy)
         return found if self._rank == self._topology.writer(self._place.dp) else []
