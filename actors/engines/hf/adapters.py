@@ -137,7 +137,7 @@ class AdapterLayers:
         if spec.base != self.base:
             raise ValueError(
                 f"adapter: got one for a base model with the digest {spec.base}, expected {self.base}, the digest of "
-                f"{self._path!r}"
+                f"{self._path!r} when the engine read it"
             )
         if spec.rank > self.slots.rank:
             raise ValueError(f"adapter: got rank {spec.rank}, expected at most {self.slots.rank}, the room in a slot")

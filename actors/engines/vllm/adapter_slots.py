@@ -76,7 +76,7 @@ class HeldAdapters:
         if spec.base != base:
             raise ValueError(
                 f"adapter: version {update.version} belongs to a base with digest {spec.base}, expected {base}, the "
-                f"digest of {self._model!r}"
+                f"digest of {self._model!r} when the engine read it"
             )
 
     async def digest(self) -> str:
