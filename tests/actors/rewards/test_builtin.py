@@ -261,7 +261,6 @@ def test_a_reward_that_fails_costs_its_row_and_no_other_reward(bad: object) -> N
 
 def test_rubrics_that_cannot_be() -> None:
     for rewards, message in (
-        ([], "expected at least one"),
         ([("a", exact_match, 1.0), ("a", exact_match, 1.0)], "'a' is given twice"),
         ([("a", exact_match, math.nan)], "weight nan, expected a finite number"),
     ):

@@ -313,7 +313,7 @@ def test_a_checkpoint_of_another_base_is_refused(folder: Path, tmp_path: Path) -
     weights = load_file(tmp_path / "other" / "model.safetensors")
     weights["model.norm.weight"][0] += 1
     save_file(weights, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
-    digests = f"{base_digest(str(folder / 'tied'))}, .*{base_digest(str(tmp_path / 'other'))}"
+    digests = f"{base_digest(str(tmp_path / 'other'))}, expected {base_digest(str(folder / 'tied'))}"
     with contextlib.closing(build(tmp_path, "other")) as backend, pytest.raises(ValueError, match=digests):
         backend.load(str(tmp_path / "saved"))
 
