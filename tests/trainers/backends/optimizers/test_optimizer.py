@@ -236,3 +236,22 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_settings_that_do_not_fit_are_refused(trainer: dict[str, Any], sentence: str) -> None:
     assert only_problem({"trainer": trainer}).startswith(sentence)
+
+
+def test_a_model_that_is_not_trained_has_no_optimizer_whatever_the_run_s_has() -> None:
+    """Teachers and reference models have the settings of the policy's backend."""
+    model = nn.Linear(4, 4).requires_grad_(False)
+    config = TrainerConfig.model_validate({"groups": [{"pattern": "*lora_B*"}], "optimizer": "adamw_8bit"})
+    assert build_optimizer(model, config).parts == ()
+
+
+@pytest.mark.parametrize("bits", [32, 16, 8])
+def test_a_rank_without_values_of_a_weight_counts_its_steps(bits: int) -> None:
+    """A checkpoint has the count of one rank, which all ranks get after a resume."""
+    empty = nn.Parameter(torch.zeros(0, 4))
+    group = {"params": [empty], "weight_decay": 0.1}
+    optimizer = LeanAdamW([group], lr=1e-3, betas=(0.9, 0.99), eps=1e-8, bits=bits, host=False, place="")
+    for _ in range(2):
+        empty.grad = torch.zeros(0, 4)
+        optimizer.step()
+    assert optimizer.state[empty]["step"] == 2
