@@ -164,6 +164,32 @@ def test_a_second_moment_in_bfloat16_follows_changes_smaller_than_its_spacing() 
     assert nearest * 0.999 == nearest
 
 
+def test_bfloat16_moments_are_rounded_alike_on_all_ranks_and_after_a_resume() -> None:
+    """Ranks that hold replicas of a weight may have drawn different numbers, or have got those of another mesh."""
+    made = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = Tiny()
+        made.append((model, build_optimizer(model, config(optimizer="adamw_bf16"))))
+        made[-1][0].load_state_dict(made[0][0].state_dict())
+    noise = dict[str, list[torch.Tensor]]()
+    for update in range(4):
+        for model, optimizer in made:
+            for number, param in enumerate(model.parameters()):
+                draw = torch.Generator().manual_seed(100 * update + number)
+                param.grad = torch.randn(param.shape, generator=draw)
+            optimizer.step(1e-3)
+            for name, value in state_of(optimizer, model).items():
+                noise.setdefault(name, []).append(value.clone())
+        for model, optimizer in made[1:] if update == 1 else ():
+            model2 = Tiny()
+            model2.load_state_dict(model.state_dict())
+            resumed = build_optimizer(model2, config(optimizer="adamw_bf16"))
+            resumed.restore(model2, state_of(optimizer, model))
+            made[1] = (model2, resumed)
+    assert all(torch.equal(*values[at : at + 2]) for values in noise.values() for at in range(0, len(values), 2))
+
+
 def state_of(optimizer: Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
     """The optimizer's part of a checkpoint."""
     state = optimizer.training_state(model, torch.zeros(()))
