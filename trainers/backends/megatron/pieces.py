@@ -168,8 +168,10 @@ class TrainingState:
 
     @torch.no_grad()
     def collect(self, *, reference: bool) -> dict[str, torch.Tensor]:
-        """Return copies of all tensors of a checkpoint, by name: weights, optimizer state and number of steps, with
-        `reference` also the reference model. Collective."""
+        """Return copies of all tensors of a checkpoint, by name: weights, optimizer state and number of steps.
+
+        reference: whether the reference model is among them. Collective.
+        """
         state: dict[str, torch.Tensor] = {STEPS: self._steps.clone()}
         for entry in self._entries:
             whole = self._whole(self._params[entry.name])
