@@ -92,8 +92,11 @@ def supervised_problems(
         yield "loss.kl_kind: got 'k3_is' with sft.train, expected 'k2' or 'k3', because no policy sampled the rows"
 
 
-def warmup_problems(warmup: WarmupConfig, sft: SftConfig, base: str) -> Iterator[str]:
-    """Yield a sentence if a warm-up on a file does not fit the run. base: value of `trainer.lora.base`."""
-    if warmup.on_file and (sft.train or base != "model"):
-        key = "sft.train" if sft.train else f"trainer.lora.base={base}"
-        yield f"warmup.corpus: got {warmup.corpus!r} with {key}, expected 'none', because the two do not combine"
+def warmup_problems(warmup: WarmupConfig, sft: SftConfig, base: str, adapter: str | None) -> Iterator[str]:
+    """Yield a sentence if a warm-up on a file does not fit the run. base: value of `trainer.lora.base`. adapter: value
+    of `model.adapter`."""
+    found = ["sft.train"] if sft.train else []
+    found += [f"trainer.lora.base={base}"] if base != "model" else []
+    found += [f"model.adapter={adapter!r}"] if adapter else []
+    if warmup.on_file and found:
+        yield f"warmup.corpus: got {warmup.corpus!r} with {found[0]}, expected 'none', because the two do not combine"

@@ -97,6 +97,10 @@ def test_a_warm_up_on_a_file_is_a_supervised_run(tmp_path: Path) -> None:
     assert warmup.run.dir == str(tmp_path / "run" / "warmup") and warmup.warmup.corpus == "none"
     [sentence] = problems(tmp_path, f"warmup.corpus={tmp_path}/a.jsonl")
     assert sentence.startswith("warmup.corpus: got ") and "with sft.train, expected 'none'" in sentence
+    [sentence] = problems(tmp_path, *given, "trainer.lora.rank=4", f"model.adapter={tmp_path}")
+    assert (
+        sentence.startswith("warmup.corpus: got ") and f"with model.adapter='{tmp_path}', expected 'none'" in sentence
+    )
 
 
 def test_a_supervised_run_keeps_its_reference_model_and_has_no_teacher(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def check_other_models(policy: ModelConfig, models: Sequence[tuple[str, str]], l
     own = _vocabulary(load_or_make_tokenizer(policy)) if models and known else None
     for key, path in models:
         folder = Path(path).expanduser()
-        if not folder.is_dir() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
+        if not folder.is_dir() and (":" in path or path.startswith(("/", ".", "~")) or path.count("/") > 1):
             problems.append(f"{key}: got {path!r}, expected an existing model folder or a hub id")
         elif own is None or not is_here(path):
             left.append(f"{key}: {path} or the policy is not on this machine, so their vocabularies are not compared")
