@@ -171,7 +171,7 @@ class Mixture:
         mixed = self._logprobs / torch.from_numpy(np.repeat(self._total, self._lengths)).float()
         if not bool(mixed.isfinite().all() and self._top_logprobs.isfinite().all()):
             wrong = [name for name, (excess, _) in self._divergences.items() if not math.isfinite(excess)]
-            names = ", ".join(wrong or self._divergences)  # Top tokens have no divergence by which they could be told.
+            names = ", ".join(wrong or self._divergences)  # A top token can be to blame, which no divergence shows.
             raise FloatingPointError(f"distillation: the log-probs of {names} are not all finite")
         columns = {TEACHER: mixed}
         if self._top_ids.shape[1]:

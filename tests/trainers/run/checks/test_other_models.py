@@ -34,8 +34,8 @@ def test_a_model_that_is_not_here_is_left_to_the_run(model: Path) -> None:
         line
         == f"{KEY}: no-such/model-here or the policy is not on this machine, so their vocabularies are not compared"
     )
-    sentence = problem(model, "/no/such/folder")
-    assert sentence == f"{KEY}: got '/no/such/folder', expected an existing model folder or a hub id"
+    for path in ("/no/such/folder", "builtin:tiny-qwen3"):
+        assert problem(model, path) == f"{KEY}: got '{path}', expected an existing model folder or a hub id"
 
 
 def test_another_vocabulary_is_refused_in_one_sentence(model: Path, tmp_path: Path) -> None:
