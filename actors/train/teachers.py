@@ -169,9 +169,10 @@ class Mixture:
                 "expected one for the data source of each row, or one without data_source"
             )
         mixed = self._logprobs / torch.from_numpy(np.repeat(self._total, self._lengths)).float()
-        if not bool(mixed.isfinite().all()):
+        if not bool(mixed.isfinite().all() and self._top_logprobs.isfinite().all()):
             wrong = [name for name, (excess, _) in self._divergences.items() if not math.isfinite(excess)]
-            raise FloatingPointError(f"distillation: the log-probs of {', '.join(wrong)} are not all finite")
+            names = ", ".join(wrong or self._divergences)  # A top token can be to blame, which no divergence shows.
+            raise FloatingPointError(f"distillation: the log-probs of {names} are not all finite")
         columns = {TEACHER: mixed}
         if self._top_ids.shape[1]:
             columns |= {TOP_IDS: self._top_ids, TOP_LOGPROBS: self._top_logprobs}

@@ -244,7 +244,7 @@ def meaning_problems(config: Config) -> Iterator[str]:
     if not config.sft.train:
         yield from group_problems(config.algorithm, config.advantage, distils=bool(config.distillation.teachers))
     yield from supervised_problems(config.sft, config.loss, config.rollout, config.run, config.pool)
-    yield from warmup_problems(config.warmup, config.sft, config.trainer.lora.base)
+    yield from warmup_problems(config.warmup, config.sft, config.trainer.lora.base, config.model.adapter)
     yield from lora_problems(config.trainer, config.model.adapter, config.loss.reference_every)
     if config.sends_adapter:
         yield from _endpoint_problems(config.rollout)

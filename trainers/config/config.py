@@ -199,7 +199,7 @@ class WarmupConfig(Section):
     """Texts that the model learns. `digit_skills` generates texts about digits, for a built-in model, that differ from
     the RL task. A file of conversations (.jsonl), as `sft.train` takes it, is learned by a supervised run of
     `warmup.steps` steps in the folder `warmup` of the run folder; the keys of section `sft` about turns and lengths
-    apply to it. `none` disables the warm-up."""
+    apply to it, those of section `loss` do not. `none` disables the warm-up."""
     steps: Count = 1000
     """Largest number of steps. The warm-up on `digit_skills` ends sooner when the model has learned the corpus."""
     target_loss: Positive = 0.12

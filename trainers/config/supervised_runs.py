@@ -14,12 +14,16 @@ from ...actors.rollout.supervised.config import SftConfig
 from ...actors.sample_file import SamplesConfig
 from ..advantages.config import AdvantageConfig
 from ..losses.config import SUPERVISED, LossConfig
+from ..losses.distillation_config import DistillationConfig
 from .config import AlgorithmConfig, LoggingConfig, PoolConfig, RunConfig, WarmupConfig
 from .effects import shown
 from .evaluation_sets import ValidationConfig
 
 _ALGORITHM = ("mode", "max_staleness", "chunk_groups", "steps", "prompts_per_step", "minibatches", "epochs")
-_LOSS = ("aggregation", "length_norm", "kl_coef", "kl_kind", "kl_max_log_ratio", "entropy_coef")
+_LOSS = (
+    "aggregation", "length_norm", "kl_coef", "kl_kind", "kl_max_log_ratio", "entropy_coef", "reference_model",
+    "reference_every", "reference_mix",
+)  # fmt: skip
 """Keys of sections `algorithm` and `loss` that a supervised run reads. The other keys have their defaults."""
 
 
@@ -59,6 +63,7 @@ def supervised_sections(
         "advantage": AdvantageConfig(),
         "evaluation": {},
         "algorithm": AlgorithmConfig(**kept, group_size=1),
+        "distillation": DistillationConfig(),
         "loss": LossConfig(kind=SUPERVISED, **{name: getattr(loss, name) for name in _LOSS}),
         "validation": ValidationConfig(every=validation.every if sft.validation else 0),
         "logging": logging.model_copy(update={"samples": SamplesConfig(every=0)}),
@@ -87,8 +92,11 @@ def supervised_problems(
         yield "loss.kl_kind: got 'k3_is' with sft.train, expected 'k2' or 'k3', because no policy sampled the rows"
 
 
-def warmup_problems(warmup: WarmupConfig, sft: SftConfig, base: str) -> Iterator[str]:
-    """Yield a sentence if a warm-up on a file does not fit the run. base: value of `trainer.lora.base`."""
-    if warmup.on_file and (sft.train or base != "model"):
-        key = "sft.train" if sft.train else f"trainer.lora.base={base}"
-        yield f"warmup.corpus: got {warmup.corpus!r} with {key}, expected 'none', because the two do not combine"
+def warmup_problems(warmup: WarmupConfig, sft: SftConfig, base: str, adapter: str | None) -> Iterator[str]:
+    """Yield a sentence if a warm-up on a file does not fit the run. base: value of `trainer.lora.base`. adapter: value
+    of `model.adapter`."""
+    found = ["sft.train"] if sft.train else []
+    found += [f"trainer.lora.base={base}"] if base != "model" else []
+    found += [f"model.adapter={adapter!r}"] if adapter else []
+    if warmup.on_file and found:
+        yield f"warmup.corpus: got {warmup.corpus!r} with {found[0]}, expected 'none', because the two do not combine"

@@ -14,6 +14,7 @@ from ..base_model.prepare import WARMUP
 from ..config.config import AlgorithmConfig, PoolConfig, RunConfig, WarmupConfig
 from ..config.load import build_config
 from ..grpo.checkpoints import Checkpoints, NoCheckpoint
+from ..losses.config import LossConfig
 
 RISE_STEPS = 25
 """Largest number of steps in which the learning rate rises."""
@@ -23,20 +24,24 @@ def warmup_sections(
     warmup: WarmupConfig, run: RunConfig, sft: SftConfig, trainer: TrainerConfig, folder: Path
 ) -> dict[str, Any]:
     """Return the sections in which the warm-up of a run differs from it: section name -> section. The warm-up trains
-    all weights of the model with the run's backend and mesh. The learning rate rises to `warmup.lr` and falls to 0.
-    folder: the run folder."""
+    all weights of the model with the run's backend and mesh, by the mean of -log p alone. The learning rate rises to
+    `warmup.lr` and falls to 0. folder: the run folder."""
     plain = {"record": False, "replay": None, "keep_best": False}
     rate = {
         "lr": warmup.lr,
         "min_lr": 0.0,
         "schedule": "linear",
         "warmup_steps": min(RISE_STEPS, warmup.steps),
+        "warmup_ratio": 0.0,
         "lora": LoraConfig(),
+        "freeze": (),
+        "groups": (),
     }
     return {
         "run": run.model_copy(update={"dir": str(folder / WARMUP), "name": f"{run.name}: warm-up", **plain}),
         "sft": sft.model_copy(update={"train": (warmup.corpus,), "validation": None, "epochs": None}),
         "trainer": trainer.model_copy(update=rate),
+        "loss": LossConfig(),
         "algorithm": AlgorithmConfig(steps=warmup.steps, prompts_per_step=warmup.batch_size),
         "warmup": WarmupConfig(),
         "pool": PoolConfig(),

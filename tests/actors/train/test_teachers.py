@@ -148,6 +148,17 @@ def test_top_tokens_come_from_the_teacher_of_each_row() -> None:
     assert found.divergences == {"of 1": (15.0, 3), "of 0": (20.0, 2), "": (35.0, 5)}
 
 
+def test_a_top_token_that_a_teacher_rules_out_is_an_error() -> None:
+    """The divergence from such a teacher is infinite, although the sampled tokens have finite log-probs."""
+    parts = {"input_ids": torch.int32, "response_mask": torch.uint8, "rollout_logprobs": torch.float32}
+    columns = {name: [torch.ones(2, dtype=dtype)] for name, dtype in parts.items()}
+    mixture = Mixture(pack(row_schema(None).subset(list(parts)), columns), top_k=1)
+    scores = [TokenScores(-torch.ones(2), torch.ones(2, 1), torch.tensor([[-1.0], [-math.inf]]))]
+    mixture.add("masked", 1.0, np.array([0]), scores)
+    with pytest.raises(FloatingPointError, match="the log-probs of masked are not all finite"):
+        mixture.scored(["x"])
+
+
 def test_a_row_without_a_teacher_and_scores_that_are_not_finite_are_errors(handle: DataPlaneHandle, steps: Any) -> None:
     step, policy = steps("bare"), RecordingBackend(True, None)
     worker = TrainWorker(setup_of(handle, policy, teacher("a", FakeTeacher(2.0), source=0)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from headrace.tests.trainers.backends.backend_ranks import (
     TEMPERATURE,
@@ -106,6 +107,8 @@ def test_a_checkpoint_without_a_reference_leaves_the_initial_one(kind: str, fold
         before = logprobs(backend, fixed.topology, 0, reference=True)
         train(backend, fixed.topology, 0, random_rows(0, NUM_ROWS))
         backend.save(f"{folder}/{kind}-fixed")
+    names = FileSystemReader(f"{folder}/{kind}-fixed").read_metadata().state_dict_metadata
+    assert not [name for name in names if name.startswith("reference.")]
     moving = Case(f"{kind} untied", CHANGES)
     with contextlib.closing(moving.build(0, folder)) as backend:
         backend.load(f"{folder}/{kind}-fixed")

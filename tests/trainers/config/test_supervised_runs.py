@@ -97,3 +97,27 @@ def test_a_warm_up_on_a_file_is_a_supervised_run(tmp_path: Path) -> None:
     assert warmup.run.dir == str(tmp_path / "run" / "warmup") and warmup.warmup.corpus == "none"
     [sentence] = problems(tmp_path, f"warmup.corpus={tmp_path}/a.jsonl")
     assert sentence.startswith("warmup.corpus: got ") and "with sft.train, expected 'none'" in sentence
+    [sentence] = problems(tmp_path, *given, "trainer.lora.rank=4", f"model.adapter={tmp_path}")
+    assert (
+        sentence.startswith("warmup.corpus: got ") and f"with model.adapter='{tmp_path}', expected 'none'" in sentence
+    )
+
+
+def test_a_supervised_run_keeps_its_reference_model_and_has_no_teacher(tmp_path: Path) -> None:
+    moves = load(tmp_path, "loss.kl_coef=0.1", "loss.reference_every=5", "loss.reference_mix=0.5")
+    assert (moves.loss.reference_every, moves.loss.reference_mix) == (5, 0.5)
+    teacher = "distillation.teachers=[{model: m, data_source: a, where: engine}]"
+    other = load(tmp_path, "loss.kl_coef=0.1", "loss.reference_model=m", teacher)
+    assert other.loss.reference_model == "m" and other.distillation.teachers == ()
+
+
+def test_a_warm_up_trains_all_weights_by_its_texts_alone(tmp_path: Path) -> None:
+    groups = "trainer.groups=[{pattern: '*lora_B*', lr_factor: 4}]"
+    given = ("sft.train=[]", f"warmup.corpus={tmp_path}/a.jsonl", "loss.kl_coef=0.1", "loss.entropy_coef=0.1")
+    for own in (("trainer.lora.rank=4", groups), ("trainer.freeze=['*norm*']", "trainer.warmup_ratio=0.1")):
+        teacher = "distillation.teachers=[{model: m, data_source: a}]"
+        config = load(tmp_path, *given, *own, teacher)
+        changed = warmup_sections(config.warmup, config.run, config.sft, config.trainer, tmp_path / "run")
+        warmup = build_config(config.model_copy(update=changed).model_dump())
+        assert (warmup.trainer.groups, warmup.trainer.freeze, warmup.trainer.warmup_ratio) == ((), (), 0)
+        assert (warmup.loss.kl_coef, warmup.loss.entropy_coef, warmup.distillation.teachers) == (0, 0, ())

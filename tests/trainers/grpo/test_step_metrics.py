@@ -13,6 +13,7 @@ from headrace.actors.train.worker import WorkerReport
 from headrace.dataplane.traffic import Traffic
 from headrace.trainers.grpo.feed import FeedTally
 from headrace.trainers.grpo.step_metrics import distillation_metrics, idle_shares, rollout_metrics, staleness_metrics
+from headrace.trainers.grpo.supervised.held_out_loss import supervised_metrics
 from headrace.trainers.observe.data_plane_watch import Busy, covered_s, mean_covered_s
 
 
@@ -105,3 +106,9 @@ def test_divergences_from_teachers_are_means_over_all_tokens() -> None:
     assert math.isnan(found.pop("distillation/reverse_kl/b"))
     assert found == {"distillation/reverse_kl": 1.0, "distillation/reverse_kl/a": 1.0}
     assert distillation_metrics([of()]) == {}
+
+
+def test_the_loss_of_a_supervised_step_is_without_its_other_terms() -> None:
+    metrics = {"train/loss": 2.5, "train/sampled_entropy": 1.5, "train/tokens": 4.0, "reward/mean": 1.0}
+    found = {"sft/loss": 1.5, "sft/tokens": 4.0, "train/loss": 2.5, "train/tokens": 4.0}
+    assert supervised_metrics(metrics) == found

@@ -195,11 +195,11 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
 
     def _load(self, path: str) -> None:
         state, model = self._state(), self._policy.model
-        # A run with fewer frozen weights can have written the checkpoint, or one on another mesh, with other scales.
+        # Another version can have written the checkpoint, without frozen weights, or another mesh, with other scales.
         optional = {name: state.pop(name) for name in list(state) if ".scale." in name}
-        if self._adapter is None:
-            every = {f"model.{name}": value for name, value in model.state_dict().items()}
-            optional |= {name: value for name, value in every.items() if name not in state}
+        params = model.named_parameters(remove_duplicate=False) if self._adapter is None else ()
+        frozen = {f"model.{name}" for name, param in params if not param.requires_grad}
+        optional |= {name: state.pop(name) for name in list(state) if name in frozen}
         optional |= {name: state.pop(name, value) for name, value in self._reference_state().items()}
         self._checkpointer.load(path, state, optional)
         self._optimizer.restore(model, {**state, **optional})
@@ -411,7 +411,10 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         return {f"reference.{name}": value for name, value in self._reference.model.state_dict().items()}
 
     def _state(self) -> dict[str, torch.Tensor]:
-        state = self._optimizer.training_state(self._policy.model, self._steps)
+        model = self._policy.model
+        state = self._optimizer.training_state(model, self._steps)
+        if self._adapter is None:  # Weights that `trainer.freeze` names can have been trained earlier in the run.
+            state |= {f"model.{name}": value for name, value in model.state_dict().items()}
         return {**state, **self._reference_state()} if self._config.reference_updates else state
 
 

@@ -40,7 +40,7 @@ from .lora import ModelAdapter
 from .megatron_routers import PipelineBalance, PipelineReplay
 from .mesh import clear_scratch, global_groups, open_mesh
 from .model import build_model
-from .pieces import REFERENCE, OwnPieces, TrainingState, spread_weights, trained_tensors
+from .pieces import OwnPieces, TrainingState, spread_weights, trained_tensors
 from .pipeline import OpenPipeline
 from .weight_groups import freeze_entries, group_parameters
 from .without_cuda import megatron_calls
@@ -212,11 +212,11 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
 
     def _state(self) -> Any:
         with megatron_calls(self._device):
-            return self._parts.state.collect()
+            return self._parts.state.collect(reference=self._config.reference_updates > 0)
 
     def _load(self, path: str) -> None:
         state = self._parts.state.blank()
-        optional = {name: state.pop(name) for name in list(state) if name.startswith(REFERENCE)}
+        optional = {name: state.pop(name) for name in self._parts.state.optional}
         self._checkpointer.load(path, state, optional)
         self._parts.state.restore({**state, **optional})
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -112,10 +112,9 @@ class OwnPieces:
 
 def trained_tensors(model: PolicyModel, config: Any) -> tuple[dict[str, torch.Tensor], list[Entry]]:
     """Return the tensors of a rank's `model` that training changes if it has no adapter, by name, and their entries.
-    Frozen ones are left out. config: HF config."""
-    every = model.weights()
-    params = {name: value for name, value in every.items() if value.requires_grad or not is_parameter(value)}
-    return params, [entry for entry in entries_of(list(every), model.first_layer, config) if entry.name in params]
+    Frozen ones are among them, because they can have been trained earlier in the run. config: HF config."""
+    params = model.weights()
+    return params, entries_of(list(params), model.first_layer, config)
 
 
 REFERENCE = "reference"
@@ -144,13 +143,13 @@ class TrainingState:
         """Allocate the optimizer's state, so that even a checkpoint before the first step contains the full state.
 
         `params` are the tensors of the rank that training changes, by the names in `entries`. `config` is the HF
-        config. `reference` has those of a reference model that moves, by the same names.
+        config. `reference` has those of the reference model, by the same names; it is empty without one.
         """
         self._reference = reference
         self._params, self._entries = params, entries
         self._steps, self._config, self._mesh = steps, config, mesh
         self._optimizer = optimizer
-        self._shares = _shares(optimizer, [value for value in params.values() if isinstance(value, torch.nn.Parameter)])
+        self._shares = _shares(optimizer, [value for value in params.values() if _is_trained(value)])
         device = next(iter(self._params.values())).device
         self._meshes = {
             is_expert: DeviceMesh.from_group(group, device.type)
@@ -158,16 +157,27 @@ class TrainingState:
             if group.size() > 1
         }
 
+    @property
+    def optional(self) -> set[str]:
+        """Names of tensors that a checkpoint can lack: those of frozen weights and of a reference model."""
+        frozen = [entry for entry in self._entries if _is_frozen(self._params[entry.name])]
+        moved = [entry for entry in self._entries if entry.name in self._reference]
+        return {_key(name, "weight") for entry in frozen for name in entry.hf_names} | {
+            _key(name, REFERENCE) for entry in moved for name in entry.hf_names
+        }
+
     @torch.no_grad()
-    def collect(self) -> dict[str, torch.Tensor]:
+    def collect(self, *, reference: bool) -> dict[str, torch.Tensor]:
         """Return copies of all tensors of a checkpoint, by name: weights, optimizer state and number of steps.
-        Collective."""
+
+        reference: whether the reference model is among them. Collective.
+        """
         state: dict[str, torch.Tensor] = {STEPS: self._steps.clone()}
         for entry in self._entries:
             whole = self._whole(self._params[entry.name])
             for kind, value in whole.items():
                 state |= self._boxed(entry, value, kind)
-            if entry.name in self._reference:
+            if reference and entry.name in self._reference:
                 state |= self._boxed(entry, self._reference[entry.name].to(whole["weight"]), REFERENCE)
             if len(whole) > 1:
                 state |= {f"optimizer.{name}.step": self._steps.float() for name in entry.hf_names}
@@ -193,7 +203,8 @@ class TrainingState:
         self._steps.copy_(state[STEPS])
         for entry in self._entries:
             for kind in _kinds(self._params[entry.name]):
-                self._set(self._params[entry.name], kind, self._unboxed(entry, state, kind))
+                if all(_key(name, kind) in state for name in entry.hf_names):
+                    self._set(self._params[entry.name], kind, self._unboxed(entry, state, kind))
             if entry.name in self._reference and all(_key(name, REFERENCE) in state for name in entry.hf_names):
                 self._reference[entry.name].copy_(self._unboxed(entry, state, REFERENCE))
         for part in self._optimizer.chained_optimizers:
@@ -251,8 +262,16 @@ class TrainingState:
 
 
 def _kinds(tensor: torch.Tensor) -> tuple[str, ...]:
-    """Return what a checkpoint has of a parameter, or of a buffer, which no optimizer changes."""
-    return ("weight", *MOMENTS) if is_parameter(tensor) else ("weight",)
+    """Return what a checkpoint has of a parameter, or of a frozen one or a buffer, which no optimizer changes."""
+    return ("weight", *MOMENTS) if _is_trained(tensor) else ("weight",)
+
+
+def _is_trained(tensor: torch.Tensor) -> TypeGuard[torch.nn.Parameter]:
+    return is_parameter(tensor) and tensor.requires_grad
+
+
+def _is_frozen(tensor: torch.Tensor) -> bool:
+    return is_parameter(tensor) and not tensor.requires_grad
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:

@@ -46,6 +46,8 @@ class LeanAdamW(torch.optim.Optimizer):
         """
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._bits, self._place, self._host = bits, place, host
+        self._updates: dict[torch.Tensor, int] = {}
+        """Number of updates of each parameter, from which its noise comes, so that ranks round its replicas alike."""
         if bits == 8:
             _rounding()
         for group in self.param_groups:
@@ -68,14 +70,15 @@ class LeanAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step each parameter that has a gradient. closure: None, as gradients are there already."""
         assert closure is None
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and _piece(param).numel():
-                    self._step(param, group)
+        every = [(param, group) for group in self.param_groups for param in group["params"]]
+        for number, (param, group) in enumerate(every):
+            if param.grad is not None:  # An empty piece counts the step, too: a checkpoint has the count of one rank.
+                self._updates[param] = self._updates.get(param, 0) + 1
+                self._step(param, group, 2 * (self._updates[param] * len(every) + number))
         if self._host and torch.cuda.is_available():
             torch.cuda.synchronize()  # A checkpoint reads the host memory that the device writes.
 
-    def _step(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+    def _step(self, param: torch.Tensor, group: dict[str, Any], seed: int) -> None:
         piece, state = _piece(param), self.state[param]
         first, second = (_values(state, moment, piece.device) for moment in MOMENTS)
         adamw(
@@ -83,8 +86,8 @@ class LeanAdamW(torch.optim.Optimizer):
             beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"],
             eps=group["eps"], maximize=False,
         )  # fmt: skip
-        for moment, value in zip(MOMENTS, (first, second), strict=True):
-            _put(state, moment, value)
+        for number, value in enumerate((first, second)):
+            _put(state, MOMENTS[number], value, seed + number)
 
     # ---------------- Checkpoints have moments that any mesh can read, and AdamW in float32, too.
 
@@ -113,6 +116,7 @@ class LeanAdamW(torch.optim.Optimizer):
         """
         state = self.state[param]
         state["step"].copy_(stored["step"])
+        self._updates[param] = int(stored["step"])
         for moment in MOMENTS:
             value, scale = _piece(stored[moment]).to(state[moment].device), stored.get(self._scale_name(moment))
             if f"{moment}.scale" not in state:
@@ -155,21 +159,22 @@ def _values(state: dict[str, torch.Tensor], moment: str, device: torch.device) -
     return _rounding().dequant_with_qmap(kept, _codes(moment, device), scale)
 
 
-def _put(state: dict[str, torch.Tensor], moment: str, value: torch.Tensor) -> None:
-    """Keep the new values of a moment, float32, in its own form and place."""
+def _put(state: dict[str, torch.Tensor], moment: str, value: torch.Tensor, seed: int = 0) -> None:
+    """Keep the new values of a moment, float32, in its own form and place. seed: that of the noise of rounding."""
     if f"{moment}.scale" in state:
         value, scale = _rounding().scale_tensor(value, BLOCK)
         state[f"{moment}.scale"].copy_(scale, non_blocking=True)
         _encode(state, moment, value)
         return
     if state[moment].dtype == torch.bfloat16:
-        value = _rounded_at_random(value)
+        value = _rounded_at_random(value, seed)
     state[moment].copy_(value, non_blocking=True)
 
 
-def _rounded_at_random(value: torch.Tensor) -> torch.Tensor:
+def _rounded_at_random(value: torch.Tensor, seed: int) -> torch.Tensor:
     """Round float32 to bfloat16, up or down, so that the mean of the result is `value`."""
-    noise = torch.randint(0, 1 << 16, value.shape, dtype=torch.int32, device=value.device)
+    generator = torch.Generator(value.device).manual_seed(seed)
+    noise = torch.randint(0, 1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=generator)
     return ((value.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).bfloat16()
 
 

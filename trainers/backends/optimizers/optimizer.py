@@ -83,6 +83,8 @@ def build_optimizer(model: nn.Module, config: TrainerConfig, place: str = "") ->
     this rank's place in the mesh. The optimizer of a model that is not trained is empty. Raises what `parameter_groups`
     and `LeanAdamW` raise.
     """
+    if not any(param.requires_grad for param in model.parameters()):
+        return Optimizer(())
     groups = parameter_groups(model, config)
     parts: list[torch.optim.Optimizer] = []
     if config.optimizer == "muon":

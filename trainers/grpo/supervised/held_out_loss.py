@@ -97,4 +97,4 @@ def supervised_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a supervised step. They are `sft/loss`, the mean of -log p over the trained tokens of the
     step, `sft/tokens`, their number, and those of `metrics` that do not describe rollouts."""
     kept = {key: value for key, value in metrics.items() if not key.startswith(_OF_ROLLOUTS)}
-    return {"sft/loss": metrics["train/loss"], "sft/tokens": metrics["train/tokens"], **kept}
+    return {"sft/loss": metrics["train/sampled_entropy"], "sft/tokens": metrics["train/tokens"], **kept}

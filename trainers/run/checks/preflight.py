@@ -88,7 +88,7 @@ def check_start(
         checks = []
     store, rubrics = config.dataplane.store.kind, config.rubrics.values()
     extras = partial(check_extras, renderer=config.model.renderer, store=store)
-    others = partial(check_other_models, config.model, config.other_models)
+    others = partial(check_other_models, config.model, config.other_models, config.longest_row[1])
     first: list[Check] = [
         lambda: _refuse(absent.values()),
         lambda: extras(config.logging, config.rollout, config.sources, rubrics),

@@ -79,6 +79,22 @@ def test_two_ranks_train_as_the_fsdp_backend(folder: Path, tmp_path: Path) -> No
         assert_as_fsdp(found, folder, "untied")
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "megatron"])
+def test_weights_that_are_frozen_later_stay_as_they_were_trained(kind: str, folder: Path) -> None:
+    """The second resume is that of a train worker that died."""
+    trained, before = Case(f"{kind} untied"), dict[str, torch.Tensor]()
+    frozen = Case(f"{kind} untied", {"freeze": ("model.embed_tokens.*",)})
+    for number, case in enumerate((trained, frozen, frozen)):
+        with contextlib.closing(case.build(0, folder)) as backend:
+            if number:
+                backend.load(f"{folder}/{kind}-freeze-{number - 1}")
+                found = weights_of(backend)
+                assert all(torch.equal(found[name], value) for name, value in before.items())
+            train(backend, case.topology, 0, random_rows(number, NUM_ROWS))
+            backend.save(f"{folder}/{kind}-freeze-{number}")
+            before = weights_of(backend)
+
+
 def test_stacked_biases_of_experts_have_no_weight_decay(folder: Path) -> None:
     save_megatron(folder / "sinks")
     with contextlib.closing(Case("megatron sinks", {"weight_decay": 0.1}).build(0, folder)) as backend:

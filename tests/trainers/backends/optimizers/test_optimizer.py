@@ -164,6 +164,32 @@ def test_a_second_moment_in_bfloat16_follows_changes_smaller_than_its_spacing() 
     assert nearest * 0.999 == nearest
 
 
+def test_bfloat16_moments_are_rounded_alike_on_all_ranks_and_after_a_resume() -> None:
+    """Ranks that hold replicas of a weight may have drawn different numbers, or have got those of another mesh."""
+    made = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = Tiny()
+        made.append((model, build_optimizer(model, config(optimizer="adamw_bf16"))))
+        made[-1][0].load_state_dict(made[0][0].state_dict())
+    noise = dict[str, list[torch.Tensor]]()
+    for update in range(4):
+        for model, optimizer in made:
+            for number, param in enumerate(model.parameters()):
+                draw = torch.Generator().manual_seed(100 * update + number)
+                param.grad = torch.randn(param.shape, generator=draw)
+            optimizer.step(1e-3)
+            for name, value in state_of(optimizer, model).items():
+                noise.setdefault(name, []).append(value.clone())
+        for model, optimizer in made[1:] if update == 1 else ():
+            model2 = Tiny()
+            model2.load_state_dict(model.state_dict())
+            resumed = build_optimizer(model2, config(optimizer="adamw_bf16"))
+            resumed.restore(model2, state_of(optimizer, model))
+            made[1] = (model2, resumed)
+    assert all(torch.equal(*values[at : at + 2]) for values in noise.values() for at in range(0, len(values), 2))
+
+
 def state_of(optimizer: Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
     """The optimizer's part of a checkpoint."""
     state = optimizer.training_state(model, torch.zeros(()))
@@ -236,3 +262,22 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_settings_that_do_not_fit_are_refused(trainer: dict[str, Any], sentence: str) -> None:
     assert only_problem({"trainer": trainer}).startswith(sentence)
+
+
+def test_a_model_that_is_not_trained_has_no_optimizer_whatever_the_run_s_has() -> None:
+    """Teachers and reference models have the settings of the policy's backend."""
+    model = nn.Linear(4, 4).requires_grad_(False)
+    config = TrainerConfig.model_validate({"groups": [{"pattern": "*lora_B*"}], "optimizer": "adamw_8bit"})
+    assert build_optimizer(model, config).parts == ()
+
+
+@pytest.mark.parametrize("bits", [32, 16, 8])
+def test_a_rank_without_values_of_a_weight_counts_its_steps(bits: int) -> None:
+    """A checkpoint has the count of one rank, which all ranks get after a resume."""
+    empty = nn.Parameter(torch.zeros(0, 4))
+    group = {"params": [empty], "weight_decay": 0.1}
+    optimizer = LeanAdamW([group], lr=1e-3, betas=(0.9, 0.99), eps=1e-8, bits=bits, host=False, place="")
+    for _ in range(2):
+        empty.grad = torch.zeros(0, 4)
+        optimizer.step()
+    assert optimizer.state[empty]["step"] == 2

@@ -34,8 +34,8 @@ def test_a_model_that_is_not_here_is_left_to_the_run(model: Path) -> None:
         line
         == f"{KEY}: no-such/model-here or the policy is not on this machine, so their vocabularies are not compared"
     )
-    sentence = problem(model, "/no/such/folder")
-    assert sentence == f"{KEY}: got '/no/such/folder', expected an existing model folder or a hub id"
+    for path in ("/no/such/folder", "builtin:tiny-qwen3"):
+        assert problem(model, path) == f"{KEY}: got '{path}', expected an existing model folder or a hub id"
 
 
 def test_another_vocabulary_is_refused_in_one_sentence(model: Path, tmp_path: Path) -> None:
@@ -59,3 +59,14 @@ def test_a_model_with_too_few_tokens_is_refused(model: Path, tmp_path: Path) -> 
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": 7}))
     assert "with vocab_size=7 in its config.json, expected a model with the vocabulary of" in problem(model, other)
+
+
+def test_a_model_with_a_shorter_context_than_the_rows_is_refused(model: Path) -> None:
+    """Transformers computes log-probs at any position, but those behind a model's context mean nothing."""
+    context = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    policy, other = ModelConfig(path=str(model)), [(KEY, str(model))]
+    assert check_other_models(policy, other, context) == []
+    with pytest.raises(ConfigError) as caught:
+        check_other_models(policy, other, context + 1)
+    [sentence] = caught.value.problems
+    assert sentence.startswith(f"{KEY}: got '{model}' with max_position_embeddings={context} in its config.json, expec")
