@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from headrace.tests.trainers.backends.backend_ranks import (
     TEMPERATURE,
