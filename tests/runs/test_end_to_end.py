@@ -32,7 +32,8 @@ def test_two_ranks_with_log_prob_passes_and_a_light_driver(tmp_path):
         "dataplane.integrity=verify", "run.trace_step=3",
         "algorithm.prompts_per_step=16",  # 128 rows: plan, sync and reports cost the same few KB for any number
     )  # fmt: skip
-    assert all(0 < line["driver/bytes_per_row"] < 100 for line in lines)
+    # In the first step a busy machine is asked every few seconds whether it goes on, and that counts, too.
+    assert all(0 < line["driver/bytes_per_row"] < 100 for line in lines[1:])
     assert all(line["dataplane/bytes_put"] > 0 and line["dataplane/bytes_got"] > 0 for line in lines)
     assert [line["policy/version"] for line in lines] == [1, 2, 3, 4]
     assert abs(lines[0]["train/reference_kl"]) < 1e-5 and lines[-1]["train/reference_kl"] > 0
