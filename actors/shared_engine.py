@@ -148,7 +148,7 @@ class SharedEngineActor(EngineActor):
 
 
 class SeatActor(EngineActor):
-    """What an engine actor of its own would be for one run, as part of a SharedEngineActor."""
+    """The part of a SharedEngineActor that one run uses like an engine actor of its own."""
 
     def __init__(self, host: SharedEngineActor, run: str, setup: EngineSetup) -> None:
         super().__init__(setup)
@@ -200,7 +200,7 @@ class SeatOf:
 
     @property
     def call(self) -> SeatCall:
-        """What `submit` calls."""
+        """Return the method that `submit` calls."""
         return SeatCall(self)
 
     def leave(self) -> None:

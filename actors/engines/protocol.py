@@ -56,7 +56,7 @@ class CutOff:
 BASE = "base"
 """Name of the model without its adapter, as requests give it."""
 Which = Literal["", "base"]
-"""Whether a request is for the newest version of the policy (""), or for the model without its adapter (`base`)."""
+"""The model that a request names: "" is the newest version of the policy, `base` the model without its adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class SamplingParams:
     """Index of the first prompt token whose route is wanted, for engines that record routes. A request that continues
     an earlier one asks only for the routes that are still missing."""
     adapter: Which = ""
-    """What to sample from."""
+    """The model that the tokens are sampled from."""
     continues: CutOff | None = None
     """The sample that this request continues; the sample's tokens so far are the end of the prompt. None for a request
     that begins a sample."""

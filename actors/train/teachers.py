@@ -183,7 +183,7 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What the teachers say about the rows of a shard, on the rank that writes it into the store."""
+    """Scores of the rows of a shard by the teachers, on the rank that writes them into the store."""
 
     columns: dict[str, torch.Tensor]
     """Columns of whole rows by name, each `[tokens, ...]`: `teacher_logprobs`, and the top tokens if wanted."""

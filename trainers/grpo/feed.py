@@ -385,7 +385,7 @@ class Feed:
 
     @property
     def _whole_groups(self) -> bool:
-        """Whether claims name groups; in a partition whose groups are single rows, rows are claimed."""
+        """True if claims name groups; in a partition whose groups are single rows, rows are claimed."""
         return self._group_size > 1
 
     @property

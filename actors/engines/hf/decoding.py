@@ -298,7 +298,7 @@ class _Window:
 
 
 class Served(Protocol):
-    """What requests are answered with: an engine, or the part of a shared engine that belongs to one run."""
+    """Protocol of what answers requests: an engine, or the part of a shared engine that belongs to one run."""
 
     stats: EngineStats
 
@@ -360,7 +360,7 @@ class Batch:
         """pendings: requests with equal `batch_key`."""
         self.pendings = pendings
         self.served = pendings[0].served
-        """What answers the requests. Its version and adapter when the batch begins are those of the batch."""
+        """Engine or seat that answers the requests. The batch has the version and adapter that it has at the start."""
         self.version = self.served.version
         """Policy version of the next token."""
         self.adapter = self.served.adapter

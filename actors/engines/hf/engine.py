@@ -98,7 +98,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         self.adapter: Adapter | None = None
         """The adapter in service; None for the model alone."""
         self.base = BaseAlone(version, EngineStats())
-        """What answers requests for the model without its adapter."""
+        """The model without its adapter, which answers the requests that name it."""
         super().__init__(receiver, self._check, version)
         self._max_batch = max_batch
         self._seed = seed

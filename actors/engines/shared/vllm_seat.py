@@ -11,8 +11,6 @@ version with which they began. A seat never sleeps, and never replaces the base.
 
 from __future__ import annotations
 
-import asyncio
-
 from ....codecs.weights.parameter_digests import ParameterDigests
 from ...adapters.spec import AdapterSlots
 from ...weight_sync.transports.protocol import ReceiverConfig, WeightUpdate
@@ -23,8 +21,6 @@ from ..vllm.worker_orders import WeightUpdates
 
 SLOTS = 2
 """Number of versions of its adapter that a run can have in a shared engine at the same time."""
-END_S = 5.0
-"""Seconds that the requests of a seat have to end when it is closed."""
 
 
 class VllmSeat(VllmEngine):
@@ -81,16 +77,7 @@ class VllmSeat(VllmEngine):
         """End this run's requests, which return the tokens generated so far, and free its slots. Idempotent."""
         if self._closed:
             return
-        died, self._closed = self.died, True
-        if self._death is not None:
-            self._death.cancel()
-        if not died:
-            try:
-                await asyncio.wait_for(self._end(list(self._in_flight.values())), END_S)
-            except TimeoutError:
-                pass  # Their adapters stay in their slots until the engine ends.
-        self._flowing.set()
-        if not died:
+        if await self._end_all():  # Adapters of requests that have not ended stay in their slots until the engine ends.
             assert self._adapters is not None
             await self._adapters.remove_all()
             await self._updates.leave()

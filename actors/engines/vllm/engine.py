@@ -8,6 +8,7 @@ commit     freezes, ends or awaits requests -> loads -> drops or keeps the KV ca
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import types
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -51,6 +52,8 @@ from .weight_names import WeightNames
 from .worker_orders import WeightUpdates
 
 T = TypeVar("T")
+END_S = 5.0
+"""Seconds that the requests of an engine have to end when it is closed."""
 
 
 class VllmEngine:
@@ -699,18 +702,22 @@ class VllmEngine:
         """Shut down vLLM's processes. Requests in flight return the tokens generated so far. Idempotent."""
         if self._closed:
             return
-        died, self._closed = self.died, True
-        if self._death is not None:
-            self._death.cancel()
-        if not died:
-            try:
-                await asyncio.wait_for(self._end(list(self._in_flight.values())), 5.0)
-            except TimeoutError:
-                pass  # These requests raise an error when the process ends.
-        self._flowing.set()
+        await self._end_all()
         await self._logprobs.close()
         await self._process.end()
         await self._updates.close()
+
+    async def _end_all(self) -> bool:
+        """Take no more calls, and end the requests in flight, within END_S seconds. Returns whether vLLM is alive.
+        Requests that have not ended by then raise an error when vLLM's process ends."""
+        alive, self._closed = not self.died, True
+        if self._death is not None:
+            self._death.cancel()
+        if alive:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._end(list(self._in_flight.values())), END_S)
+        self._flowing.set()
+        return alive
 
     # ---------------- These private methods notice the death of vLLM's process and refuse calls that cannot succeed.
 

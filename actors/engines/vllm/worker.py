@@ -75,7 +75,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         self.adapters: AdapterStore | None = None
         """Adapters of this worker; None if the engine has no room for any."""
         self._seats: dict[str, StagedWeightEngine] = {}
-        """What receives the adapters of each run that shares the engine, by the run's name."""
+        """Receivers of the adapters of the runs that share the engine, by the run's name."""
         self._begin()
 
     def _begin(self) -> None:

@@ -34,7 +34,7 @@ from ..vocab.logprobs import Entropy, VocabShard, token_logprobs
 
 
 class TokenValues(NamedTuple):
-    """What a forward pass computes for each of T wanted tokens."""
+    """Results of a forward pass for each of T wanted tokens."""
 
     logprobs: torch.Tensor
     """Log-prob of the token, float32 `[T]`."""
