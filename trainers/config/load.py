@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from ...actors.environments.config import EnvironmentConfig
 from ...dataplane.config import Section
 from ..errors import ConfigError
+from ..fetch.gguf_folder import readable_model
 from .checks import contradictions
 from .config import Config
 from .effects import idle_key_problems
@@ -94,6 +95,7 @@ def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_r
     # YAML reads a section with all its keys commented out as null. Such a section has its defaults.
     given = {key: {} if value is None and key in Config.model_fields else value for key, value in data.items()}
     config = validated(Config, _with_kind_of_advantage(_environment_keys(renamed_keys(given, RENAMED), of_old_run)))
+    config = _with_readable_models(config)
     if config.sft.train:
         changed = supervised_sections(
             config.sft, config.algorithm, config.loss, config.rollout, config.validation, config.logging
@@ -109,6 +111,22 @@ def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_r
     if problems:
         raise ConfigError(problems, config)
     return config
+
+
+def _with_readable_models(config: Config) -> Config:
+    """Return the configuration with the Hugging Face folder of each model that is given as a GGUF file. The first call
+    makes these folders, which takes a while; other models are not looked into."""
+    changed: dict[str, Any] = {}
+    if (path := readable_model(config.model.path)) != config.model.path:
+        changed["model"] = config.model.model_copy(update={"path": path})
+    reference = config.loss.reference_model
+    if reference is not None and (path := readable_model(reference)) != reference:
+        changed["loss"] = config.loss.model_copy(update={"reference_model": path})
+    teachers = config.distillation.teachers
+    if (paths := [readable_model(teacher.model) for teacher in teachers]) != [teacher.model for teacher in teachers]:
+        read = [one.model_copy(update={"model": path}) for one, path in zip(teachers, paths, strict=True)]
+        changed["distillation"] = config.distillation.model_copy(update={"teachers": type(teachers)(read)})
+    return config.model_copy(update=changed) if changed else config
 
 
 def renamed_keys(data: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:

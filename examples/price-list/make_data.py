@@ -1,0 +1,47 @@
+"""Writes train.jsonl and held_out.jsonl with questions, and dialogues.jsonl with worked examples of the form.
+
+python make_data.py --items 2 --most 9      largest number of items in a question, and highest price
+"""
+
+import argparse
+import json
+import random
+
+from price_list import price
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--items", type=int, default=3)
+parser.add_argument("--most", type=int, default=49)
+given = parser.parse_args()
+draw = random.Random(3)
+
+
+def items() -> list[str]:
+    """Return the numbers of two or more items."""
+    return [str(number) for number in draw.sample(range(1000), draw.randint(2, given.items))]
+
+
+def question(chosen: list[str]) -> str:
+    return f"What do the items {', '.join(chosen[:-1])} and {chosen[-1]} cost together?"
+
+
+def dialogue(chosen: list[str]) -> list[dict[str, str]]:
+    """Return a dialogue as a good policy would have it, with the prices that the list answers."""
+    prices = [price(item, given.most) for item in chosen]
+    turns = [("user", question(chosen))]
+    for item, found in zip(chosen, prices, strict=True):
+        turns += [("assistant", f"price {item}"), ("user", str(found))]
+    turns.append(("assistant", f"{' + '.join(map(str, prices))} = {sum(prices)}"))
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+asked = {question(chosen): chosen for chosen in (items() for _ in range(9000))}
+texts = list(asked)
+files = {
+    "train.jsonl": [{"question": text} for text in texts[:5000]],
+    "held_out.jsonl": [{"question": text} for text in texts[5000:5500]],
+    "dialogues.jsonl": [{"messages": dialogue(asked[text])} for text in texts[5500:8500]],
+}
+for name, rows in files.items():
+    with open(name, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -1,0 +1,38 @@
+"""An environment of several turns: the policy looks up prices, one a turn, and then adds them.
+
+    What do the items 4821, 307 and 1290 cost together?     price 4821
+    17                                                      price 307
+    25                                                      price 1290
+    8                                                       17 + 25 + 8 = 50
+
+Prices follow from a digest of the item's number, so that they cannot be learned: without the list the policy guesses.
+"""
+
+import re
+from hashlib import sha256
+
+
+def price(item: str, most: int) -> int:
+    """Return the price of an item, from 1 to `most`."""
+    return 1 + int.from_bytes(sha256(item.encode()).digest()[:4], "big") % most
+
+
+class PriceList:
+    """Answers each turn of the form `price N` with a price, and judges the last number of the first other turn."""
+
+    def __init__(self, most: int = 49, max_turns: int = 5, answers: bool = True) -> None:
+        """most: highest price. max_turns: largest number of turns of the policy. answers: False withholds the prices,
+        to measure what the policy can do without them."""
+        self._most, self._max_turns, self._answers = most, max_turns, answers
+
+    async def play(self, episode) -> float:
+        said = (await episode.generate()).text
+        for _ in range(self._max_turns - 1):
+            call = re.fullmatch(r"price (\d+)", said.strip())
+            if call is None:
+                break
+            answer = str(price(call[1], self._most)) if self._answers else "unknown"
+            said = (await episode.say([{"role": "user", "content": answer}]))["content"]
+        items = re.findall(r"\d+", episode.prompt.text)
+        found = re.findall(r"\d+", said)
+        return float(bool(found) and int(found[-1]) == sum(price(item, self._most) for item in items))
