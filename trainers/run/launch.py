@@ -234,7 +234,8 @@ class _Training:
 
     def _tell_distrust(self, state: State, metrics: dict[str, float]) -> None:
         config, experts = self._config, model_has_experts(self._config.model)
-        warning = distrust(config.model, config.rollout, config.router_replay, metrics, has_experts=experts)
+        sides = config.model, config.rollout, config.trainer
+        warning = distrust(*sides, config.router_replay, metrics, has_experts=experts)
         if warning is not None:
             self._progress.message(f"warning: {warning}")
             self._folder.metrics.event("distrust", state.step, note=warning)
