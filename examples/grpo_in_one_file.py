@@ -224,7 +224,7 @@ async def train(model: str, steps: int, seed: int, out: Path | None) -> list[flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", help="folder of the model to start from; default: a tiny one, made in some seconds")
+    parser.add_argument("--model", help="folder of the model to start from; default: a tiny one, made in half a minute")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="new folder for the trained model; default: it is not kept")
@@ -233,7 +233,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if arguments.model is None:
             print("making a model that knows some skills with digits")
-        model = arguments.model or headrace.make_tiny_model(f"{folder}/base", steps=600, seed=arguments.seed)
+        model = arguments.model or headrace.make_tiny_model(f"{folder}/base", seed=arguments.seed)
         asyncio.run(train(model, arguments.steps, arguments.seed, arguments.out))
 
 
