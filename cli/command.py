@@ -34,7 +34,7 @@ _REQUIRED = {
     *("prometheus_client", "psutil", "safetensors"),
 }
 """Modules of the packages that an installation brings, unless it was made with `pip install --no-deps`."""
-_INSTALL = "install Headrace with its packages: headrace doctor --constraints cpu > cpu.txt; pip install -c cpu.txt ..."
+_INSTALL = "run headrace doctor --constraints cpu > cpu.txt and pip install -c cpu.txt headrace, or take the set gpu"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -138,3 +138,23 @@ def test_wrong_keys_of_parts_are_refused_as_in_a_file(model: str) -> None:
         headrace.make_backend(model, {"dp": 2})
     with pytest.raises(ValueError, match="expected a folder that exists or a hub id"):
         headrace.make_engine("./nowhere")
+
+
+def test_a_sync_that_was_cancelled_can_be_repeated(model: str) -> None:
+    """Ctrl-C cancels the call wherever it is; the engine keeps its weights, and no thread waits for it."""
+
+    async def main() -> None:
+        engine, backend = headrace.make_engine(model), headrace.make_backend(model)
+        with contextlib.closing(backend), headrace.WeightSync(backend, engine) as sync:
+            for ticks in range(6):
+                task = asyncio.ensure_future(sync.send(1))
+                for _ in range(ticks):
+                    await asyncio.sleep(0)
+                assert engine.version == 0
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            assert (await sync.send(1)).version == engine.version == 1
+        await engine.close()
+
+    asyncio.run(main())
