@@ -20,7 +20,7 @@ _EPILOG = """examples:
   headrace doctor
   headrace doctor --model my-moe rollout.engine=vllm
   headrace recipe quickstart --out first
-  headrace train first/config.yaml
+  cd first && headrace train config.yaml
   headrace train my.yaml trainer.lr=1e-4 dataplane.store.kind=ray run.dir=runs/first
   headrace train my.yaml --dry-run
   headrace bench transfer --quick

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -338,16 +339,18 @@ def _recipe(arguments: argparse.Namespace) -> int:
     if arguments.name is None:
         for name, recipe in recipes().items():
             print(f"{name:<20} {recipe.file.summary} ({recipe.file.hardware})")
-        print(f"configurations: {', '.join(configurations())}")
+        print(f"others: {', '.join(name for name in configurations() if name not in recipes())}")
         return DONE
     if not arguments.offline and not arguments.small:
         config = find_configuration(arguments.name)
         if (recipe := recipes().get(arguments.name)) is not None:
             about = recipe.file
             print(f"{recipe.name}: {about.summary}\nhardware: {about.hardware}\npage: {recipe.folder}/README.md")
-        if arguments.out is not None:
-            config = copy_example(config, arguments.out)
-        print(f"command: headrace train {config}")
+        if arguments.out is None:
+            print(f"command: headrace train {config}")
+        else:  # Files beside a configuration are found from its folder.
+            copy = copy_example(config, arguments.out)
+            print(f"command: cd {shlex.quote(str(copy.parent))} && headrace train {copy.name}")
         return DONE
     recipe = find_recipe(arguments.name)
     out = arguments.out or Path(f"recipe-{recipe.name}")

@@ -75,21 +75,23 @@ def find_recipe(name: str) -> Recipe:
 
 
 def configurations() -> Mapping[str, Path]:
-    """Return the configurations of `examples/` that are no recipes, such as the quickstart's, by name."""
-    return {path.stem: path for path in sorted(EXAMPLES.glob("*.yaml"))}
+    """Return the configurations of `examples/` by the name of their file, such as `quickstart`, or of their folder."""
+    files = {path.stem: path for path in EXAMPLES.glob("*.yaml")}
+    folders = {path.parent.name: path for name in ("run", "config") for path in EXAMPLES.glob(f"*/{name}.yaml")}
+    return dict(sorted({**files, **folders}.items()))
 
 
 def find_configuration(name: str) -> Path:
-    """Return the configuration file of a recipe, or of an example that is none. Raises UserError if there is none."""
-    known = {**configurations(), **{recipe.name: recipe.config for recipe in recipes().values()}}
+    """Return the configuration called `name`. Raises UserError if there is none."""
+    known = configurations()
     if name not in known:
         raise UserError(f"recipe: got {name!r}, expected one of {', '.join(known)}")
     return known[name]
 
 
 def copy_example(config: Path, folder: Path) -> Path:
-    """Copy a configuration, and for a recipe all its files, into the new folder `folder`. Returns the copy's path.
-    Raises UserError if `folder` is not empty."""
+    """Copy a configuration into the new folder `folder`, with the other files of its folder if it has one of its own.
+    Returns the path of the copy. Raises UserError if `folder` is not empty."""
     _require_new(folder)
     if config.parent == EXAMPLES:
         folder.mkdir(parents=True, exist_ok=True)

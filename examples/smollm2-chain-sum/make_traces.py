@@ -1,8 +1,8 @@
 """Writes traces.jsonl: worked answers to sums of reasoning-gym, from which the model learns the form of an answer.
 
-    4 - 1 + 25 =     4 - 1 = 3
-                     3 + 25 = 28
-                     The answer is 28.
+4 - 1 + 25 =     4 - 1 = 3
+                 3 + 25 = 28
+                 The answer is 28.
 """
 
 import json

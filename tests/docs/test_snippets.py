@@ -23,7 +23,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 TRIED = {"python", "sh", "yaml"}
 SHOWN = {"text"}
 """Languages of blocks that show output or a drawing, which nothing can try."""
-PLACES = {"my.yaml", "CONFIG", "first/config.yaml"}
+PLACES = {"my.yaml", "CONFIG", "config.yaml"}
 """Files of the reader's own, which commands may name."""
 
 
