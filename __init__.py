@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .actors.engines.protocol import Completion, GenerationEngine, SamplingParams
+    from .actors.protocols import MicroBatch, TrainBackend
+    from .actors.train.microbatch_plan import Budget, ShardPlan, plan_shards
+    from .actors.train.topology import Topology
     from .codecs.batch import Batch, Jagged
     from .codecs.schema import Field, Kind, Schema
     from .dataplane.client.async_client import AsyncDataPlaneClient
@@ -46,14 +50,18 @@ if TYPE_CHECKING:
     from .trainers.config.config import Config
     from .trainers.config.load import load_config
     from .trainers.errors import ConfigError, UserError
+    from .trainers.losses.terms import LossInputs
+    from .trainers.parts import WeightSync, make_backend, make_engine, make_tiny_model
     from .trainers.run.launch import run_training
 
 __all__ = [
     "AlreadyWritten",
     "AsyncDataPlaneClient",
     "Batch",
+    "Budget",
     "CapacityExceeded",
     "ClaimTimeout",
+    "Completion",
     "Config",
     "ConfigError",
     "DataPlane",
@@ -67,6 +75,7 @@ __all__ = [
     "Field",
     "FieldsNotReady",
     "ForeignReceipt",
+    "GenerationEngine",
     "IntegrityError",
     "InvalidArgument",
     "Jagged",
@@ -75,28 +84,43 @@ __all__ = [
     "Kind",
     "LeaseLost",
     "LeaseStatus",
+    "LossInputs",
+    "MicroBatch",
     "PartitionRows",
     "PeerLost",
     "RowsCleared",
     "SamplerError",
+    "SamplingParams",
     "Schema",
     "SchemaMismatch",
+    "ShardPlan",
     "StoreConfig",
     "StoreLost",
     "StreamingDataset",
     "TaskConfig",
     "TaskReset",
     "TaskStatus",
+    "Topology",
+    "TrainBackend",
     "UserError",
+    "WeightSync",
     "connect",
     "connect_async",
     "load_config",
+    "make_backend",
+    "make_engine",
+    "make_tiny_model",
     "open_data_plane",
     "open_storage_unit",
+    "plan_shards",
     "run_training",
 ]
 
 _MODULES = {
+    "actors.engines.protocol": "Completion GenerationEngine SamplingParams",
+    "actors.protocols": "MicroBatch TrainBackend",
+    "actors.train.microbatch_plan": "Budget ShardPlan plan_shards",
+    "actors.train.topology": "Topology",
     "codecs.batch": "Batch Jagged",
     "codecs.schema": "Field Kind Schema",
     "dataplane.client.async_client": "AsyncDataPlaneClient",
@@ -111,6 +135,8 @@ _MODULES = {
     "trainers.config.config": "Config",
     "trainers.config.load": "load_config",
     "trainers.errors": "ConfigError UserError",
+    "trainers.losses.terms": "LossInputs",
+    "trainers.parts": "WeightSync make_backend make_engine make_tiny_model",
     "trainers.run.launch": "run_training",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}

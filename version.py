@@ -1,3 +1,3 @@
 """Holds the version of Headrace, in a module that imports nothing."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

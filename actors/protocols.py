@@ -354,7 +354,7 @@ class MicroBatch:
     """Advantage of each row, float32 `[N]`."""
     group_ids: np.ndarray
     """Id of each row's group (all rows of one prompt), int64 `[N]`."""
-    group_tokens: np.ndarray | None
+    group_tokens: np.ndarray | None = None
     """For each row, the number of response tokens in its entire group that this step trains on, int64 `[N]`. None
     unless `loss.aggregation` is `prompt`; no other setting needs it."""
     row_tokens: np.ndarray | None = None

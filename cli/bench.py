@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from ..trainers.errors import UserError
 from .arguments import bench_command, chosen, known, path, results_folder
 from .outcome import DONE, FAILED, stop_at_once
-from .terminal import command_line, judged, print_table, show_results, status_line
+from .terminal import command_line, judged, new_console, print_table, show_results, status_line
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..bench.gpu.work_report import Progress, WorkReport
 
 _BENCH_EPILOG = """examples:
@@ -221,7 +221,7 @@ def _updates_of_vllm(arguments: argparse.Namespace, out: Path) -> int:
     [size] = known("--sizes", chosen(arguments.sizes, ("2B",)), SIZES)
     names = known("--setups", chosen(arguments.setups, ()), tuple(setups(size, arguments.gpus)))
     options = VllmOptions(out, arguments.gpus, size, names, arguments.updates, arguments.folder)
-    return judged(Console(), run_vllm_updates(options), out)
+    return judged(new_console(), run_vllm_updates(options), out)
 
 
 def _gpu(arguments: argparse.Namespace) -> int:
@@ -277,7 +277,7 @@ def measured(report: WorkReport, run: Callable[[], None], show: Callable[[Consol
 
     show: function that prints the figures and returns where the results are; None means the report's own table.
     """
-    console = Console()
+    console = new_console()
 
     def table(console: Console) -> Path:
         print_table(console, report.table())

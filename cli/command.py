@@ -19,13 +19,22 @@ from .runs import add_run_commands
 _EPILOG = """examples:
   headrace doctor
   headrace doctor --model my-moe rollout.engine=vllm
-  headrace train examples/quickstart.yaml
+  headrace recipe quickstart --out first
+  cd first && headrace train config.yaml
   headrace train my.yaml trainer.lr=1e-4 dataplane.store.kind=ray run.dir=runs/first
   headrace train my.yaml --dry-run
   headrace bench transfer --quick
 
 `headrace COMMAND --help` shows the arguments of a command. Documentation: docs/index.md.
 """
+
+
+_REQUIRED = {
+    *("torch", "tensordict", "ray", "transformers", "msgspec", "numpy", "xxhash", "pydantic", "yaml", "rich"),
+    *("prometheus_client", "psutil", "safetensors"),
+}
+"""Modules of the packages that an installation brings, unless it was made with `pip install --no-deps`."""
+_INSTALL = "run headrace doctor --constraints cpu > cpu.txt and pip install -c cpu.txt headrace, or take the set gpu"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +58,10 @@ def ended(command: Callable[[], int]) -> int:
         return mistake(error.problems)
     except (UserError, MissingExtra) as error:
         return mistake([str(error)])
+    except ModuleNotFoundError as error:
+        if error.name not in _REQUIRED:
+            return failure(error)
+        return mistake([f"the package {error.name} is not installed, but this command needs it; {_INSTALL}"])
     except Terminated:
         print("headrace: terminated", file=sys.stderr)
         return TERMINATED

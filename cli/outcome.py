@@ -15,10 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from rich.console import Console
-from rich.panel import Panel
-from rich.text import Text
-
 DONE, FAILED, MISTAKE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 0, 1, 2, 130, 141, 143
 ONE_STOP_S = 2.0
 """Seconds within which several signals to stop count as one."""
@@ -36,6 +32,10 @@ def mistake(sentences: Sequence[str]) -> int:
 def failure(error: Exception) -> int:
     """Print a panel with the error, and below it the path of the saved traceback. The path has its own line, so that it
     can be copied. If the traceback was not saved in a run folder, it is printed. Returns the exit code."""
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
     notes = getattr(error, "__notes__", [])
     if not notes:
         traceback.print_exception(error)

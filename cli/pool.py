@@ -10,12 +10,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from ..trainers.errors import UserError
 from .arguments import path
 from .outcome import DONE, FAILED, stop_on_sigterm
-from .terminal import print_table
+from .terminal import new_console, print_table
 
 if TYPE_CHECKING:
     from ..trainers.pool.server.folder import ServedPool
@@ -175,7 +173,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
     trace, path = pool_trace(read_events(arguments.dir / TRACE)), arguments.dir / PERFETTO
     write_perfetto(trace, path)
-    console = Console()
+    console = new_console()
     for table in pool_tables(trace):
         print_table(console, table)
     print(f"timeline for https://ui.perfetto.dev: {path}")

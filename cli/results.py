@@ -6,11 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from .arguments import known, path
 from .outcome import DONE
-from .terminal import print_table
+from .terminal import new_console, print_table
 
 
 def add_result_commands(commands: Any) -> None:
@@ -63,14 +61,14 @@ def _samples(arguments: argparse.Namespace) -> int:
 
     [show] = known("--show", (arguments.show,), list(SHOWS))
     choice = Choice(show, arguments.set, arguments.step, arguments.search, arguments.limit)
-    show_samples(arguments.run_dir, choice, Console(), as_json=arguments.json)
+    show_samples(arguments.run_dir, choice, new_console(), as_json=arguments.json)
     return DONE
 
 
 def _routes(arguments: argparse.Namespace) -> int:
     from ..trainers.observe.route_tables import route_tables
 
-    console = Console()
+    console = new_console()
     for table in route_tables(arguments.run_dir, last=arguments.last):
         print_table(console, table)
     return DONE
@@ -79,7 +77,7 @@ def _routes(arguments: argparse.Namespace) -> int:
 def _compare(arguments: argparse.Namespace) -> int:
     from ..trainers.observe.compare import read_runs, tables, write_comparison
 
-    console = Console()
+    console = new_console()
     runs = read_runs(arguments.run_dirs)
     for table in tables(runs):
         print_table(console, table)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from ..trainers.errors import ConfigError, UserError
 from .arguments import chosen, config_and_overrides, import_from_here, path
 from .outcome import DONE, FAILED, stop_on_sigterm
-from .terminal import print_table, show_results, status_line
+from .terminal import new_console, print_table, show_results, status_line
 
 
 def add_run_commands(commands: Any) -> None:
@@ -43,6 +41,9 @@ def add_run_commands(commands: Any) -> None:
     )
     doctor.add_argument(
         "overrides", metavar="key.sub=value", nargs="*", default=[], help="with --model: such as rollout.engine=vllm"
+    )
+    doctor.add_argument(
+        "--constraints", metavar="SET", help="print a set of tested versions, cpu or gpu, for `pip install -c`"
     )
     doctor.set_defaults(command=_doctor)
 
@@ -139,10 +140,12 @@ def _add_recipe(commands: Any) -> None:
     recipe = commands.add_parser(
         "recipe",
         help="list the recipes of examples/, or make one work without a network",
-        description="List the recipes of examples/, show one, or write a copy of it whose model and data sets are "
-        "replaced by stand-ins that are made on the spot.",
+        description="List the recipes and configurations of examples/, show one, copy it with --out, or write a copy "
+        "of a recipe whose model and data sets are replaced by stand-ins that are made on the spot.",
     )
-    recipe.add_argument("name", nargs="?", metavar="NAME", help="recipe; default: list all")
+    recipe.add_argument(
+        "name", nargs="?", metavar="NAME", help="recipe or configuration, such as quickstart; default: list all"
+    )
     recipe.add_argument(
         "--offline",
         action="store_true",
@@ -151,7 +154,12 @@ def _add_recipe(commands: Any) -> None:
     recipe.add_argument(
         "--small", action="store_true", help="as --offline, with a tiny model and a short run that trains on a CPU"
     )
-    recipe.add_argument("--out", type=path, metavar="DIR", help="folder for the copy; default: recipe-NAME")
+    recipe.add_argument(
+        "--out",
+        type=path,
+        metavar="DIR",
+        help="new folder for the copy; with --offline and --small, default: recipe-NAME",
+    )
     recipe.set_defaults(command=_recipe)
 
 
@@ -296,6 +304,8 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
+    from rich.table import Table
+
     from ..trainers.config.load import load_config
     from ..trainers.run.evaluate import evaluate_model, write_results
 
@@ -324,19 +334,25 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _recipe(arguments: argparse.Namespace) -> int:
-    from ..trainers.recipes import find_recipe, recipes, write_offline
+    from ..trainers.recipes import configurations, copy_example, find_configuration, find_recipe, recipes, write_offline
 
     if arguments.name is None:
         for name, recipe in recipes().items():
             print(f"{name:<20} {recipe.file.summary} ({recipe.file.hardware})")
+        print(f"others: {', '.join(name for name in configurations() if name not in recipes())}")
+        return DONE
+    if not arguments.offline and not arguments.small:
+        config = find_configuration(arguments.name)
+        if (recipe := recipes().get(arguments.name)) is not None:
+            about = recipe.file
+            print(f"{recipe.name}: {about.summary}\nhardware: {about.hardware}\npage: {recipe.folder}/README.md")
+        if arguments.out is None:
+            print(f"command: headrace train {config}")
+        else:  # Files beside a configuration are found from its folder.
+            copy = copy_example(config, arguments.out)
+            print(f"command: cd {shlex.quote(str(copy.parent))} && headrace train {copy.name}")
         return DONE
     recipe = find_recipe(arguments.name)
-    if not arguments.offline and not arguments.small:
-        print(
-            f"{recipe.name}: {recipe.file.summary}\nhardware: {recipe.file.hardware}\npage: {recipe.folder}/README.md"
-        )
-        print(f"command: headrace train {recipe.config}")
-        return DONE
     out = arguments.out or Path(f"recipe-{recipe.name}")
     for line in write_offline(recipe, out, small=arguments.small):
         print(line)
@@ -362,13 +378,20 @@ def _fetch(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.constraints is not None:
+        from ..trainers.run.checks.version_sets import set_text
+
+        if arguments.model or arguments.machine or arguments.overrides:
+            raise UserError(f"--constraints: got {arguments.constraints!r} with other arguments, expected it alone")
+        print(set_text(arguments.constraints), end="")
+        return DONE
     if arguments.model is None:
         if arguments.overrides or arguments.machine:
             got = "--machine: got a machine" if arguments.machine else f"{arguments.overrides[0]}: got a key"
             raise UserError(f"{got} without --model, expected both")
         from ..trainers.run.checks.doctor import run_doctor
 
-        return run_doctor(Console())
+        return run_doctor(new_console())
     from ..trainers.config.load import load_config
 
     # Without a file, all keys except these have their defaults.

@@ -7,18 +7,28 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from .outcome import DONE, FAILED
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def new_console() -> Console:
+    """Return a console on standard output. `--help` and `headrace doctor --constraints` need no package but Headrace,
+    so rich is imported only here and where tables are made."""
+    from rich.console import Console
+
+    return Console()
 
 
 @contextmanager
 def status_line(first: str) -> Iterator[tuple[Console, Callable[[str], None]]]:
     """Context manager that shows a status line on the console while its body runs. Yields the console, and a function
     that replaces the text of the line. first: initial text."""
-    console = Console()
+    console = new_console()
     with console.status(first) as status:
         yield console, lambda line: status.update(line)
 
@@ -30,7 +40,7 @@ def print_table(console: Console, table: Table) -> None:
     if needed <= console.width:
         console.print(table)
     elif not console.is_terminal:
-        Console(file=console.file, width=needed).print(table)
+        type(console)(file=console.file, width=needed).print(table)
     else:
         console.print(table.title, style="bold", highlight=False)
         headers = [str(column.header) for column in table.columns]

@@ -200,7 +200,10 @@ def test_mistakes_and_help_import_nothing_heavy(config: str) -> None:
         "from headrace.cli import main\n"
         "assert main(['train', sys.argv[1], 'trainer.dp_=1']) == 2\n"
         "assert main(['--help']) == 0\n"
-        "heavy = {'torch', 'ray', 'transformers', 'matplotlib', 'tensorboard'} & set(sys.modules)\n"
+        "assert main(['doctor', '--constraints', 'cpu']) == 0\n"
+        "import headrace.trainers.run.checks.doctor\n"
+        "heavy = {'torch', 'tensordict', 'ray', 'vllm', 'transformers', 'matplotlib', 'tensorboard'}\n"
+        "heavy &= set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, config], capture_output=True, text=True, timeout=60)

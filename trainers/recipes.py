@@ -9,6 +9,7 @@ data sets  .jsonl files with rows of the same columns
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,37 @@ def find_recipe(name: str) -> Recipe:
     return known[name]
 
 
+def configurations() -> Mapping[str, Path]:
+    """Return the configurations of `examples/` by the name of their file, such as `quickstart`, or of their folder."""
+    files = {path.stem: path for path in EXAMPLES.glob("*.yaml")}
+    folders = {path.parent.name: path for name in ("run", "config") for path in EXAMPLES.glob(f"*/{name}.yaml")}
+    return dict(sorted({**files, **folders}.items()))
+
+
+def find_configuration(name: str) -> Path:
+    """Return the configuration called `name`. Raises UserError if there is none."""
+    known = configurations()
+    if name not in known:
+        raise UserError(f"recipe: got {name!r}, expected one of {', '.join(known)}")
+    return known[name]
+
+
+def copy_example(config: Path, folder: Path) -> Path:
+    """Copy a configuration into the new folder `folder`, with the other files of its folder if it has one of its own.
+    Returns the path of the copy. Raises UserError if `folder` is not empty."""
+    _require_new(folder)
+    if config.parent == EXAMPLES:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Path(shutil.copy(config, folder / "config.yaml"))
+    shutil.copytree(config.parent, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    return folder / config.name
+
+
+def _require_new(folder: Path) -> None:
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"--out: {folder} is not empty, expected a new folder")
+
+
 _ROWS = 64
 """Number of rows of a stand-in for a data set."""
 _CHAT_TEMPLATE = (
@@ -118,8 +150,7 @@ def write_offline(recipe: Recipe, folder: Path, *, small: bool) -> list[str]:
     CPU in a minute. Otherwise the model folder has no weights, and suits only `headrace train --dry-run`. Raises
     UserError if `folder` is not empty.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"--out: {folder} is not empty, expected a new folder")
+    _require_new(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = yaml.safe_load(recipe.config.read_text(encoding="utf-8"))
     told: list[str] = []

@@ -32,7 +32,7 @@ class PriceList:
             if call is None:
                 break
             answer = str(price(call[1], self._most)) if self._answers else "unknown"
-            said = (await episode.say([{"role": "user", "content": answer}]))["content"]
+            said = (await episode.say([{"role": "user", "content": answer}])).content
         items = re.findall(r"\d+", episode.prompt.text)
         found = re.findall(r"\d+", said)
         return float(bool(found) and int(found[-1]) == sum(price(item, self._most) for item in items))

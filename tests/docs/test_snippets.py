@@ -23,7 +23,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 TRIED = {"python", "sh", "yaml"}
 SHOWN = {"text"}
 """Languages of blocks that show output or a drawing, which nothing can try."""
-PLACES = {"my.yaml", "CONFIG"}
+PLACES = {"my.yaml", "CONFIG", "config.yaml"}
 """Files of the reader's own, which commands may name."""
 
 
@@ -197,5 +197,5 @@ def nothing(words: list[str]) -> None:
 CHECKS = {
     "headrace": check_headrace, "make": check_make, "pip": check_pip, "python": check_file_arguments,
     "pytest": check_file_arguments, "git": nothing, "cd": nothing, "pre-commit": nothing,
-    "torchrun": check_file_arguments,
+    "torchrun": check_file_arguments, "unzip": nothing, "uvx": nothing,
 }  # fmt: skip

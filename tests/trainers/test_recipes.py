@@ -36,6 +36,23 @@ def test_every_recipe_has_a_page_and_is_listed(capsys: pytest.CaptureFixture[str
     assert "recipe: got 'gsm', expected one of" in capsys.readouterr().err
 
 
+def test_a_configuration_is_copied_to_be_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--out` alone copies the quickstart's file, or all files of a recipe; it writes into no folder with files."""
+    assert main(["recipe", "quickstart", "--out", str(tmp_path / "first")]) == DONE
+    copy = tmp_path / "first" / "config.yaml"
+    assert capsys.readouterr().out == f"command: cd {copy.parent} && headrace train config.yaml\n"
+    assert copy.read_bytes() == (EXAMPLES / "quickstart.yaml").read_bytes()
+    assert main(["recipe", "reasoning-gym", "--out", str(tmp_path / "second")]) == DONE
+    assert (tmp_path / "second" / "make_model.py").exists()
+    assert main(["recipe", "own-environment", "--out", str(tmp_path / "third")]) == DONE
+    assert f"cd {tmp_path / 'third'} && headrace train run.yaml" in capsys.readouterr().out
+    assert (tmp_path / "third" / "three_strings.py").exists()
+    assert main(["recipe", "quickstart", "--out", str(tmp_path / "first")]) == MISTAKE
+    assert "is not empty, expected a new folder" in capsys.readouterr().err
+    assert main(["recipe", "quickstart", "--offline"]) == MISTAKE
+    assert "recipe: got 'quickstart', expected one of dapo-math-4b" in capsys.readouterr().err
+
+
 def test_the_gallery_lists_every_example() -> None:
     page = (EXAMPLES / "README.md").read_text()
     names = [path.name for path in EXAMPLES.iterdir() if path.name not in ("README.md", "__pycache__")]

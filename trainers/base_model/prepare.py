@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,28 +73,34 @@ def prepare_model(wanted: ModelConfig, training: WarmupConfig, seed: int, folder
     path = folder.path / "base_model"
     if path.exists():
         return str(path)
+    start = time.perf_counter()
+    progress.phase("making the base model")
+
+    def show(step: int, loss: float) -> None:
+        progress.phase("supervised warm-up of the base model", step, training.steps, f"loss {loss:.3f}")
+
+    loss = make_builtin(path, model_config(wanted), training, seed, show)
+    fields = {} if loss is None else {"loss": loss}
+    folder.metrics.event("warmup", 0, seconds=round(time.perf_counter() - start, 2), **fields)
+    return str(path)
+
+
+def make_builtin(
+    path: Path, shape: Mapping[str, Any], training: WarmupConfig, seed: int, show: Callable[[int, float], None]
+) -> float | None:
+    """Make a built-in model in the new folder `path`, and warm it up unless `warmup.corpus` is `none`. Returns the loss
+    of the warm-up, or None. shape: content of the model's config.json. show: see `warm_up`."""
     # Importing torch and transformers takes seconds, which a dry run must not spend.
     from . import made_tokenizers, warmup
 
-    start = time.perf_counter()
-    progress.phase("making the base model")
-    tokenizer = made_tokenizers.make_tokenizer()
-    model = warmup.make_model(model_config(wanted), seed)
-    fields = {}
-    if training.corpus != "none":
-        steps = training.steps
-
-        def show(step: int, loss: float) -> None:
-            progress.phase("supervised warm-up of the base model", step, steps, f"loss {loss:.3f}")
-
-        fields["loss"] = warmup.warm_up(model, tokenizer, training, seed, show)
-    draft = path.with_name("base_model.tmp")
+    tokenizer, model = made_tokenizers.make_tokenizer(), warmup.make_model(shape, seed)
+    loss = None if training.corpus == "none" else warmup.warm_up(model, tokenizer, training, seed, show)
+    draft = path.with_name(f"{path.name}.tmp")
     shutil.rmtree(draft, ignore_errors=True)
     model.save_pretrained(draft)
     tokenizer.save_pretrained(draft)
     draft.rename(path)
-    folder.metrics.event("warmup", 0, seconds=round(time.perf_counter() - start, 2), **fields)
-    return str(path)
+    return loss
 
 
 def prepare_base(model: str, lora: LoraConfig, folder: RunFolder, progress: Progress) -> str:

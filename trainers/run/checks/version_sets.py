@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...errors import UserError
+
 FOLDER = Path(__file__).parents[3] / "constraints"
 _LINE = re.compile(r"([\w.-]+)==([\w.+!]+)\s*(?:;\s*python_version\s*(<|>=)\s*['\"](\d+)\.(\d+)['\"]\s*)?$")
 _COMPARE = {"<": operator.lt, ">=": operator.ge}
@@ -45,6 +47,14 @@ def read_set(path: Path, python: tuple[int, int]) -> dict[str, str]:
         if compare is None or _COMPARE[compare](python, (int(bound[0]), int(bound[1]))):
             versions[name] = version
     return versions
+
+
+def set_text(name: str, folder: Path = FOLDER) -> str:
+    """Return the content of the set's file, which `pip install -c` takes. Raises UserError if there is no such set."""
+    known = sorted(path.stem for path in folder.glob("*.txt"))
+    if name not in known:
+        raise UserError(f"--constraints: got {name!r}, expected {' or '.join(known)}")
+    return (folder / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def compare(name: str, versions: Mapping[str, str]) -> Comparison:
