@@ -86,9 +86,10 @@ class EngineKeys(Section):
     cache depends on it. Unset: the longest prompt and answer together that training, validation and evaluations can
     have."""
     kv_cache: Literal["auto"] | Count = "auto"
-    """Size in MiB of the key-value cache in each process of an engine. With `auto`, an engine on GPUs takes what
-    `rollout.gpu_memory_utilization` leaves beside the weights, and an engine on CPUs takes 256 MiB, or more if a few
-    samples of `rollout.max_model_len` tokens need more."""
+    """Size in MiB of the key-value cache in each process of an engine. With `auto`, an engine on GPUs takes a quarter
+    more than `rollout.max_batch` samples of `rollout.max_model_len` tokens need, at most what
+    `rollout.gpu_memory_utilization` leaves beside the weights, and exactly that if the need of the model's layers is
+    not known. An engine on CPUs takes 256 MiB, or more if a few samples need more."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     """Largest share of each GPU's memory that an engine takes for weights, key-value cache and computation. It takes
     less if less is free when it starts. Unset: 0.9, or 0.45 on GPUs that it shares with train workers; on the GPUs of a

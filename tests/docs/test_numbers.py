@@ -52,7 +52,7 @@ from headrace.trainers.grpo.training_modes import MOST_SKIPPED
 from headrace.trainers.observe.report import RELOAD_S
 from headrace.trainers.pool.state.pool import PoolBounds
 from headrace.trainers.run.checks.prompts import READ_PROMPTS
-from headrace.trainers.run.checks.trust_probe import SOUND_RATIO, TOKENS
+from headrace.trainers.run.checks.trust_probe import SOUND_IN_HALF, SOUND_RATIO, TOKENS
 from headrace.trainers.supervision.watchdog import GRACE_S as WATCHDOG_GRACE_S
 from headrace.trainers.supervision.watchdog import MARGIN_S
 
@@ -84,11 +84,11 @@ QUOTES: dict[str, list[str]] = {
         f"of one size (to {MIN_SPREAD:.1%}".replace("%", " %"),
         f"less than {MIN_ERRORS:g} standard errors",
         f"After {MOST_SKIPPED} such steps in a row the run ends",
-        f"A run whose first step is above {SOUND_RATIO}",
+        f"A run whose first step is above {SOUND_RATIO} ({SOUND_IN_HALF} in bfloat16)",
     ],
     "reference/command-line.md": [
         f"a train backend on {TOKENS} tokens of a model",
-        f"differ by more than a factor of {SOUND_RATIO}",
+        f"differ by more than a factor of {SOUND_RATIO} ({SOUND_IN_HALF} in bfloat16)",
         f"(of the first {READ_PROMPTS:,} of a source)",
     ],
     "data-plane/index.md": [
@@ -114,8 +114,8 @@ QUOTES: dict[str, list[str]] = {
         f"models of more than {MOST_BYTE_EXPERTS} experts",
         f"takes {TOKEN_BYTES} bytes per token",
         f"runs {TOKENS} tokens through",
-        f"(a factor of at most {SOUND_RATIO})",
-        f"is above {SOUND_RATIO} in that step",
+        f"of at most {SOUND_RATIO} on average, or {SOUND_IN_HALF} if one of them",
+        f"is above {SOUND_RATIO} in that step ({SOUND_IN_HALF} in bfloat16)",
     ],
     "internals/train-step.md": [
         f"read {', '.join(map(str, READS))}, then {MOST_AT_ONCE} at a time",

@@ -1,7 +1,8 @@
 """Estimates the GPU memory of an engine and a train worker, part by part, and decides whether both fit on a GPU.
 
-The estimates use only the configuration and the model's config.json, so they can be shown before anything starts. They
-are about a tenth too high.
+The estimates use only the configuration and the model's config.json, so they can be shown before anything starts. A
+peak lies between nine tenths of its estimate and the estimate itself for most shapes, and never below three quarters of
+it (`bench/gpu/measured_memory.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...actors.engines.config import ModelConfig, engine_dtype, memory_share
+from ...actors.engines.config import ModelConfig, engine_batch, engine_dtype, memory_share
+from ...actors.engines.vllm.options import most_on_gpu, token_bytes
 from ...actors.process.memory import assumed_machine, gpu_sizes
 from ...actors.rollout.config import RolloutConfig
 from ...codecs.integers import ceil_div
@@ -66,9 +68,11 @@ class GpuMemory:
 
     trainer: Mapping[str, int]
     """Name of a part -> its bytes: `weights`, `gradients`, `optimizer`, `reference`, `teachers`, `activations`,
-    `logits`, `gathered weights`."""
+    `logits`, `copied weights`."""
     engine: Mapping[str, int]
-    """Name of a part -> its bytes: `weights`, `keys and values`, `workspace`."""
+    """Name of a part -> its bytes if both sides keep their memory: `weights`, `keys and values`, `workspace`."""
+    engine_in_turns: Mapping[str, int]
+    """Those of an engine that has the GPU to itself while it generates."""
     buckets: int
     """Bytes of the trainer's send buffers for weights. The trainer never frees them."""
     contexts: int
@@ -90,7 +94,8 @@ class GpuMemory:
             self.trainer.get(part, 0) for part in ("weights", "gradients", "optimizer", "reference", "teachers")
         )
         hand_over = state + self.engine.get("weights", 0)
-        return max(sum(self.trainer.values()), sum(self.engine.values()), hand_over) + self.buckets + self.contexts
+        largest = max(sum(self.trainer.values()), sum(self.engine_in_turns.values()), hand_over)
+        return largest + self.buckets + self.contexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +176,16 @@ def estimate(config: Config, gpu_bytes: int | None = None, size: ModelSize | Non
         held |= {"teachers": of_teachers} if (of_teachers := teacher_bytes(trainer, config.distillation)) else {}
     kept_free = neighbour_bytes(config.pool, config.rollout, sync, config.residual_mib)
     versions = CACHED_VERSIONS * params * (2 if trainer.mixed_precision else 4) if sync.cache else 0
+    engine, in_turns = (
+        engine_parts(
+            config.rollout, config.model, size, gpu_bytes, config.engine_length, shared=shared, kept_free=kept_free
+        )
+        for shared in (not pooled, False)
+    )
     return GpuMemory(
-        trainer={**held, **_pass_parts(trainer, size.shape, params)} if held else {},
-        engine=engine_parts(config.rollout, config.model, params, gpu_bytes, kept_free=kept_free if pooled else None),
+        trainer={**held, **pass_parts(trainer, size.shape, params)} if held else {},
+        engine=engine,
+        engine_in_turns=in_turns,
         buckets=send_buffer_bytes(sync, resolve_kind(sync.transport, one_host=True, shared_gpus=True), pooled=pooled),
         contexts=2 * CONTEXT_BYTES,
         host={"offloaded state": sum(held.values()), "cached versions": versions},
@@ -181,54 +193,92 @@ def estimate(config: Config, gpu_bytes: int | None = None, size: ModelSize | Non
 
 
 def engine_parts(
-    rollout: RolloutConfig, model: ModelConfig, params: int, gpu_bytes: int | None, *, kept_free: int | None
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    size: ModelSize,
+    gpu_bytes: int | None,
+    length: int,
+    *,
+    shared: bool,
+    kept_free: int,
 ) -> dict[str, int]:
-    """Return the memory of one engine process on a GPU of `gpu_bytes` bytes: name of a part -> bytes. kept_free: bytes
-    that the engine leaves for sleeping processes of a GPU pool; None for a run without a pool.
+    """Return the memory of one engine process on a GPU of `gpu_bytes` bytes: name of a part -> bytes. length: largest
+    number of tokens of a sequence. shared, kept_free: as in `memory_share`.
 
-    With `rollout.kv_cache=auto` the keys and values fill the engine's share of the GPU; their part is 0 if the GPU's
-    memory is not known.
+    With `rollout.kv_cache=auto` the keys and values take what a full batch can use, at most what the engine's share of
+    the GPU leaves. If neither is known, their part is 0.
     """
     if rollout.engine == "scripted":
         return {}
-    weights = int(engine_bytes(rollout, model, params))
+    weights = int(engine_bytes(rollout, model, size.parameters))
     if rollout.engine != "vllm":
         return {"weights": weights}
     if rollout.kv_cache != "auto":
         cache = rollout.kv_cache << 20
     else:
         try:
-            share = memory_share(rollout, shared=kept_free is None, kept_free=kept_free or 0, gpu_bytes=gpu_bytes or 0)
+            share = memory_share(rollout, shared=shared, kept_free=kept_free, gpu_bytes=gpu_bytes or 0)
         except ValueError as error:
             raise UserError(str(error)) from error
-        cache = max(0, int(share * (gpu_bytes or 0)) - weights - ENGINE_WORKSPACE_BYTES)
+        per_token = token_bytes(size.shape, value_bytes=value_bytes(model), tp=rollout.tp)
+        most = most_on_gpu(per_token, length, engine_batch(rollout, gpu=True), rollout.vllm)
+        left = None if gpu_bytes is None else max(0, int(share * gpu_bytes) - weights - ENGINE_WORKSPACE_BYTES)
+        cache = min((known for known in (most, left) if known is not None), default=0)
     return {"weights": weights, "keys and values": cache, "workspace": ENGINE_WORKSPACE_BYTES}
 
 
-def _pass_parts(trainer: TrainerConfig, model: Mapping[str, Any], params: int) -> dict[str, int]:
-    """Return the memory that one microbatch of the largest size adds to a train worker: part -> bytes. The forward and
-    backward pass need it. For each token, a layer keeps the inputs and float32 values of its norms, the queries, keys
-    and values before and after the rotation, the output of the attention, and four values of the MLP's width.
+def pass_parts(trainer: TrainerConfig, model: Mapping[str, Any], params: int) -> dict[str, int]:
+    """Return the memory that one microbatch of the largest size adds to a train worker, in its forward and backward
+    pass: part -> bytes.
+
+    `activations` are the values that layers keep for each token, see `_kept_bytes`, and the gradients with which the
+    backward pass of one layer works. `logits` includes the gradient of the output layer. `copied weights` are in
+    bfloat16, or gathered from other ranks.
     """
     size = 2 if trainer.mixed_precision else 4
-    hidden, heads, layers = model["hidden_size"], model["num_attention_heads"], model["num_hidden_layers"]
-    head_dim = model.get("head_dim") or hidden // heads
-    queries, keys = heads * head_dim, (model.get("num_key_value_heads") or heads) * head_dim
-    norms = (8 + size) * (2 * hidden + (queries + keys) // trainer.tp)
-    products = size * (2 * hidden + (4 * queries + 4 * keys + 4 * model["intermediate_size"]) // trainer.tp)
+    layers, width = model["num_hidden_layers"], model["intermediate_size"]
     tokens = ceil_div(trainer.tokens_per_microbatch, trainer.cp)
-    kept = tokens * layers * (norms + products)
+    layer = _kept_bytes(trainer, model, size)
+    kept = layers * layer
     if trainer.recompute == "full":
         again = min(trainer.recompute_layers or layers, layers)
-        kept = tokens * (again * hidden * size + max(1, layers - again) * (norms + products))
+        kept = again * model["hidden_size"] * size + max(1, layers - again) * layer
+    working = size * (2 * model["hidden_size"] + 3 * width // trainer.tp)
     logits = tokens * model["vocab_size"] // trainer.tp
     if trainer.head != "full":
         logits = min(logits, GPU_LOGIT_ELEMENTS)
+    table = model["vocab_size"] * model["hidden_size"] // trainer.tp
+    of_head = 0 if trainer.lora.rank else (4 + size) * table  # The chunks' gradients are summed in float32.
     # The logits and the log-probs are float32, and each has a gradient.
-    parts = {"activations": kept, "logits": 4 * 4 * logits}
-    if trainer.backend == "fsdp" and trainer.topology.world > 1 and not trainer.reshard_after_forward:
-        parts["gathered weights"] = params * size // trainer.tp
-    return parts
+    parts = {"activations": tokens * (kept + working), "logits": 4 * 4 * logits + of_head}
+    copied = 0 if trainer.lora.rank else 2 * params // (trainer.tp * (trainer.pp if trainer.backend != "fsdp" else 1))
+    if trainer.backend == "fsdp" and trainer.topology.world > 1:
+        copied = params * size // trainer.tp
+        if trainer.reshard_after_forward:  # Two layers at a time, and the tables of tokens with their gradients.
+            tables = table * (1 if model.get("tie_word_embeddings") else 2)
+            copied = 2 * (copied - size * tables) // layers + (size + 4) * tables
+    elif not trainer.mixed_precision:
+        copied = 0
+    return {**parts, "copied weights": copied} if copied else parts
+
+
+def _kept_bytes(trainer: TrainerConfig, model: Mapping[str, Any], size: int) -> int:
+    """Return the bytes that a layer keeps of one token for the backward pass. size: bytes of a number.
+
+    Layer by layer, code of transformers keeps the float32 values and two results of each norm, also of the norms of
+    queries and keys that many models have, one copy of keys and values for each head of the queries, the output of the
+    attention, and four values of the MLP's width. Compiled code keeps only the inputs of matrix products and of the
+    attention: those of the norms, the queries and keys before their norms and after their rotation, and three values
+    of the MLP's width.
+    """
+    hidden, heads = model["hidden_size"], model["num_attention_heads"]
+    head_dim = model.get("head_dim") or hidden // heads
+    queries, keys = heads * head_dim, (model.get("num_key_value_heads") or heads) * head_dim
+    width, tp = model["intermediate_size"], trainer.tp
+    if trainer.compile:
+        return size * (4 * hidden + (5 * queries + keys + 3 * width) // tp)
+    norms = (4 + 2 * size) * (2 * hidden + (queries + keys) // tp)
+    return norms + size * (3 * queries + 4 * width) // tp
 
 
 # ---------------- Other checks use these sizes, too.

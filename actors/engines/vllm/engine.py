@@ -45,7 +45,7 @@ from ..tokenizer import find_tokenizer
 from . import library
 from .adapter_slots import HeldAdapters, check_slots
 from .logprobs import LogprobTaker, RowScorer
-from .options import check_cache, default_on_cpu, token_bytes
+from .options import check_cache, default_on_cpu, most_on_gpu, token_bytes
 from .process import LOOK_S, HeldAdapter, ProcessSettings, VllmProcess
 from .requests import BusyClock, RequestChecks, RunningRequest, completion, reported_routes
 from .weight_names import WeightNames
@@ -92,9 +92,10 @@ class VllmEngine:
     ) -> None:
         """Start vLLM on `model`, a local folder or a hub id, which takes 5 to 20 s.
 
-        kv_cache_bytes: size of the KV cache in each worker; with None it is what `gpu_memory_utilization` leaves on a
-        GPU, and on a CPU 256 MiB, or more if a few sequences need more. gpu_memory_utilization: largest share of each
-        GPU's memory that a worker takes; it takes less if less is free. max_model_len: largest number of tokens of a
+        kv_cache_bytes: size of the KV cache in each worker. With None it is what `max_num_seqs` sequences can use on a
+        GPU, at most what `gpu_memory_utilization` leaves there, and on a CPU 256 MiB, or more if a few sequences need
+        more. gpu_memory_utilization: largest share of each GPU's memory that a worker takes; it takes less if less is
+        free. max_model_len: largest number of tokens of a
         prompt and its completion together; None takes the model's own limit. receiver: settings with which new weights
         are received; None if the weights never change. version: policy version of the weights that are loaded at the
         start. logprobs: way in which log-probs come from the workers, see `rollout.logprobs`. routes: shape of the
@@ -746,8 +747,8 @@ class VllmEngine:
 
 
 def _checked(settings: ProcessSettings, *, cpu: bool) -> ProcessSettings:
-    """Return `settings`, with a size of the KV cache filled in if no size is set and the engine runs on a CPU. Raises
-    ValueError if the model cannot be loaded, or if a given size is too small for one sequence."""
+    """Return `settings`. If no size of the KV cache is set, they get one on a CPU, and the largest useful one on a GPU.
+    Raises ValueError if the model cannot be loaded, or if a given size is too small for one sequence."""
     if settings.tp < 1 or settings.max_num_seqs < 1:
         raise ValueError(f"rollout: got tp={settings.tp} and max_num_seqs={settings.max_num_seqs}, expected at least 1")
     try:
@@ -765,7 +766,8 @@ def _checked(settings: ProcessSettings, *, cpu: bool) -> ProcessSettings:
         if "kv_cache_dtype" not in settings.options:
             check_cache(settings.kv_cache_bytes, per_token, length)
         return settings
-    if not cpu:
-        return settings  # vLLM takes the memory that gpu_memory_utilization leaves.
+    if not cpu:  # vLLM takes the memory that gpu_memory_utilization leaves, but no more than it can use.
+        most = most_on_gpu(per_token, length, settings.max_num_seqs, settings.options)
+        return replace(settings, most_cache_bytes=most)
     size = default_on_cpu(per_token, length, settings.max_num_seqs, available_memory())
     return replace(settings, kv_cache_bytes=size)

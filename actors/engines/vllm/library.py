@@ -9,6 +9,7 @@ It works with vLLM 0.26 to 0.32; docs/internals/versions.md says where each was 
 from __future__ import annotations
 
 import copy
+import os
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ except ImportError as error:
     ) from error
 
 __all__ = [
+    "MOST_CACHE",
     "AsyncEngineArgs",
     "AsyncLLM",
     "EngineDeadError",
@@ -95,6 +97,7 @@ __all__ = [
     "slot_of",
     "spare_slots",
     "take_what_is_free",
+    "take_what_is_useful",
     "token_logprobs",
     "without_adapters",
 ]
@@ -105,6 +108,8 @@ MIN_TEMPERATURE = 0.01
 FREE_SHARE = 0.95
 """Share of the free memory of a GPU that an engine takes when it cannot have its full share. Other processes on the GPU
 need some room, for example for their kernels."""
+MOST_CACHE = "HEADRACE_MOST_CACHE_BYTES"
+"""Environment variable of vLLM's processes with the largest size in bytes of the key-value cache of a worker."""
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _PLAIN_EXPERT_KERNELS = ("TRITON", "BATCHED_TRITON")
 """Names of the MoE expert kernels that read experts in the layout of checkpoints. FlashInfer's kernels swap two halves
@@ -262,6 +267,31 @@ def take_what_is_free() -> None:
 
     module: Any = gpu_worker
     module.request_memory = _lowering(module.request_memory)
+
+
+def take_what_is_useful() -> None:
+    """Make the workers in this process choose a key-value cache of at most as many bytes as the environment variable
+    MOST_CACHE says, if it is set. Does nothing on CPUs.
+
+    vLLM 0.26 to 0.32 fill the whole share `gpu_memory_utilization` with keys and values. Its `kv_cache_memory_bytes` is
+    no maximum, but is taken even if less is free. Delete this function when vLLM has such a maximum.
+    """
+    if on_cpu():
+        return
+    from vllm.v1.worker.gpu_worker import Worker  # The import takes seconds, and only workers need it.
+
+    Worker.determine_available_memory = _capped(Worker.determine_available_memory)
+
+
+def _capped(determine: Any) -> Any:
+    """Return vLLM's `determine_available_memory`, changed to return no more than MOST_CACHE says."""
+
+    def available(worker: Any) -> int:
+        found, most = determine(worker), os.environ.get(MOST_CACHE)
+        chosen = worker.cache_config.kv_cache_memory_bytes is None
+        return min(found, int(most)) if most and chosen else found
+
+    return available
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

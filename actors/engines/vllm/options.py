@@ -64,8 +64,13 @@ OWN_VALUES: Mapping[str, str] = {
 SIMILAR = 0.6
 """Smallest similarity of two names (`difflib`, 0 to 1) at which an unknown name counts as a misspelling."""
 BLOCK = 128
-"""Number of tokens in a block of vLLM's key-value cache on CPUs; blocks on GPUs are smaller. A sequence takes whole
-blocks, and vLLM reserves one block for itself."""
+"""Number of tokens in a block of vLLM's key-value cache on CPUs. A sequence takes whole blocks, and vLLM reserves one
+block for itself."""
+GPU_BLOCK = 64
+"""Largest number of tokens in a block on GPUs. Most kernels have blocks of 16."""
+SPARE = 1.25
+"""Size of a key-value cache on GPUs over what a full batch of the longest sequences uses. The rest keeps prompts whose
+keys and values are used again."""
 CPU_BYTES = 256 << 20
 CPU_SEQUENCES = 8
 """Number of sequences for which the key-value cache on CPUs has room, if memory allows."""
@@ -220,3 +225,15 @@ def default_on_cpu(per_token: int | None, length: int, max_batch: int, available
         return CPU_BYTES
     wanted = min(cache_bytes(per_token, length, min(max_batch, CPU_SEQUENCES)), available // 4)
     return max(CPU_BYTES, wanted, cache_bytes(per_token, length))
+
+
+def most_on_gpu(per_token: int | None, length: int, max_batch: int, options: Mapping[str, Any]) -> int | None:
+    """Return the size in bytes of the largest key-value cache on a GPU from which an engine gains anything.
+
+    It has room for `max_batch` sequences of `length` tokens, and a quarter more. vLLM runs no more sequences at a time;
+    all others wait without keys and values. per_token: see `token_bytes`. options: further arguments of vLLM. Returns
+    None if the size is not known, which includes engines with a draft model, whose keys and values are there, too.
+    """
+    if per_token is None or not length or options.get("speculative_config"):
+        return None
+    return int(SPARE * per_token * (max_batch * round_up(length, GPU_BLOCK) + GPU_BLOCK))

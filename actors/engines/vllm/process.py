@@ -118,6 +118,8 @@ class ProcessSettings:
     """Last parts of the names of the modules that can have an adapter."""
     log: str = ""
     """Path of the file that receives the output of vLLM's processes; "" for a temporary file without a name."""
+    most_cache_bytes: int | None = None
+    """Largest size in bytes of the KV cache that vLLM chooses in each worker on a GPU; None for no limit."""
 
 
 class VllmProcess:
@@ -132,7 +134,8 @@ class VllmProcess:
         cpu = library.on_cpu()
         self._log = CoreLog(settings.log)
         try:
-            with engine_environment(cpu=cpu, tp=settings.tp):
+            most = {} if settings.most_cache_bytes is None else {library.MOST_CACHE: str(settings.most_cache_bytes)}
+            with engine_environment(cpu=cpu, tp=settings.tp, further=most):
                 self.llm = self._start(settings, cpu)
         except BaseException:
             self._log.close()

@@ -173,9 +173,9 @@ def log_level() -> Iterator[None]:
 
 
 @contextmanager
-def engine_environment(*, cpu: bool, tp: int) -> Iterator[None]:
-    """Context manager that sets the environment variables that vLLM's processes inherit. It restores this process's own
-    when the block ends.
+def engine_environment(*, cpu: bool, tp: int, further: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Context manager that sets the environment variables that vLLM's processes inherit, and the `further` ones. It
+    restores this process's own when the block ends.
 
     vLLM itself writes LD_PRELOAD and more into the environment, which every later child process would inherit. The
     states of the random generators of Python, NumPy and torch are restored, too; those of NumPy and torch only if they
@@ -187,7 +187,7 @@ def engine_environment(*, cpu: bool, tp: int) -> Iterator[None]:
     python_state = random.getstate()
     numpy_state = numpy and numpy.random.get_state()
     torch_state = torch and torch.random.get_rng_state()
-    os.environ.update(_FORCED)
+    os.environ.update({**_FORCED, **(further or {})})
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if (short := vllm_folder()) is not None:
         os.environ.setdefault("VLLM_RPC_BASE_PATH", short)  # vLLM's sockets are there.

@@ -367,4 +367,5 @@ class WeightWorker:
 if BACKEND not in library.WeightTransferEngineFactory._registry:  # vLLM refuses to register a name twice.
     library.WeightTransferEngineFactory.register_engine(BACKEND, StagedWeightEngine)
     library.take_what_is_free()
+    library.take_what_is_useful()
     library.choose_kernels_without_adapters()

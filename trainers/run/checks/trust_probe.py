@@ -33,9 +33,20 @@ from ...cluster.rollout_specs import sampling
 from ...errors import UserError
 from ...losses.correction import MISMATCH_MAX, MISMATCH_SUMS, mismatch_of
 
-SOUND_RATIO = 1.02
-"""Largest acceptable mean factor between the trainer's and the engine's probability of a token (`logprob/ratio_error`).
-Above it, the probability ratio of a policy update reflects numerical differences more than changes of the policy."""
+SOUND_RATIO, SOUND_IN_HALF = 1.02, 1.06
+"""Largest acceptable mean factor between the trainer's and the engine's probability of a token (`logprob/ratio_error`),
+first if both sides compute in float32, then if one of them computes in bfloat16.
+
+Above it, the probability ratio of a policy update reflects more than rounding. Two correct computations of
+SmolLM2-135M in bfloat16 differ by a factor of 1.042, because its logits reach 40, where the values of bfloat16 are 0.25
+apart. Rounding the logits alone makes a factor of 1.022; the rest comes from the layers. Models with random weights
+have small logits, and a factor of 1.005 to 1.03.
+"""
+
+
+def in_half(model: ModelConfig, trainer: TrainerConfig, *, gpu: bool) -> bool:
+    """Return whether the engine or the trainer computes in bfloat16. gpu: whether they are on GPUs."""
+    return trainer.mixed_precision or engine_dtype(model, gpu=gpu) == "bfloat16"
 
 
 def distrust(
@@ -45,13 +56,14 @@ def distrust(
     metrics: Mapping[str, float],
     *,
     has_experts: bool,
+    half: bool,
 ) -> str | None:
     """Return a warning if the log-probs differ too much, else None. metrics: metrics of the first step of a run or of
     its continuation, in which both sides have the same weights. A continuation can train on rows of older versions
-    first; such rows prove nothing. has_experts: whether the model has layers with experts.
+    first; such rows prove nothing. has_experts: whether the model has layers with experts. half: see `in_half`.
     """
-    ratio = metrics.get("logprob/ratio_error")
-    if ratio is None or ratio <= SOUND_RATIO or metrics.get("staleness/max", 0.0) > 0:
+    ratio, most = metrics.get("logprob/ratio_error"), SOUND_IN_HALF if half else SOUND_RATIO
+    if ratio is None or ratio <= most or metrics.get("staleness/max", 0.0) > 0:
         return None
     if rollout.top_p < 1 or rollout.top_k > 0:
         why = (
@@ -63,7 +75,7 @@ def distrust(
     else:
         why = f"`headrace doctor --model {model.path}` compares both on 64 tokens"
     return (
-        f"logprob/ratio_error is {ratio:.3f} in the first step, expected at most {SOUND_RATIO}: the trainer gives a "
+        f"logprob/ratio_error is {ratio:.3f} in the first step, expected at most {most}: the trainer gives a "
         f"sampled token another probability than the engine, by this factor on average; {why}"
     )
 
@@ -106,11 +118,13 @@ class TrustReport:
     """Number of tokens of the longest compared row."""
     beyond: tuple[int, ...] = ()
     """Numbers of tokens at which the model begins to compute something else, and which no compared row exceeds."""
+    most: float = SOUND_RATIO
+    """Largest acceptable mean factor: SOUND_RATIO or SOUND_IN_HALF."""
 
     @property
     def sound(self) -> bool:
-        """True if the mean factor is at most SOUND_RATIO, with router replay if the model has experts."""
-        return (self.replayed or self.native)["ratio_error"] <= SOUND_RATIO
+        """True if the mean factor is at most `most`, with router replay if the model has experts."""
+        return (self.replayed or self.native)["ratio_error"] <= self.most
 
     @property
     def verdict(self) -> str:
@@ -119,9 +133,9 @@ class TrustReport:
         if not self.sound:
             return (
                 f"engine and trainer do not compute the same policy: probabilities differ by a factor of {best:.3f} on "
-                f"average, expected at most {SOUND_RATIO} (other weights, number format, temperature, top-p or top-k?)"
+                f"average, expected at most {self.most} (other weights, number format, temperature, top-p or top-k?)"
             )
-        if native > SOUND_RATIO:
+        if native > self.most:
             return (
                 f"sound with router_replay.enabled=true only: without it probabilities differ by a factor of "
                 f"{native:.3f} on average, with it by {best:.4f}"
@@ -266,6 +280,7 @@ def compare_rows(
         native={name: measured[NATIVE + name] for name in found} if measured else found,
         replayed=found if measured else {},
         agreement={} if spec is None else {n: measured[f"{NATIVE}agreement_layer_{n}"] for n in spec.layers},
+        most=SOUND_IN_HALF if in_half(model, trainer, gpu=torch.cuda.is_available()) else SOUND_RATIO,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.engines.vllm.options import cache_bytes, check_cache, default_on_cpu, token_bytes
+from headrace.actors.engines.vllm.options import cache_bytes, check_cache, default_on_cpu, most_on_gpu, token_bytes
 
 QWEN3: dict[str, Any] = {
     "hidden_size": 1024,
@@ -16,6 +16,8 @@ QWEN3: dict[str, Any] = {
     "head_dim": 128,
 }
 """Of Qwen3-0.6B, whose sequence of 40960 tokens takes 4.38 GiB in bfloat16."""
+
+SMOLLM2 = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
 
 
 def test_a_token_s_bytes_are_those_of_the_model_s_heads() -> None:
@@ -65,3 +67,14 @@ def test_on_a_cpu_the_cache_holds_a_few_sequences_but_takes_no_more_than_a_quart
     assert default_on_cpu(per_token, length, 2, 1 << 40) == cache_bytes(per_token, length, 2)
     assert default_on_cpu(per_token, length, 64, 4 << 30) == 1 << 30
     assert default_on_cpu(per_token, length, 64, 1 << 30) == cache_bytes(per_token, length), "one sequence must fit"
+
+
+def test_on_a_gpu_a_full_batch_of_the_longest_sequences_fits_and_one_sequence_always_does() -> None:
+    per_token = token_bytes(SMOLLM2, value_bytes=2, tp=1)
+    assert per_token == 23040
+    for batch, length in ((512, 144), (1, 17)):
+        most = most_on_gpu(per_token, length, batch, {})
+        assert most is not None and most >= batch * length * per_token + 64 * per_token
+    assert most_on_gpu(per_token, 144, 512, {}) < 3 << 30
+    for unknown in ((None, 144, {}), (per_token, 0, {}), (per_token, 144, {"speculative_config": {"method": "ngram"}})):
+        assert most_on_gpu(*unknown[:2], 512, unknown[2]) is None

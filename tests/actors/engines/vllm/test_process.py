@@ -121,6 +121,22 @@ def test_an_engine_takes_what_is_free_where_others_hold_memory(
     assert taken == pytest.approx(share * 100 * gib) and taken <= free * gib
 
 
+def test_a_worker_takes_no_more_for_keys_and_values_than_a_batch_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = module("library")
+    worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker
+    monkeypatch.setattr(worker, "determine_available_memory", lambda _: 1000)  # The original is put back at the end.
+    monkeypatch.setattr(library, "on_cpu", lambda: False)
+    library.take_what_is_useful()
+    chosen, fixed = (SimpleNamespace(cache_config=SimpleNamespace(kv_cache_memory_bytes=size)) for size in (None, 7))
+    assert worker.determine_available_memory(chosen) == 1000
+    with module("start").engine_environment(cpu=False, tp=1, further={library.MOST_CACHE: "300"}):
+        assert worker.determine_available_memory(chosen) == 300
+        assert worker.determine_available_memory(fixed) == 1000, "rollout.kv_cache sets it"
+    with module("start").engine_environment(cpu=False, tp=1, further={library.MOST_CACHE: "3000"}):
+        assert worker.determine_available_memory(chosen) == 1000, "the share of the GPU is smaller"
+    assert worker.determine_available_memory(chosen) == 1000
+
+
 def test_the_worker_has_every_method_that_a_release_of_vllm_requires_of_it() -> None:
     """Releases differ: 0.26 makes no object of a class without `trainer_send_weights`, which later ones do without."""
     required = {"init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update", "shutdown"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,14 @@ from headrace.tests.actors.engines.moe import save_moe
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
-from headrace.trainers.run.checks.trust_probe import TrustReport, distrust, probe_trust, show_trust
+from headrace.trainers.run.checks.trust_probe import (
+    SOUND_IN_HALF,
+    TrustReport,
+    distrust,
+    in_half,
+    probe_trust,
+    show_trust,
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +44,8 @@ def probe(config: Config) -> TrustReport:
     return probe_trust(config.model, config.rollout, config.trainer, config.run.seed, longest=100, replay=True)
 
 
-def warning(config: Config, metrics: dict[str, float], *, has_experts: bool) -> str | None:
-    return distrust(config.model, config.rollout, config.router_replay, metrics, has_experts=has_experts)
+def warning(config: Config, metrics: dict[str, float], *, has_experts: bool, half: bool = False) -> str | None:
+    return distrust(config.model, config.rollout, config.router_replay, metrics, has_experts=has_experts, half=half)
 
 
 @pytest.mark.megatron
@@ -94,6 +102,16 @@ def report_of(native: float, replayed: float | None) -> TrustReport:
     return TrustReport("hf", "fsdp", 64, figures(native), with_replay, {})
 
 
+def test_rounding_to_bfloat16_on_either_side_is_no_mismatch() -> None:
+    def half(**sections: Any) -> list[bool]:
+        config = build_config(sections)
+        return [in_half(config.model, config.trainer, gpu=gpu) for gpu in (False, True)]
+
+    assert half() == [False, True] and half(trainer={"mixed_precision": True}) == [True, True]
+    assert half(model={"dtype": "float32"}) == [False, False]
+    assert replace(report_of(1.05, None), most=SOUND_IN_HALF).sound and not report_of(1.05, None).sound
+
+
 def test_verdicts() -> None:
     assert report_of(1.001, None).sound and "on average" in report_of(1.001, None).verdict
     assert "10 times smaller" in report_of(1.01, 1.001).verdict
@@ -105,6 +123,9 @@ def test_a_run_warns_in_one_sentence() -> None:
     config, bad = Config(), {"logprob/ratio_error": 1.05, "staleness/max": 0.0}
     for silent in ({}, {"logprob/ratio_error": 1.019}, {**bad, "staleness/max": 1.0}):
         assert warning(config, silent, has_experts=True) is None
+    assert warning(config, bad, has_experts=False, half=True) is None, "rounding to bfloat16 makes up to 1.06"
+    far = {**bad, "logprob/ratio_error": 1.07}
+    assert "1.070 in the first step, expected at most 1.06" in str(warning(config, far, has_experts=False, half=True))
     moe_warning = warning(config, bad, has_experts=True)
     assert moe_warning and "1.050" in moe_warning and "router_replay.enabled=true" in moe_warning
     on = build_config({"router_replay": {"enabled": True}, "model": {"path": "builtin:tiny-qwen3-moe"}})
