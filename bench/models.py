@@ -82,6 +82,7 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(64, 128, 2, 4, 2, 16, vocabulary=1024, tokens=1000, positions=256),
+    "135m": Shape(576, 1536, 30, 9, 3, 64, vocabulary=49152, tokens=49152, positions=8192),
     "0.6b": Shape(1024, 3072, 28, 16, 8, 128, vocabulary=151936, tokens=151646, positions=40960),
     "1.7b": Shape(2048, 6144, 28, 16, 8, 128, vocabulary=151936, tokens=151646, positions=40960),
     "2g": Shape(2048, 6144, 28, 16, 8, 128, vocabulary=151936, tokens=151646, positions=2048, tied=False),
@@ -95,8 +96,9 @@ SHAPES = {
         experts=128, experts_per_token=8, expert_intermediate=768,
     ),
 }  # fmt: skip
-"""Name of a size -> its shape. `0.6b`, `1.7b` and `4b` are the shapes of Qwen3-0.6B, Qwen3-1.7B and Qwen3-4B; `2g` has
-2.03 G parameters. `30b-a3b` is that of Qwen3-30B-A3B; benchmarks use a few of its layers."""
+"""Name of a size -> its shape. `135m` has the sizes of SmolLM2-135M. `0.6b`, `1.7b` and `4b` are the shapes of
+Qwen3-0.6B, Qwen3-1.7B and Qwen3-4B; `2g` has 2.03 G parameters. `30b-a3b` is that of Qwen3-30B-A3B; benchmarks use a
+few of its layers."""
 
 
 PROMPTS = "prompts.jsonl"

@@ -172,6 +172,7 @@ class TrainWork:
 TRAIN_WORKS = {
     "train-tiny": TrainWork("tiny", 2, tokens=256, steps=3),
     "train-tiny-moe": TrainWork("tiny-moe", 2, tokens=256, steps=3),
+    "train-135m": TrainWork("135m", 30, tokens=32768),
     "train-0.6b": TrainWork("0.6b", 28),
     "train-1.7b": TrainWork("1.7b", 28),
     "train-4b": TrainWork("4b", 36),

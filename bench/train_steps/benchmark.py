@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ...actors.engines.config import ModelConfig
+from ...trainers.cluster.gpu_memory import estimated_peak, model_size
 from ...trainers.config.load import load_config
 from ...trainers.errors import UserError
 from ..gpu.work_report import WorkReport
@@ -27,6 +29,8 @@ from .spawned import run_ranks
 
 EXACT, HALF = 2e-3, 6e-2
 """Largest accepted differences of a step in float32 and of a step in bfloat16 to one in float32 on the CPU."""
+MEMORY = 1.3
+"""Largest accepted factor between the estimated and the measured peak of memory on a GPU, in both directions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,12 @@ def _judge(report: WorkReport, task: TrainTask, world: int) -> None:
     report.summary = summarise(report.work, ranks)
     report.notes = [first.plain_problem] if first.plain_problem else []
     report.complaints = wrong(first, half=task.config.mixed_precision)
+    peak, size = max(one.peak_gib for one in ranks), model_size(ModelConfig(path=task.model))
+    if torch.cuda.is_available() and size is not None and not math.isnan(peak):
+        trainer = task.config.model_copy(update={"tokens_per_microbatch": task.tokens})
+        estimated = estimated_peak(trainer, size) / 2**30
+        report.summary[f"gpu.{report.work}.estimate_over_peak"] = estimated / peak
+        report.complaints += misjudged(estimated, peak)
     report.records = [{"op": "train-steps", "rank": rank, **_finite(figures)} for rank, figures in enumerate(ranks)]
 
 
@@ -183,6 +193,13 @@ def summarise(work: str, ranks: Sequence[TrainFigures]) -> dict[str, float]:
     if "first_norm" in first.plain:
         found["grad_norm_vs_plain"] = abs(first.first_norm / first.plain["first_norm"] - 1)
     return {f"gpu.{work}.{name}": value for name, value in found.items() if not _is_nan(value)}
+
+
+def misjudged(estimated: float, peak: float) -> list[str]:
+    """Return a sentence if the estimated peak of memory is far from the measured one. Both are in GiB."""
+    if 1 / MEMORY <= estimated / peak <= MEMORY:
+        return []
+    return [f"the peak of memory is {peak:.1f} GiB, expected within {MEMORY}x of the estimate of {estimated:.1f} GiB"]
 
 
 def wrong(figures: TrainFigures, *, half: bool) -> list[str]:

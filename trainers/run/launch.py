@@ -11,7 +11,6 @@ from pathlib import Path
 from ...dataplane.errors import DataPlaneError
 from ..base_model.prepare import check_model, model_has_experts, prepare_base, prepare_model
 from ..cluster.calls import ActorFailed
-from ..cluster.gpu_memory import has_gpus
 from ..cluster.ray_cluster import Cluster
 from ..cluster.start_times import StartTimes
 from ..config.checks import cautions, contradictions
@@ -30,7 +29,7 @@ from ..observe.report import LiveReport, write_report
 from ..observe.run_folder import RunFolder
 from ..observe.trace import Tracer
 from .checks.preflight import check_start
-from .checks.trust_probe import distrust, in_half
+from .checks.trust_probe import distrust
 from .processes import launched
 from .restarts import lost_only_workers, lost_process, needed_processes, root_cause
 from .supervised_start import warm_up, warmup_sections
@@ -235,8 +234,8 @@ class _Training:
 
     def _tell_distrust(self, state: State, metrics: dict[str, float]) -> None:
         config, experts = self._config, model_has_experts(self._config.model)
-        half = in_half(config.model, config.trainer, gpu=has_gpus())
-        warning = distrust(config.model, config.rollout, config.router_replay, metrics, has_experts=experts, half=half)
+        sides = config.model, config.rollout, config.trainer
+        warning = distrust(*sides, config.router_replay, metrics, has_experts=experts)
         if warning is not None:
             self._progress.message(f"warning: {warning}")
             self._folder.metrics.event("distrust", state.step, note=warning)

@@ -270,10 +270,9 @@ def take_what_is_free() -> None:
 
 
 def take_what_is_useful() -> None:
-    """Make the workers in this process choose a key-value cache of at most as many bytes as the environment variable
-    MOST_CACHE says, if it is set. Does nothing on CPUs.
+    """Bound the size of the key-value cache that the workers in this process choose. Does nothing on CPUs.
 
-    vLLM 0.26 to 0.32 fill the whole share `gpu_memory_utilization` with keys and values. Its `kv_cache_memory_bytes` is
+    The bound is in the environment variable MOST_CACHE; there is none if it is not set. vLLM 0.26 to 0.32 fill the whole share `gpu_memory_utilization` with keys and values. Its `kv_cache_memory_bytes` is
     no maximum, but is taken even if less is free. Delete this function when vLLM has such a maximum.
     """
     if on_cpu():

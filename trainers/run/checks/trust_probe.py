@@ -29,6 +29,7 @@ from ....codecs.tokens.routes import ROUTES, RouteSpec, align_routes
 from ...backends.config import BackendConfig, TrainerConfig
 from ...backends.factory import build_backend
 from ...backends.lora_config import LoraConfig
+from ...cluster.gpu_memory import has_gpus
 from ...cluster.rollout_specs import sampling
 from ...errors import UserError
 from ...losses.correction import MISMATCH_MAX, MISMATCH_SUMS, mismatch_of
@@ -44,25 +45,27 @@ have small logits, and a factor of 1.005 to 1.03.
 """
 
 
-def in_half(model: ModelConfig, trainer: TrainerConfig, *, gpu: bool) -> bool:
-    """Return whether the engine or the trainer computes in bfloat16. gpu: whether they are on GPUs."""
-    return trainer.mixed_precision or engine_dtype(model, gpu=gpu) == "bfloat16"
+def sound_ratio(model: ModelConfig, trainer: TrainerConfig, *, gpu: bool) -> float:
+    """Return SOUND_IN_HALF if the engine or the trainer computes in bfloat16, else SOUND_RATIO. gpu: whether they are
+    on GPUs."""
+    half = trainer.mixed_precision or engine_dtype(model, gpu=gpu) == "bfloat16"
+    return SOUND_IN_HALF if half else SOUND_RATIO
 
 
 def distrust(
     model: ModelConfig,
     rollout: RolloutConfig,
+    trainer: TrainerConfig,
     replay: RouterReplayConfig,
     metrics: Mapping[str, float],
     *,
     has_experts: bool,
-    half: bool,
 ) -> str | None:
     """Return a warning if the log-probs differ too much, else None. metrics: metrics of the first step of a run or of
     its continuation, in which both sides have the same weights. A continuation can train on rows of older versions
-    first; such rows prove nothing. has_experts: whether the model has layers with experts. half: see `in_half`.
+    first; such rows prove nothing. has_experts: whether the model has layers with experts.
     """
-    ratio, most = metrics.get("logprob/ratio_error"), SOUND_IN_HALF if half else SOUND_RATIO
+    ratio, most = metrics.get("logprob/ratio_error"), sound_ratio(model, trainer, gpu=has_gpus())
     if ratio is None or ratio <= most or metrics.get("staleness/max", 0.0) > 0:
         return None
     if rollout.top_p < 1 or rollout.top_k > 0:
@@ -280,7 +283,7 @@ def compare_rows(
         native={name: measured[NATIVE + name] for name in found} if measured else found,
         replayed=found if measured else {},
         agreement={} if spec is None else {n: measured[f"{NATIVE}agreement_layer_{n}"] for n in spec.layers},
-        most=SOUND_IN_HALF if in_half(model, trainer, gpu=torch.cuda.is_available()) else SOUND_RATIO,
+        most=sound_ratio(model, trainer, gpu=torch.cuda.is_available()),
     )
 
 

@@ -23,9 +23,9 @@ from headrace.trainers.run.checks.trust_probe import (
     SOUND_IN_HALF,
     TrustReport,
     distrust,
-    in_half,
     probe_trust,
     show_trust,
+    sound_ratio,
 )
 
 
@@ -44,8 +44,9 @@ def probe(config: Config) -> TrustReport:
     return probe_trust(config.model, config.rollout, config.trainer, config.run.seed, longest=100, replay=True)
 
 
-def warning(config: Config, metrics: dict[str, float], *, has_experts: bool, half: bool = False) -> str | None:
-    return distrust(config.model, config.rollout, config.router_replay, metrics, has_experts=has_experts, half=half)
+def warning(config: Config, metrics: dict[str, float], *, has_experts: bool) -> str | None:
+    sides = config.model, config.rollout, config.trainer
+    return distrust(*sides, config.router_replay, metrics, has_experts=has_experts)
 
 
 @pytest.mark.megatron
@@ -103,12 +104,12 @@ def report_of(native: float, replayed: float | None) -> TrustReport:
 
 
 def test_rounding_to_bfloat16_on_either_side_is_no_mismatch() -> None:
-    def half(**sections: Any) -> list[bool]:
+    def most(**sections: Any) -> list[float]:
         config = build_config(sections)
-        return [in_half(config.model, config.trainer, gpu=gpu) for gpu in (False, True)]
+        return [sound_ratio(config.model, config.trainer, gpu=gpu) for gpu in (False, True)]
 
-    assert half() == [False, True] and half(trainer={"mixed_precision": True}) == [True, True]
-    assert half(model={"dtype": "float32"}) == [False, False]
+    assert most() == [1.02, 1.06] and most(trainer={"mixed_precision": True}) == [1.06, 1.06]
+    assert most(model={"dtype": "float32"}) == [1.02, 1.02]
     assert replace(report_of(1.05, None), most=SOUND_IN_HALF).sound and not report_of(1.05, None).sound
 
 
@@ -123,9 +124,10 @@ def test_a_run_warns_in_one_sentence() -> None:
     config, bad = Config(), {"logprob/ratio_error": 1.05, "staleness/max": 0.0}
     for silent in ({}, {"logprob/ratio_error": 1.019}, {**bad, "staleness/max": 1.0}):
         assert warning(config, silent, has_experts=True) is None
-    assert warning(config, bad, has_experts=False, half=True) is None, "rounding to bfloat16 makes up to 1.06"
+    half = build_config({"trainer": {"mixed_precision": True}})
+    assert warning(half, bad, has_experts=False) is None, "rounding to bfloat16 makes up to 1.06"
     far = {**bad, "logprob/ratio_error": 1.07}
-    assert "1.070 in the first step, expected at most 1.06" in str(warning(config, far, has_experts=False, half=True))
+    assert "1.070 in the first step, expected at most 1.06" in str(warning(half, far, has_experts=False))
     moe_warning = warning(config, bad, has_experts=True)
     assert moe_warning and "1.050" in moe_warning and "router_replay.enabled=true" in moe_warning
     on = build_config({"router_replay": {"enabled": True}, "model": {"path": "builtin:tiny-qwen3-moe"}})
