@@ -252,9 +252,9 @@ def pass_parts(trainer: TrainerConfig, model: Mapping[str, Any], params: int) ->
     copied = 0 if trainer.lora.rank else 2 * params // (trainer.tp * (trainer.pp if trainer.backend != "fsdp" else 1))
     if trainer.backend == "fsdp" and trainer.topology.world > 1:
         copied = params * size // trainer.tp
-        if trainer.reshard_after_forward:  # Two layers at a time, and the tables of tokens with their gradients.
-            tables = table * (1 if model.get("tie_word_embeddings") else 2)
-            copied = 2 * (copied - size * tables) // layers + (size + 4) * tables
+        if trainer.reshard_after_forward:  # Two layers at a time, and the tables of tokens all the time.
+            tables = size * table * (1 if model.get("tie_word_embeddings") else 2)
+            copied = 2 * (copied - tables) // layers + tables
     elif not trainer.mixed_precision:
         copied = 0
     return {**parts, "copied weights": copied} if copied else parts

@@ -272,8 +272,9 @@ def take_what_is_free() -> None:
 def take_what_is_useful() -> None:
     """Bound the size of the key-value cache that the workers in this process choose. Does nothing on CPUs.
 
-    The bound is in the environment variable MOST_CACHE; there is none if it is not set. vLLM 0.26 to 0.32 fill the whole share `gpu_memory_utilization` with keys and values. Its `kv_cache_memory_bytes` is
-    no maximum, but is taken even if less is free. Delete this function when vLLM has such a maximum.
+    It is in the environment variable MOST_CACHE; without that variable there is no bound. vLLM 0.26 to 0.32 fill the
+    whole share `gpu_memory_utilization` with keys and values. Its `kv_cache_memory_bytes` is no maximum, but is taken
+    even if less is free. Delete this function when vLLM has such a maximum.
     """
     if on_cpu():
         return

@@ -75,6 +75,6 @@ def test_on_a_gpu_a_full_batch_of_the_longest_sequences_fits_and_one_sequence_al
     for batch, length in ((512, 144), (1, 17)):
         most = most_on_gpu(per_token, length, batch, {})
         assert most is not None and most >= batch * length * per_token + 64 * per_token
-    assert most_on_gpu(per_token, 144, 512, {}) < 3 << 30
+    assert (most_on_gpu(per_token, 144, 512, {}) or 1 << 40) < 3 << 30
     for unknown in ((None, 144, {}), (per_token, 0, {}), (per_token, 144, {"speculative_config": {"method": "ngram"}})):
         assert most_on_gpu(*unknown[:2], 512, unknown[2]) is None
