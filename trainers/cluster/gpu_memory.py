@@ -382,6 +382,11 @@ def model_size(model: ModelConfig) -> ModelSize | None:
     config = model_config(model)
     if _OF_OTHER_KINDS & set(config) or not {"hidden_size", "num_hidden_layers", "intermediate_size"} <= set(config):
         return None
+    return size_of(config)
+
+
+def size_of(config: Mapping[str, Any]) -> ModelSize:
+    """Return the size of a dense Llama-like model. config: content of its config.json."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
