@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 FOLDERS = ("codecs", "dataplane", "actors", "trainers", "bench", "cli", "testing")
 KEYS_BEGIN, KEYS_END = "<!-- keys: made by tools/docs_sources.py -->\n", "<!-- end of the keys -->\n"
+FITS_BEGIN, FITS_END = "<!-- what fits: made by tools/docs_sources.py -->\n", "<!-- end of what fits -->\n"
 TABLES_BEGIN, TABLES_END = "<!-- tables: made by tools/docs_sources.py -->\n", "<!-- end of the tables -->\n"
 
 
@@ -31,14 +32,18 @@ def main() -> int:
 
 def generated() -> dict[Path, str]:
     """Return the text that each generated file should have: path -> text."""
+    from what_fits import what_fits_markdown
+
     from headrace.trainers.config.peers import peers_markdown
 
+    memory = DOCS / "training" / "memory.md"
     peers = DOCS / "start" / "coming-from.md"
     sharing = DOCS / "scale" / "simulate-a-pool.md"
     pages = {
         DOCS / "internals" / "modules.md": modules_markdown(),
         sharing: _filled(sharing, KEYS_BEGIN, pool_keys_markdown(), KEYS_END),
         peers: _filled(peers, TABLES_BEGIN, peers_markdown() + "\n", TABLES_END),
+        memory: _filled(memory, FITS_BEGIN, what_fits_markdown(), FITS_END),
         DOCS / "reference" / "config.md": config_markdown(),
     }
     return pages | {DOCS / "llms.txt": llms_text(pages)}

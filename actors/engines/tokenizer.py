@@ -82,6 +82,8 @@ def count_tokens(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool] 
 
 def _front(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool]) -> tuple[list[int], list[bool]]:
     """Return the ids that the tokenizer puts in front of a text, and whether each of `texts` gets them."""
+    if rendered and all(rendered):
+        return [], [False] * len(texts)
     sample = next(filter(None, texts), "a")[:_SAMPLE_CHARS]
     bare, whole = (tokenizer(sample, add_special_tokens=added)["input_ids"] for added in (False, True))
     starts = [at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare]

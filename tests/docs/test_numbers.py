@@ -86,6 +86,9 @@ QUOTES: dict[str, list[str]] = {
         f"After {MOST_SKIPPED} such steps in a row the run ends",
         f"A run whose first step is above {SOUND_RATIO} ({SOUND_IN_HALF} in bfloat16)",
     ],
+    "troubleshooting.md": [
+        f"makes up to {SOUND_IN_HALF} in bfloat16, and {SOUND_RATIO} in float32",
+    ],
     "reference/command-line.md": [
         f"a train backend on {TOKENS} tokens of a model",
         f"differ by more than a factor of {SOUND_RATIO} ({SOUND_IN_HALF} in bfloat16)",

@@ -27,11 +27,33 @@ def generated() -> dict[Path, str]:
 
 @pytest.mark.parametrize(
     "page",
-    ["internals/modules.md", "reference/config.md", "start/coming-from.md", "scale/simulate-a-pool.md", "llms.txt"],
-)
+    [
+        "internals/modules.md", "reference/config.md", "start/coming-from.md", "scale/simulate-a-pool.md",
+        "training/memory.md", "llms.txt",
+    ],
+)  # fmt: skip
 def test_a_generated_page_is_current(generated: dict[Path, str], page: str) -> None:
     """`make docs-sources` writes it."""
     assert (DOCS / page).read_text(encoding="utf-8") == generated[DOCS / page]
+
+
+@pytest.mark.parametrize(
+    ("model", "gib", "column", "lora", "cell"),
+    [
+        ("SmolLM2-135M", 80, 1, False, "both"),
+        ("Qwen3-0.6B", 140, 1, False, "both"),
+        ("Qwen3-0.6B", 140, 2, False, "both"),
+        ("Qwen3-4B", 140, 2, False, "both*"),
+        ("Qwen3-4B", 140, 1, True, "both*"),
+        ("Qwen3-4B", 140, 4, False, "both"),
+    ],
+)
+def test_what_fits_agrees_with_the_runs_on_gpus(model: str, gib: int, column: int, lora: bool, cell: str) -> None:
+    """Runs with both roles resident, of docs/benchmarks.md; those of Qwen3-4B recomputed layers."""
+    [_, table] = (DOCS / "training" / "memory.md").read_text(encoding="utf-8").split(f"| GPUs of {gib} GiB |")
+    row = next(line for line in table.splitlines() if line.startswith(f"| {model} |"))
+    place = (1, 2, 4, 8).index(column)
+    assert row.split("|")[2 + place].strip().split(" / ")[lora] == cell
 
 
 def test_the_api_page_lists_exactly_the_public_names() -> None:

@@ -1,7 +1,7 @@
 """Estimates the GPU memory of an engine and a train worker, part by part, and decides whether both fit on a GPU.
 
 The estimates use only the configuration and the model's config.json, so they can be shown before anything starts. They
-were between 0.94 and 1.3 times the measured peaks (`tests/bench/train_steps/test_memory.py`).
+were between 0.94 and 1.25 times the measured peaks (`tests/bench/train_steps/test_memory.py`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class GpuMemory:
 
     trainer: Mapping[str, int]
     """Name of a part -> its bytes: `weights`, `gradients`, `optimizer`, `reference`, `teachers`, `activations`,
-    `logits`, `copied weights`."""
+    `computation`, `copied weights`."""
     engine: Mapping[str, int]
     """Name of a part -> its bytes if both sides keep their memory: `weights`, `keys and values`, `workspace`."""
     engine_in_turns: Mapping[str, int]
@@ -229,31 +229,32 @@ def engine_parts(
 def pass_parts(trainer: TrainerConfig, model: Mapping[str, Any], params: int) -> dict[str, int]:
     """Return the memory that one microbatch of the largest size adds to a train worker: name of a part -> bytes.
 
-    `activations` are the values that layers keep for each token, see `_kept_bytes`, and the gradients with which the
-    backward pass of one layer works. `logits` includes the gradient of the output layer. `copied weights` are in
-    bfloat16, or gathered from other ranks.
+    `activations` are the values that layers keep for each token, see `_kept_bytes`. `computation` is the larger of two
+    that come one after the other, the logits with the gradient of the output layer, and the backward pass of a layer,
+    with the values that it computes again; the gradient of a tied output layer waits for that of the embedding.
+    `copied weights` are in bfloat16, or gathered from other ranks.
     """
     size = 2 if trainer.mixed_precision else 4
     layers, width = model["num_hidden_layers"], model["intermediate_size"]
     tokens = ceil_div(trainer.tokens_per_microbatch, trainer.cp)
     layer = _kept_bytes(trainer, model, size)
-    kept = layers * layer
-    if trainer.recompute == "full":
-        again = min(trainer.recompute_layers or layers, layers)
-        kept = again * model["hidden_size"] * size + max(1, layers - again) * layer
-    working = size * (2 * model["hidden_size"] + 3 * width // trainer.tp)
+    again = min(trainer.recompute_layers or layers, layers) if trainer.recompute == "full" else 0
+    kept = again * model["hidden_size"] * size + (layers - again) * layer
+    backward = size * (2 * model["hidden_size"] + 3 * width // trainer.tp) + layer * (again > 0)
     logits = tokens * model["vocab_size"] // trainer.tp
     if trainer.head != "full":
         logits = min(logits, GPU_LOGIT_ELEMENTS)
     table = model["vocab_size"] * model["hidden_size"] // trainer.tp
-    of_head = 0 if trainer.lora.rank else (4 + size) * table  # The chunks' gradients are summed in float32.
+    tied, trained = bool(model.get("tie_word_embeddings")), not trainer.lora.rank
+    of_head = (4 + size) * table * trained  # The chunks' gradients are summed in float32.
     # The logits and the log-probs are float32, and each has a gradient.
-    parts = {"activations": tokens * (kept + working), "logits": 4 * 4 * logits + of_head}
-    copied = 0 if trainer.lora.rank else 2 * params // (trainer.tp * (trainer.pp if trainer.backend != "fsdp" else 1))
+    computation = max(4 * 4 * logits + of_head, tokens * backward) + size * table * (tied and trained)
+    parts = {"activations": tokens * kept, "computation": computation}
+    copied = 2 * trained * params // (trainer.tp * (trainer.pp if trainer.backend != "fsdp" else 1))
     if trainer.backend == "fsdp" and trainer.topology.world > 1:
         copied = params * size // trainer.tp
         if trainer.reshard_after_forward:  # Two layers at a time, and the tables of tokens all the time.
-            tables = size * table * (1 if model.get("tie_word_embeddings") else 2)
+            tables = size * table * (1 if tied else 2)
             copied = 2 * (copied - tables) // layers + tables
     elif not trainer.mixed_precision:
         copied = 0
@@ -382,6 +383,11 @@ def model_size(model: ModelConfig) -> ModelSize | None:
     config = model_config(model)
     if _OF_OTHER_KINDS & set(config) or not {"hidden_size", "num_hidden_layers", "intermediate_size"} <= set(config):
         return None
+    return size_of(config)
+
+
+def size_of(config: Mapping[str, Any]) -> ModelSize:
+    """Return the size of a dense Llama-like model. config: content of its config.json."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads

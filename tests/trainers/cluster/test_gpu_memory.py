@@ -58,7 +58,7 @@ def test_less_is_needed_with_recomputation_and_more_with_a_full_head(tmp_path: P
     with_full, with_lean = estimate(full), estimate(lean)
     assert plain is not None and with_full is not None and with_lean is not None
     assert with_lean.trainer["activations"] < plain.trainer["activations"] / 10
-    assert with_full.trainer["logits"] > 10 * plain.trainer["logits"]
+    assert with_full.trainer["computation"] > 10 * plain.trainer["computation"]
     kept = estimate(config(tmp_path, trainer={"dp": 2, "reshard_after_forward": False}))
     assert kept is not None
     assert kept.trainer["copied weights"] / GIB == pytest.approx(2 * 0.596e9 / GIB, rel=0.01)

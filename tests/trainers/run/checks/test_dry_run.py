@@ -141,7 +141,7 @@ def test_the_memory_of_a_shared_gpu_is_shown_part_by_part(monkeypatch: pytest.Mo
     )
     text = describe(chosen)
     [trainer] = [line for line in text.splitlines() if line.startswith("  trainer  ")]
-    assert all(part in trainer for part in ("weights", "gradients", "optimizer", "activations", "logits"))
+    assert all(part in trainer for part in ("weights", "gradients", "optimizer", "activations", "computation"))
     assert "both resident" in text and "in turns" in text
     assert "share GPUs and both stay in memory, because together they need about" in text
     monkeypatch.setattr(dry_run, "gpu_sizes", lambda: ())
