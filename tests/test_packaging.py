@@ -44,7 +44,10 @@ def test_the_wheel_runs_outside_the_clone(tmp_path: Path):
     assert (site / "headrace" / "py.typed").exists()
     assert (site / "headrace" / "examples" / "gpu-0.6b.yaml").exists(), "`headrace bench gpu` runs it"
     assert (site / "headrace" / "constraints" / "cpu.txt").exists(), "`headrace doctor` reads the sets of versions"
-    assert (site / "headrace" / "trainers" / "observe" / "samples.js").exists(), "the report shows samples with it"
+    pages = site / "headrace" / "trainers" / "observe" / "pages"
+    for name in ("samples.js", "page.js", "page.css", *(f"uplot/uPlot.{end}" for end in ("iife.min.js", "min.css"))):
+        assert (pages / name).exists(), "the report is made of it"
+    assert (pages / "uplot" / "LICENSE").exists()
     assert (site / "headrace" / "examples" / "tool-use" / "recipe.yaml").exists(), "`headrace recipe` reads it"
 
     for title, text in re.findall(r'```python title="([^"]+)"\n(.*?)```', (ROOT / "README.md").read_text(), re.DOTALL):
