@@ -250,6 +250,7 @@ class _Training:
             folder.replaced(state.step, died)
 
         run.actors.on_death.append(replaced)
+        run.observers.evaluated.append(self._progress.evaluated)
         checkpoints.load(run.workers, run.rollouts, state)
         if state.step or state.version > self._config.first_version:
             run.rollouts.sync_weights(state.version)
