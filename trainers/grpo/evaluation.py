@@ -43,8 +43,8 @@ class Evaluation:
     """Runs the evaluations of one set of prompts, one at a time."""
 
     def __init__(self, rollouts: RolloutPool, plan: EvaluationPlan, on_end: Sequence[OnEnd] = ()) -> None:
-        """on_end: functions that are called with the step and the metrics of each evaluation as soon as it has
-        ended."""
+        """Prepare the evaluations of one set. on_end: functions that are called with the step and the metrics of each
+        evaluation as soon as it has ended."""
         self._rollouts = rollouts
         self._on_end = on_end
         self.plan = plan

@@ -23,8 +23,7 @@ from ..grpo.feed import PARTITION, Feed
 from ..grpo.run_parts import Run
 from ..grpo.step_warnings import StepWarnings
 from ..grpo.training_modes import AfterStep, open_feed, run_steps
-from ..observe.pages.live_report import LiveReport
-from ..observe.pages.report import write_report
+from ..observe.pages.report import LiveReport, write_report
 from ..observe.progress import Progress
 from ..observe.prometheus import RunEndpoint
 from ..observe.run_folder import RunFolder

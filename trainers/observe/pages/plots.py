@@ -132,10 +132,9 @@ def thinned(column: tuple[list[float], list[float]]) -> tuple[list[float], list[
 def page_columns(
     columns: Mapping[str, Columns], keys: Iterable[tuple[str, str]], *, thin: bool = True
 ) -> tuple[dict[str, tuple[list[float], list[float]]], int]:
-    """Return the curves for a page's data, as key -> (steps, values), and the largest number of steps that one point
-    stands for.
+    """Return the curves for a page's data, and the largest number of steps of one point.
 
-    columns: the runs by prefix. keys: pairs of a run's prefix and a key; the name of the curve is both together. Curves
+    The curves are key -> (steps, values). columns: the runs by prefix. keys: pairs of a run's prefix and a key; the name of the curve is both together. Curves
     without a point are left out. thin: whether long curves are thinned.
     """
     made, largest = dict[str, tuple[list[float], list[float]]](), 1

@@ -1,16 +1,25 @@
-"""Writes a run's report as one HTML file that works offline: its state, cards, curves, tables and samples."""
+"""Writes a run's report as one HTML file that works offline, and rebuilds it while the run is in progress.
+
+A separate process of low priority rebuilds it, so that the run does not wait.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import os
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Container, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from ....actors.rollout.evaluation_metrics import EXACT_MATCH, REWARD, find_figure
@@ -23,12 +32,57 @@ from .page import page, short, table, write_page
 from .plots import Columns, page_columns, plot_keys, run_plots
 from .run_state import run_state
 
+_log = logging.getLogger(__name__)
+CLOSE_S = 10.0
+"""Seconds within which a build must end after it is terminated; then it is killed."""
+_PRIORITY = 15
+"""Increment of the niceness of the process that builds the report."""
 RELOAD_S = 30
 """Seconds after which the page of an unfinished run reloads."""
 BASELINES = "baselines.json"
 """Optional file of a run folder with values to compare the held-out curve with, as {"label": value}."""
 _UNTOLD = ("run.dir", "run.name")
 """Config keys that are left out of the table of changed settings, because every run has its own."""
+
+
+class LiveReport:
+    """Starts builds of a run's report in child processes, one at a time."""
+
+    def __init__(self, folder: Path, every_s: float) -> None:
+        """folder: the run folder. every_s: seconds between the starts of two builds, and before the first build; 0 for
+        no builds."""
+        self._command = [sys.executable, "-m", "headrace.cli", "report", str(folder)]
+        self._every_s = every_s
+        self._last_s = time.monotonic()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def tick(self) -> None:
+        """Start a build if one is due and none is running. Called after each step."""
+        if not self._every_s or time.monotonic() - self._last_s < self._every_s:
+            return
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._last_s = time.monotonic()
+        quiet = subprocess.DEVNULL
+        try:
+            self._process = subprocess.Popen(self._command, stdin=quiet, stdout=quiet, stderr=quiet)
+        except OSError as error:  # The run goes on, and the next build is tried in its turn.
+            _log.warning("the report is not built: %s", error)
+            return
+        with contextlib.suppress(psutil.Error):
+            psutil.Process(self._process.pid).nice(os.getpriority(os.PRIO_PROCESS, 0) + _PRIORITY)
+
+    def close(self) -> None:
+        """End a running build, and wait until its process has exited. Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
@@ -80,8 +134,10 @@ def report_data(
 
 
 def _lines(folder: Path, columns: Columns, judged: str) -> list[tuple[str, float]]:
-    """Return the horizontal lines of the held-out curve: the value before the first step, and those of
-    `baselines.json`. Raises UserError for a file without numbers."""
+    """Return the horizontal lines of the held-out curve, as (label, value).
+
+    They are the value before the first step, and those of `baselines.json`. Raises UserError for a file without
+    numbers."""
     steps, values = columns[judged]
     lines = [(f"before step 1: {values[0]:.3g}", values[0])] if steps[:1] == [0] and len(steps) > 1 else []
     path = folder / BASELINES

@@ -91,7 +91,7 @@ class RunReader:
 
 
 class WatchServer(ThreadingHTTPServer):
-    """HTTP server of one run's page. Every request that it answers reads the run folder anew."""
+    """HTTP server of one run's page. It reads the run folder at every request."""
 
     daemon_threads = True
 
@@ -135,7 +135,6 @@ class WatchServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """Answers GET requests that name this machine as their host."""
 
-    server: WatchServer
     timeout = 30.0
 
     def do_GET(self) -> None:
@@ -145,6 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         path, _, mark = self.path.partition("?mark=")
         try:
+            assert isinstance(self.server, WatchServer)
             found = self.server.answer(path, mark)
         except (UserError, OSError) as error:
             self._send(500, "text/plain", str(error))
@@ -165,5 +165,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Print nothing about requests."""

@@ -21,11 +21,10 @@ from headrace.trainers.config.config import Config, resolved_yaml, with_run_dir
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.observe.metrics import MetricsWriter
-from headrace.trainers.observe.pages import live_report
+from headrace.trainers.observe.pages import report as live_report
 from headrace.trainers.observe.pages.cards import Card, cards, further_figures
-from headrace.trainers.observe.pages.live_report import LiveReport
 from headrace.trainers.observe.pages.plots import MAX_POINTS, Columns, run_plots
-from headrace.trainers.observe.pages.report import write_report
+from headrace.trainers.observe.pages.report import LiveReport, write_report
 
 
 def step_record(step: int) -> dict[str, Any]:
