@@ -180,7 +180,8 @@ const headrace = (() => {
       : Math.max(36, 6.5 * Math.max(...(labels || [""]).map(text => text.length)) + 12),
     ...(unit === "step" ? {incrs: wholeNumbers} : {}),
     grid: {stroke: colourOf("grid"), width: 1, show: side === "y"}, ticks: {show: false},
-    values: (_chart, splits, _axis, _space, increment) => splits.map(value => number(value, increment)),
+    values: (_chart, splits, _axis, _space, increment) =>
+      splits.map(value => number(value, increment) + (unit === "min" ? " min" : "")),
     ...(side === "x" ? {space: 60} : {space: 34}),
   });
   const lines = panel => chart => {

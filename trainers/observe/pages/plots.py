@@ -297,7 +297,8 @@ def compared_plots(runs: Mapping[str, Columns], panels: Sequence[tuple[str, str]
     for number, (title, key) in enumerate(panels):
         for x in ("step", "min") if number == 0 else ("step",):
             names = {f"{at}:{MINUTES if x == 'min' else ''}{key}": name for at, name in enumerate(runs)}
-            having = [series for series, run in zip(_coloured(names), runs.values(), strict=True) if run[key][0]]
+            curves = _coloured(names, sparse=key == HELD_OUT_LOSS or bool(evaluation_figures([key])))
+            having = [series for series, run in zip(curves, runs.values(), strict=True) if run[key][0]]
             if not having:
                 continue
             over = "steps" if x == "step" else "time"

@@ -128,4 +128,5 @@ def test_every_figure_of_every_evaluation_and_of_learning_is_compared(tmp_path: 
     assert found["evaluation minus pass@4, last"] == ["0.25", "0.75"] and found["reward std, last tenth"][1] == "0.750"
     assert found["learning rate, last tenth"] == ["1e-06", "1e-06"] and not [key for key in found if "seconds" in key]
     page = write_comparison(runs, tmp_path / "page.html").read_text()
+    assert '"key":"1:eval/minus/pass@4","colour":"orange","dashed":false,"sparse":true' in page, "it is not smoothed"
     assert "Evaluation minus pass@4 over steps" in page and "Reward std over steps" in page
