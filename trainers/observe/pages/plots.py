@@ -86,6 +86,8 @@ class Columns:
         self.keys = dict.fromkeys(key for record in records for key in record)
         """Keys of all metrics, in the order of their first record."""
         self._found: dict[str, tuple[list[float], list[float]]] = {}
+        self._splits = list[dict[str, float]]()
+        """Seconds of each record's step by stage, once they were asked for."""
 
     def __getitem__(self, key: str) -> tuple[list[float], list[float]]:
         """Return (steps or minutes, values) of a metric; both are empty if no record has it."""
@@ -98,17 +100,15 @@ class Columns:
             spent = dict(zip((record["step"] for record in self.records), minutes(self.records), strict=True))
             steps, values = self[key.removeprefix(MINUTES)]
             return [spent[int(step)] for step in steps], values
+        if key.startswith(SPLIT) and not self._splits:
+            self._splits = [time_split(record) for record in self.records]
+        source = self._splits if key.startswith(SPLIT) else self.records
+        values = [one.get(key.removeprefix(SPLIT)) for one in source]
+        kept = [at for at, value in enumerate(values) if value is not None and math.isfinite(value)]
         # Background evaluations end in a later step than the one that they evaluate.
         place = f"eval/{key.split('/')[1]}/step" if key.startswith("eval/") else "step"
-        values = ((record.get(place, record["step"]), _value(record, key)) for record in self.records)
-        kept = [(step, value) for step, value in values if value is not None and math.isfinite(value)]
-        return [step for step, _ in kept], [value for _, value in kept]
-
-
-def _value(record: Record, key: str) -> float | None:
-    if key.startswith(SPLIT):
-        return time_split(record).get(key.removeprefix(SPLIT))
-    return record.get(key)
+        records = [self.records[at] for at in kept]
+        return [record.get(place, record["step"]) for record in records], [values[at] for at in kept]
 
 
 def minutes(records: Sequence[Record]) -> list[float]:
@@ -134,8 +134,8 @@ def page_columns(
 ) -> tuple[dict[str, tuple[list[float], list[float]]], int]:
     """Return the curves for a page's data, and the largest number of steps of one point.
 
-    The curves are key -> (steps, values). columns: the runs by prefix. keys: pairs of a run's prefix and a key; the name of the curve is both together. Curves
-    without a point are left out. thin: whether long curves are thinned.
+    The curves are key -> (steps, values). columns: the runs by prefix. keys: pairs of a run's prefix and a key; the
+    name of the curve is both together. Curves without a point are left out. thin: whether long curves are thinned.
     """
     made, largest = dict[str, tuple[list[float], list[float]]](), 1
     for prefix, key in dict.fromkeys(keys):

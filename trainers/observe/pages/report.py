@@ -107,18 +107,15 @@ def report_data(
     records, events: as `read_metrics` returns them. only: steps whose points the curves have; None for all steps, in
     thinned curves.
     """
-    path = folder / "config.yaml"
-    config_text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    config = yaml.safe_load(config_text) or {}
+    text, config = _read_config(folder)
     judged = judged_key(config, records)
     columns = Columns(records)
     plots = run_plots(columns, judged, _lines(folder, columns, judged))
     keys = [("", key) for key in (*card_keys(judged), *plot_keys(plots))]
     changed = columns if only is None else Columns([record for record in records if record["step"] in only])
     curves, size = page_columns({"": changed}, keys, thin=only is None)
-    step = int(max((record["step"] for record in records), default=0))
     return {
-        "state": asdict(run_state(folder, step, _at(config, "algorithm.steps"), events)),
+        "state": report_state(folder, records, events),
         "cards": [asdict(card) for card in cards(columns, judged)],
         "plots": [asdict(plot) for plot in plots],
         "tables": [
@@ -129,8 +126,21 @@ def report_data(
         ],
         "columns": curves,
         "steps_per_point": size,
-        "config": config_text,
+        "config": text,
     }
+
+
+def report_state(folder: Path, records: Sequence[Record], events: Sequence[Record]) -> dict[str, Any]:
+    """Return the state of a run for its page. The arguments are those of `report_data`."""
+    num_steps = _at(_read_config(folder)[1], "algorithm.steps")
+    return asdict(run_state(folder, records[-1]["step"] if records else 0, num_steps, events))
+
+
+def _read_config(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the run's config.yaml as text and read; both are empty if the folder has none."""
+    path = folder / "config.yaml"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return text, yaml.safe_load(text) or {}
 
 
 def _lines(folder: Path, columns: Columns, judged: str) -> list[tuple[str, float]]:

@@ -24,7 +24,7 @@ from ...errors import UserError
 from ..metrics import RESUMED, RunRecords
 from ..samples import FILE, read_samples
 from .page import page, policy
-from .report import report_data
+from .report import report_data, report_state
 
 HOST = "127.0.0.1"
 _HOSTS = (HOST, "localhost")
@@ -50,15 +50,18 @@ class RunReader:
 
     def data(self, mark: str = "") -> dict[str, Any]:
         """Return the run's page as `report_data` does. The entry `mark` names the state of the file. With an earlier
-        mark, the curves have only the steps that were added since; `whole` says whether they have all steps. Raises
-        UserError for a broken file."""
+        mark, the curves have only the steps that were added since; `whole` says whether they have all steps. With the
+        present mark, there is only the run's state. Raises UserError for a broken file."""
         with self._lock:
             self._read()
             born, _, at = mark.partition(".")
             known = int(at) if born == str(self._born) and at.isdecimal() else -1
             whole = not self._whole_at <= known <= self._at
             only = None if whole else set(self._steps[bisect.bisect_right(self._ends, known) :])
-            data = report_data(self._folder, self._run.records, self._run.events, only)
+            if known == self._at:
+                data = {"state": report_state(self._folder, self._run.records, self._run.events), "columns": {}}
+            else:
+                data = report_data(self._folder, self._run.records, self._run.events, only)
             samples = self._folder / FILE
             return data | {
                 "live": True,
