@@ -104,11 +104,11 @@ class Columns:
             self._splits = [time_split(record) for record in self.records]
         source = self._splits if key.startswith(SPLIT) else self.records
         values = [one.get(key.removeprefix(SPLIT)) for one in source]
-        kept = [at for at, value in enumerate(values) if value is not None and math.isfinite(value)]
+        kept = {at: value for at, value in enumerate(values) if value is not None and math.isfinite(value)}
         # Background evaluations end in a later step than the one that they evaluate.
         place = f"eval/{key.split('/')[1]}/step" if key.startswith("eval/") else "step"
         records = [self.records[at] for at in kept]
-        return [record.get(place, record["step"]) for record in records], [values[at] for at in kept]
+        return [record.get(place, record["step"]) for record in records], list(kept.values())
 
 
 def minutes(records: Sequence[Record]) -> list[float]:
