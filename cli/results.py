@@ -1,8 +1,9 @@
-"""The commands that show the results of runs: report, samples, routes and compare."""
+"""The commands that show the results of runs: report, watch, samples, routes and compare."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ def add_result_commands(commands: Any) -> None:
     report = commands.add_parser("report", help="build report.html of a run folder again")
     report.add_argument("run_dir", metavar="RUN_DIR", help="run folder")
     report.set_defaults(command=_report)
+
+    summary = "serve the page of a run on this machine, and keep it up to date while the run goes on"
+    watch = commands.add_parser("watch", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    watch.add_argument("run_dir", type=path, metavar="RUN_DIR", help="run folder")
+    watch.add_argument("--port", type=int, default=0, metavar="N", help="port on 127.0.0.1; default: any free one")
+    watch.add_argument("--open", action="store_true", help="open the page in a browser")
+    watch.set_defaults(command=_watch)
 
     summary = "print what the policy wrote, from samples.jsonl of a run folder"
     samples = commands.add_parser("samples", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
@@ -50,9 +58,22 @@ def add_result_commands(commands: Any) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from ..trainers.observe.report import write_report
+    from ..trainers.observe.pages.report import write_report
 
     print(write_report(arguments.run_dir))
+    return DONE
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    import webbrowser
+
+    from ..trainers.observe.pages.watch import WatchServer
+
+    with WatchServer(arguments.run_dir, arguments.port) as server, contextlib.suppress(KeyboardInterrupt):
+        print(f"{arguments.run_dir} is shown at {server.address} (Ctrl-C ends this)", flush=True)
+        if arguments.open:
+            webbrowser.open(server.address)
+        server.serve_forever()
     return DONE
 
 
@@ -75,7 +96,7 @@ def _routes(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from ..trainers.observe.compare import read_runs, tables, write_comparison
+    from ..trainers.observe.pages.compare import read_runs, tables, write_comparison
 
     console = new_console()
     runs = read_runs(arguments.run_dirs)

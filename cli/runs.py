@@ -237,7 +237,7 @@ def _train(arguments: argparse.Namespace, *, supervised: bool) -> int:
 def _leave_report(folder: str | None) -> None:
     """Write the report of the unfinished run in `folder`. If the report cannot be built, print the reason
     instead of raising an error, so that the error of the run itself stays visible."""
-    from ..trainers.observe.report import write_report
+    from ..trainers.observe.pages.report import write_report
     from ..trainers.observe.run_folder import has_figures
 
     if folder is None or not has_figures(folder):

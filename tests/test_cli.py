@@ -158,7 +158,7 @@ def test_a_failure_exits_1_with_a_panel_a_traceback_file_and_a_report(
     assert "RuntimeError: rollout actor 0 died" in error and f"{tmp_path}/run/error.txt\n" in error
     assert "Traceback (most" not in error
     assert "Traceback (most" in (tmp_path / "run" / "error.txt").read_text()
-    assert "not finished, 1 of 2 steps" in (tmp_path / "run" / "report.html").read_text()
+    assert "at step 1 of 2" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_failure_before_the_folder_shows_its_traceback(

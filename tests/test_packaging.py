@@ -36,6 +36,12 @@ SHIPPED = {
     "constraints/cpu.txt": "`headrace doctor --constraints cpu` prints it",
     "constraints/gpu.txt": "`headrace doctor --constraints gpu` prints it",
     "trainers/observe/samples.js": "the report shows samples with it",
+    "trainers/observe/pages/samples.js": "the report is made of it",
+    "trainers/observe/pages/page.js": "the report is made of it",
+    "trainers/observe/pages/page.css": "the report is made of it",
+    "trainers/observe/pages/uplot/uPlot.iife.min.js": "the report is made of it",
+    "trainers/observe/pages/uplot/uPlot.min.css": "the report is made of it",
+    "trainers/observe/pages/uplot/LICENSE": "the report is made of it",
 }
 
 

@@ -79,10 +79,12 @@ def read_lines(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, Any]]]
     An incomplete last line, which may still be being written, is left out. Other lines that are not JSON objects are
     left out too; a warning gives their count.
     """
-    return _parsed(path, Path(path).read_bytes().split(b"\n")[:-1])
+    return parse_lines(path, Path(path).read_bytes().split(b"\n")[:-1])
 
 
-def _parsed(path: str | os.PathLike[str], lines: Iterable[bytes]) -> list[tuple[int, dict[str, Any]]]:
+def parse_lines(path: str | os.PathLike[str], lines: Iterable[bytes]) -> list[tuple[int, dict[str, Any]]]:
+    """Return the JSON objects among `lines` of the file at `path`, each with its number from 1. Others are counted in a
+    warning."""
     found, torn = [], 0
     for number, line in enumerate(lines, start=1):
         try:
@@ -127,4 +129,4 @@ class LineTail:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._at += len(whole)
-        return [] if skip else [line for _, line in _parsed(self._path, whole.split(b"\n")[:-1])]
+        return [] if skip else [line for _, line in parse_lines(self._path, whole.split(b"\n")[:-1])]

@@ -49,7 +49,7 @@ from headrace.trainers.config.staleness import Mode
 from headrace.trainers.grpo.gpu_turns import FALL_S
 from headrace.trainers.grpo.train_workers import STALL_S
 from headrace.trainers.grpo.training_modes import MOST_SKIPPED
-from headrace.trainers.observe.report import RELOAD_S
+from headrace.trainers.observe.pages.report import RELOAD_S
 from headrace.trainers.pool.state.pool import PoolBounds
 from headrace.trainers.run.checks.prompts import READ_PROMPTS
 from headrace.trainers.run.checks.trust_probe import SOUND_IN_HALF, SOUND_RATIO, TOKENS

@@ -17,7 +17,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,13 +36,17 @@ from .rollout_pool import RolloutPool
 from .train_workers import TrainWorkers
 
 _log = logging.getLogger(__name__)
+OnEnd = Callable[[int, Mapping[str, float | None]], None]
 
 
 class Evaluation:
     """Runs the evaluations of one set of prompts, one at a time."""
 
-    def __init__(self, rollouts: RolloutPool, plan: EvaluationPlan) -> None:
+    def __init__(self, rollouts: RolloutPool, plan: EvaluationPlan, on_end: Sequence[OnEnd] = ()) -> None:
+        """Prepare the evaluations of one set. on_end: functions that are called with the step and the metrics of each
+        evaluation as soon as it has ended."""
         self._rollouts = rollouts
+        self._on_end = on_end
         self.plan = plan
         self._calls: list[tuple[RolloutHandle, Call[EvaluationReport]]] = []
         self._reports: list[EvaluationReport] = []
@@ -148,7 +152,10 @@ class Evaluation:
             _log.warning("%s: %d of %d rows failed, the first one: %s", self.plan.name, failed, rows, error)
         figures = sums.means()
         self._judge(figures, failed)
-        return {**figures, **self._conditions(reports, failed)}
+        metrics = {**figures, **self._conditions(reports, failed)}
+        for tell in self._on_end:
+            tell(self._state.step, metrics)
+        return metrics
 
     def _conditions(self, reports: Sequence[EvaluationReport], failed: int) -> dict[str, float]:
         version, key = self._state.version, self.plan.setup.prefix
@@ -200,10 +207,17 @@ class Validation(Evaluation):
     """Runs the validations of a run, one at a time. A validation either blocks the run, or runs in the background of
     the next step until its optimizer step."""
 
-    def __init__(self, rollouts: RolloutPool, plan: EvaluationPlan, workers: TrainWorkers, goal: Goal) -> None:
+    def __init__(
+        self,
+        rollouts: RolloutPool,
+        plan: EvaluationPlan,
+        workers: TrainWorkers,
+        goal: Goal,
+        on_end: Sequence[OnEnd] = (),
+    ) -> None:
         """Read the value of the best model so far from the run folder. No value exists before a run's first
         validation."""
-        super().__init__(rollouts, plan)
+        super().__init__(rollouts, plan, on_end)
         self._workers = workers
         self._goal = goal
         self._folder = goal.folder
@@ -262,11 +276,18 @@ class Evaluations:
     """All evaluations of a run."""
 
     def __init__(
-        self, plans: Sequence[EvaluationPlan], rollouts: RolloutPool, workers: TrainWorkers, goal: Goal
+        self,
+        plans: Sequence[EvaluationPlan],
+        rollouts: RolloutPool,
+        workers: TrainWorkers,
+        goal: Goal,
+        on_end: Sequence[OnEnd] = (),
     ) -> None:
         self._rollouts = rollouts
         self._all = [
-            Validation(rollouts, plan, workers, goal) if plan.name == VALIDATION else Evaluation(rollouts, plan)
+            Validation(rollouts, plan, workers, goal, on_end)
+            if plan.name == VALIDATION
+            else Evaluation(rollouts, plan, on_end)
             for plan in plans
         ]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...dataplane.client.client import DataPlaneClient
@@ -26,6 +27,8 @@ class Observers:
     """Bytes of all messages between the driver and its actors."""
     watch: DataPlaneWatch
     reward_errors: RewardErrors
+    evaluated: list[Callable[[int, Mapping[str, float | None]], None]] = field(default_factory=list)
+    """Functions that are called with the step and the metrics of each evaluation as soon as it has ended."""
 
     @classmethod
     def of(cls, client: DataPlaneClient, folder: Path, meter: DriverMeter) -> Observers:

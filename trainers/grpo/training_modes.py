@@ -217,7 +217,7 @@ def _evaluations(run: Run) -> Evaluations:
     goal = Goal.of(config.validation, config.run, config.figures, config.judged_figure)
     training = EvaluationDefaults(config.rollout, config.data, config.reward, config.run.seed)
     plans = evaluation_plans(training, config.validation, config.evaluation)
-    return Evaluations(plans, run.rollouts, run.workers, goal)
+    return Evaluations(plans, run.rollouts, run.workers, goal, run.observers.evaluated)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Records and shows the progress of a run: metrics, live display, timeline, Prometheus endpoint, plots and report."""
+"""Records and shows the progress of a run: metrics, live display, timeline, Prometheus endpoint and pages."""

@@ -119,11 +119,14 @@ def evaluation_title(prefix: str) -> str:
     return "validation" if prefix == "val" else f"evaluation {prefix.removeprefix('eval/')}"
 
 
-def evaluation_text(prefix: str, metrics: Mapping[str, float | None]) -> str:
-    """Return the results of one set, whose keys begin with `prefix`, as text; "" if `metrics` has none."""
+def evaluation_text(prefix: str, metrics: Mapping[str, float | None], *, brief: bool = False) -> str:
+    """Return the results of one set, whose keys begin with `prefix`, as text; "" if `metrics` has none. With `brief`,
+    leaves out the lengths of answers and the figures of single reward functions."""
     parts = []
     for key in evaluation_figures(metrics).get(prefix, ()):
         value, name = metrics[key], key.removeprefix(f"{prefix}/")
+        if brief and ("/" in name or name == RESPONSE_LENGTH):
+            continue
         if value is not None and math.isfinite(value) and not (name == "failed_rows" and value == 0):
             form = ".0f" if name == "failed_rows" else ".1f" if name == RESPONSE_LENGTH else ".3f"
             parts.append(f"{name} {value:{form}}")
@@ -210,22 +213,39 @@ def read_run(folder: str | os.PathLike[str]) -> tuple[list[Record], list[Record]
     return read_metrics(path)
 
 
-def read_metrics(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Read a metrics.jsonl as (records, events): one merged record per step, ascending, and events in file order.
-
-    A `resumed` event drops the records of all steps after its own, because the resumed run repeated these steps. Torn
-    lines are left out, as by `read_lines`. Raises UserError that names file and line for an object without a step.
-    """
-    records: dict[int, dict[str, Any]] = {}
-    events = []
+def read_metrics(path: str | os.PathLike[str]) -> tuple[list[Record], list[Record]]:
+    """Read a metrics.jsonl as `RunRecords` merges it: records and events. Torn lines are left out, as by `read_lines`.
+    Raises UserError that names file and line for an object without a step."""
+    run = RunRecords()
     for number, line in read_lines(path):
-        if type(line.get("step")) is not int:
+        if not run.add(line):
             raise UserError(f"{path} line {number}: this is not a metrics record, expected a whole number as `step`")
-        step = line["step"]
+    return run.records, run.events
+
+
+class RunRecords:
+    """Merges the lines of a metrics.jsonl into one record per step. A `resumed` event drops the records of all steps
+    after its own, because the resumed run repeated these steps."""
+
+    def __init__(self) -> None:
+        self._by_step: dict[int, Record] = {}
+        self.events = list[Record]()
+        """Lines about something other than a step, in the order of the file."""
+
+    @property
+    def records(self) -> list[Record]:
+        """One record per step, ascending."""
+        return [self._by_step[step] for step in sorted(self._by_step)]
+
+    def add(self, line: Record) -> bool:
+        """Merge a line. Returns False, without an effect, for a line that has no step."""
+        step = line.get("step")
+        if type(step) is not int:
+            return False
         if "event" not in line:
-            records.setdefault(step, {}).update(line)
-            continue
-        events.append(line)
+            self._by_step.setdefault(step, {}).update(line)
+            return True
+        self.events.append(line)
         if line["event"] == RESUMED:
-            records = {kept: record for kept, record in records.items() if kept <= step}
-    return [records[step] for step in sorted(records)], events
+            self._by_step = {kept: record for kept, record in self._by_step.items() if kept <= step}
+        return True

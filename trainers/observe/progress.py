@@ -163,9 +163,15 @@ class Progress:
         due = step % self._line_every == 0 or step == 1 or self._silent_too_long()
         if self._enabled and self._live is None and (validated or due):
             self._print(self._line(metrics))
+
+    def evaluated(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Print a line for an evaluation that has ended. step: step of the policy that it measured. metrics: its
+        metrics, and none of other sets."""
         for prefix in evaluation_figures(metrics) if self._enabled else ():
-            at = metrics.get(f"{prefix}/step", metrics.get(f"{prefix}/version", step))
-            self._print(f"{evaluation_title(prefix)} of step {at:.0f}: {evaluation_text(prefix, metrics)}")
+            seconds = metrics.get(f"{prefix}/seconds", metrics.get("time/validate_s"))
+            took = f"  in {seconds:.1f} s" if seconds is not None else ""
+            scores = evaluation_text(prefix, metrics, brief=True)
+            self._print(f"{evaluation_title(prefix)} of step {step}: {scores}{took}")
 
     def message(self, text: str) -> None:
         """Print a line, which on a terminal appears above the panel."""

@@ -23,9 +23,9 @@ from ..grpo.feed import PARTITION, Feed
 from ..grpo.run_parts import Run
 from ..grpo.step_warnings import StepWarnings
 from ..grpo.training_modes import AfterStep, open_feed, run_steps
+from ..observe.pages.report import LiveReport, write_report
 from ..observe.progress import Progress
 from ..observe.prometheus import RunEndpoint
-from ..observe.report import LiveReport, write_report
 from ..observe.run_folder import RunFolder
 from ..observe.trace import Tracer
 from .checks.preflight import check_start
@@ -250,6 +250,7 @@ class _Training:
             folder.replaced(state.step, died)
 
         run.actors.on_death.append(replaced)
+        run.observers.evaluated.append(self._progress.evaluated)
         checkpoints.load(run.workers, run.rollouts, state)
         if state.step or state.version > self._config.first_version:
             run.rollouts.sync_weights(state.version)

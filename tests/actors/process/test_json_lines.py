@@ -12,7 +12,7 @@ from headrace.actors.process.json_lines import LineTail, append, encoded, read_l
 from headrace.actors.sample_file import SampleFile, SamplesConfig
 from headrace.tests.full_disk import file_size_limit
 from headrace.trainers.observe.metrics import MetricsWriter, read_metrics
-from headrace.trainers.observe.report import write_report
+from headrace.trainers.observe.pages.report import write_report
 from headrace.trainers.observe.reward_errors import RewardErrors
 from headrace.trainers.observe.samples import read_samples
 from headrace.trainers.pool.server.gpu_trace import read_events

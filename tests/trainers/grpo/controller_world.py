@@ -60,7 +60,7 @@ class Loop:
         config = world.config
         nothing = SimpleNamespace(take=lambda: 0, add=lambda traffic: None, end_step=lambda size: ({}, 0))
         observers = SimpleNamespace(
-            meter=nothing, watch=nothing, reward_errors=SimpleNamespace(note=lambda *figures: None)
+            evaluated=[], meter=nothing, watch=nothing, reward_errors=SimpleNamespace(note=lambda *figures: None)
         )
         roles = BothResident(SimpleNamespace(sync=self._sync))  # pyright: ignore[reportArgumentType]
         engines = EnginePool([], embedded=True)

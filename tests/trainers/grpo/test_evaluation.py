@@ -80,7 +80,9 @@ class World:
             replace=lambda actor, pid, failure, version: self.replaced.append((actor, version)),
         )
         monkeypatch.setattr(evaluation, "ended", self._ended)
-        self.evaluations = Evaluations(plans_of(config), rollouts, None, None)  # pyright: ignore[reportArgumentType]
+        self.told: list[tuple[int, Any]] = []
+        on_end = [lambda step, metrics: self.told.append((step, metrics))]
+        self.evaluations = Evaluations(plans_of(config), rollouts, None, None, on_end)  # pyright: ignore[reportArgumentType]
 
     def _ended(self, calls: list[Call], stage: str, timeout_s: float) -> list[tuple[Call, Any]]:
         for call in calls:
@@ -99,8 +101,10 @@ def test_training_does_not_wait_for_an_evaluation_in_the_background(monkeypatch:
     world.calls[0].end(0, 0, correct=1.0)
     assert world.after(1) == {}, "the other actor's part has not ended"
     world.calls[1].end(0, 1, correct=0.5)
+    assert world.told == []
     figures = world.after(1)
     assert figures["eval/hard/avg@1"] == 0.75 and figures["eval/hard/step"] == 0
+    assert world.told == [(0, figures)], "it is told at its end, with the step that it measured"
     assert (figures["eval/hard/version_first"], figures["eval/hard/version_last"]) == (0, 1)
     assert len(world.calls) == 2 and world.after(2) == {} and len(world.calls) == 4
 

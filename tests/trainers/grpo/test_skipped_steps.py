@@ -16,7 +16,7 @@ from headrace.trainers.grpo.training_modes import MOST_SKIPPED, Steps
 
 def steps_of_a_run(state: State | None = None, **sections: Any) -> Any:
     config = build_config({"validation": {"every": 0}, "trainer": {"lr": 0.5}, **sections})
-    observers = SimpleNamespace(meter=DriverMeter())
+    observers = SimpleNamespace(meter=DriverMeter(), evaluated=[])
     run: Any = SimpleNamespace(config=config, rollouts=None, workers=None, observers=observers)
     return Steps(run, state or State(), lambda state, metrics: None)
 

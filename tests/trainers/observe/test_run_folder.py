@@ -17,8 +17,8 @@ from headrace.trainers.config.config import Config, resolved_yaml
 from headrace.trainers.config.load import build_config, load_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.observe.metrics import MetricsWriter, read_metrics
+from headrace.trainers.observe.pages.report import write_report
 from headrace.trainers.observe.progress import Progress
-from headrace.trainers.observe.report import write_report
 from headrace.trainers.observe.run_folder import RunFolder
 from headrace.trainers.run.launch import tell_how_to_go_on
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from headrace.trainers.errors import UserError
-from headrace.trainers.observe.report import write_report
+from headrace.trainers.observe.pages.report import write_report
 from headrace.trainers.observe.samples import Choice, mismatch, read_samples, select, show_samples
 
 HOSTILE = "</script><script>alert(1)</script><!-- $title \u2028 {0} <img src=x onerror=alert(2)>"
@@ -119,15 +119,15 @@ def test_no_text_of_an_episode_can_become_html(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     assert "alert(1)</script>" not in page and "<img" not in page and "<!--" not in page
     elements = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
-    assert len(elements) == 3, "two of data and one of code"
-    [row] = json.loads(elements[0])
+    assert len(elements) == 5, "two of data and three of code"
+    [row] = json.loads(elements[1])
     assert row["prompt"] == row["turns"][0]["text"] == HOSTILE
     assert ".innerHTML" not in page and "insertAdjacentHTML" not in page
 
 
 def test_the_page_of_an_unfinished_run_loads_itself_again(tmp_path: Path) -> None:
     run_with(tmp_path, episode("0.0"))
-    assert '{"reload_s":30}' in write_report(tmp_path).read_text()
+    assert '"reload_s":30}' in write_report(tmp_path).read_text()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"event": "finished", "step": 1, "time/elapsed_s": 1.0}\n')
-    assert '{"reload_s":0}' in write_report(tmp_path).read_text()
+    assert '"reload_s":0}' in write_report(tmp_path).read_text()

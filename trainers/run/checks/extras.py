@@ -54,7 +54,6 @@ def _run_packages(
     Packages of engines and backends are not included, because engines and backends check them in the first seconds of
     the run.
     """
-    yield "matplotlib", "report.html, which every run ends with,", "report"
     for tracker in wanted_trackers(logging):
         if tracker.kind == "tensorboard":
             yield "tensorboard", "logging.tensorboard=true", "report"

@@ -60,8 +60,6 @@ def test_a_run_names_all_missing_extras_before_it_starts(bare: None) -> None:
     with pytest.raises(ConfigError) as caught:
         check(config)
     assert list(caught.value.problems) == [
-        "report.html, which every run ends with, needs matplotlib, which is not installed: "
-        "pip install 'headrace[report]'",
         "the tracker wandb needs wandb, which is not installed: pip install 'headrace[trackers]'",
         "logging.tensorboard=true needs tensorboard, which is not installed: pip install 'headrace[report]'",
         "dataplane.store.kind=simple needs transfer_queue, which is not installed: "
@@ -79,15 +77,14 @@ def test_nothing_is_missed_where_everything_is_installed(monkeypatch: pytest.Mon
 
 
 def test_a_dry_run_names_them_too(bare: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "run.yaml").write_text("logging: {tensorboard: false}\n")
+    (tmp_path / "run.yaml").write_text("logging: {trackers: [wandb]}\n")
     assert main(["train", str(tmp_path / "run.yaml"), "--dry-run"]) == 2
-    assert "headrace: report.html, which every run ends with, needs matplotlib" in capsys.readouterr().err
+    assert "headrace: the tracker wandb needs wandb" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("module", "extra"),
     [
-        ("headrace.trainers.observe.plots", "report"),
         ("headrace.bench.transfer.plots", "report"),
         ("headrace.dataplane.stores.simple", "transferqueue"),
     ],

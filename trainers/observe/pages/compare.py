@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
-from ...actors.rewards.config import TOTALS
-from ...actors.rollout.evaluation_metrics import REWARD
-from ..errors import UserError
-from .metrics import (
+from ....actors.rewards.config import TOTALS
+from ....actors.rollout.evaluation_metrics import REWARD
+from ...errors import UserError
+from ..metrics import (
     FINISHED,
     HEALTH,
     Record,
@@ -29,8 +28,10 @@ from .metrics import (
     read_run,
     time_split,
 )
-from .page import page, plot_html, short, table, write_page
-from .report import judged_key, seconds_text
+from .cards import seconds_text
+from .page import page, short, table, write_page
+from .plots import Columns, compared_plots, page_columns, plot_keys
+from .report import config_text, flat, judged_key
 
 MAX_RUNS = 12
 """Largest number of runs on one page. With more runs, the lines of a plot would be hard to distinguish."""
@@ -81,17 +82,7 @@ def _read(folder: Path, name: str) -> Compared:
     config = (yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None) or {}
     finished = any(event["event"] == FINISHED for event in events)
     restarts = sum(event["event"] == "resumed" for event in events)
-    return Compared(name, records, finished, restarts, dict(_flat(config)), judged_key(config, records))
-
-
-def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
-            value = {str(place): entry for place, entry in enumerate(value)}
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+    return Compared(name, records, finished, restarts, flat(config), judged_key(config, records))
 
 
 # ---------------- These functions compute the figures of a run.
@@ -156,14 +147,10 @@ def differences(runs: Sequence[Compared]) -> list[tuple[str, list[str]]]:
     known = [run for run in runs if run.config]
     keys = dict.fromkeys(key for run in known for key in run.config)
     return [
-        (key, [_value(run.config[key]) if key in run.config else _MISSING for run in runs])
+        (key, [config_text(run.config[key]) if key in run.config else _MISSING for run in runs])
         for key in keys
         if key not in UNTOLD and len({repr(run.config.get(key, _MISSING)) for run in known}) > 1
     ]
-
-
-def _value(value: Any) -> str:
-    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # ---------------- These functions write the page and the tables.
@@ -172,26 +159,27 @@ def _value(value: Any) -> str:
 def write_comparison(runs: Sequence[Compared], path: Path) -> Path:
     """Write the page that compares `runs` to `path`, and return `path`. Raises UserError if the page cannot be
     written."""
-    from .plots import compared_plots  # matplotlib is slow to import, and belongs to an extra.
-
     head = ("", *(run.name for run in runs))
-    shown = compared_plots([(run.name, run.records) for run in runs], _panels(runs))
-    body = (
-        '<div class="tables first">'
-        + table("Figures", head, [_line(label, texts) for label, texts in figures(runs)])
-        + table("Settings that differ", ("key", *head[1:]), [_line(key, texts) for key, texts in differences(runs)])
-        + f'</div>\n<div class="plots">{"".join(map(plot_html, shown))}</div>'
-    )
+    columns = {run.name: Columns(run.records) for run in runs}
+    plots = compared_plots(columns, _panels(runs))
+    numbered = {f"{at}:": column for at, column in enumerate(columns.values())}
+    keys = [(f"{number}:", key) for number, _, key in (key.partition(":") for key in plot_keys(plots))]
+    curves, size = page_columns(numbered, keys)
+    data = {
+        "tables_first": True,
+        "tables": [
+            *table("Figures", head, [(label, *texts) for label, texts in figures(runs)]),
+            *table("Settings that differ", ("key", *head[1:]), [(key, *texts) for key, texts in differences(runs)]),
+        ],
+        "plots": [asdict(plot) for plot in plots],
+        "columns": curves,
+        "steps_per_point": size,
+    }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return write_page(path, page(" and ".join(run.name for run in runs), body))
+        return write_page(path, page(" and ".join(columns), data))
     except OSError as error:
         raise UserError(f"--out: {path} cannot be written ({error.strerror}), expected a file name") from error
-
-
-def _line(label: str, texts: Sequence[str]) -> str:
-    cells = "".join(f"<td>{html.escape(text)}</td>" for text in texts)
-    return f"<tr><th>{html.escape(label)}</th>{cells}</tr>"
 
 
 def _evaluations(runs: Sequence[Compared]) -> list[tuple[str, str]]:

@@ -2,8 +2,7 @@
 // All text of prompts and answers is set by textContent, so that it is never read as HTML.
 "use strict";
 (() => {
-  const rows = JSON.parse(document.getElementById("samples-data").textContent);
-  const page = JSON.parse(document.getElementById("page-data").textContent);
+  let rows = [];
   const root = document.getElementById("samples");
   const PAGE_SIZE = 20;
   // A reload keeps what the reader has chosen.
@@ -12,23 +11,18 @@
   let state = {...plain};
   try { state = {...plain, ...JSON.parse(sessionStorage.getItem(memory))}; } catch { /* no storage in this browser */ }
 
-  const make = (tag, className, text) => {
-    const element = document.createElement(tag);
-    if (className) element.className = className;
-    if (text !== undefined) element.textContent = text;
-    return element;
-  };
+  const make = headrace.make;
   // A log-prob that is null was not finite.
   const distance = (a, b) => a === null || b === null ? Infinity : Math.abs(a - b);
   const digits = value => value === null ? "not finite" : value.toFixed(4);
   const engineOf = row => row.turns.flatMap(turn => turn.logprobs || []);
-  for (const row of rows) {
+  const complete = row => {
     const engine = engineOf(row), trainer = row.trained_logprobs;
     row.whole = trainer !== null && trainer.length > 0 && trainer.length === engine.length;
     row.mismatch = row.whole ? engine.reduce((sum, value, at) => sum + distance(trainer[at], value), 0) / engine.length
       : null;
     row.text = [row.prompt, ...row.turns.map(turn => turn.text), row.error].join("\n").toLowerCase();
-  }
+  };
 
   const descending = key => (a, b) => b[key] - a[key];
   const shows = {
@@ -58,18 +52,18 @@
     element.placeholder = title;
     return field(name, element, title);
   };
+  const fill = (element, options) => element.replaceChildren(...options.map(([value, label]) => {
+    const option = make("option", "", label);
+    option.value = value;
+    return option;
+  }));
   const select = (name, options, title) => {
     const element = make("select");
-    for (const [value, label] of options) {
-      const option = make("option", "", label);
-      option.value = value;
-      element.append(option);
-    }
+    fill(element, options);
     return field(name, element, title);
   };
-  const sets = [...new Set(rows.map(row => row.set))];
   input("search", "search", "search prompts and answers");
-  select("set", [["", "all sets"], ...sets.map(set => [set, set])], "set of prompts");
+  const choiceOfSet = select("set", [], "set of prompts");
   select("show", Object.entries(shows).map(([value, [label]]) => [value, label]), "which episodes");
   input("from", "number", "from step");
   input("to", "number", "to step");
@@ -165,12 +159,14 @@
     return box;
   };
 
-  if (rows.length) {
-    root.append(make("h2", "", "Samples"), bar, list);
+  root.append(make("h2", "", "Samples"), bar, list);
+  headrace.showSamples = found => {
+    rows = found;
+    rows.forEach(complete);
+    root.hidden = !rows.length;
+    fill(choiceOfSet, [["", "all sets"], ...[...new Set(rows.map(row => row.set))].map(set => [set, set])]);
+    choiceOfSet.value = state.set;
     draw();
-  } else {
-    root.remove();
-  }
-  // The run rebuilds the page of an unfinished run now and then.
-  if (page.reload_s) setInterval(() => { if (!document.hidden) location.reload(); }, 1000 * page.reload_s);
+  };
+  headrace.showSamples(JSON.parse(document.getElementById("samples-data").textContent));
 })();

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
@@ -13,9 +14,9 @@ from headrace.cli import main
 from headrace.trainers.config.config import resolved_yaml
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
-from headrace.trainers.observe.compare import MAX_RUNS, differences, figures, read_runs, tables, write_comparison
 from headrace.trainers.observe.metrics import MetricsWriter
-from headrace.trainers.observe.plots import compared_plots, minutes
+from headrace.trainers.observe.pages.compare import MAX_RUNS, differences, figures, read_runs, tables, write_comparison
+from headrace.trainers.observe.pages.plots import Columns, compared_plots, minutes
 
 
 def make_run(folder: Path, *, step_s: float = 1.0, steps: int = 20, finished: bool = True, **config: Any) -> Path:
@@ -71,13 +72,13 @@ def test_a_key_that_one_run_lacks_differs(pair: list[Path]) -> None:
 
 
 def test_curves_lie_over_each_other_also_over_time(pair: list[Path]) -> None:
-    runs = read_runs(pair)
-    plots = compared_plots([(run.name, run.records) for run in runs], [("reward", "reward/mean"), ("none", "no/key")])
-    assert [plot.title for plot in plots] == ["Reward over steps", "Reward over time"]
+    runs = {run.name: Columns(run.records) for run in read_runs(pair)}
+    plots = compared_plots(runs, [("reward", "reward/mean"), ("none", "no/key")])
+    assert {plot.title: plot.panels[0].x for plot in plots} == {"Reward over steps": "step", "Reward over time": "min"}
     for plot in plots:
-        ElementTree.fromstring(plot.svg)
-        assert plot.legend == (("slow", "blue"), ("fast", "orange"))
-    assert minutes(runs[1].records)[-1] == pytest.approx(10 * 0.5 / 60)
+        assert [(one.label, one.colour) for one in plot.panels[0].series] == [("slow", "blue"), ("fast", "orange")]
+    assert minutes(runs["fast"].records)[-1] == pytest.approx(10 * 0.5 / 60)
+    assert runs["fast"]["minutes/reward/mean"][0][-1] == pytest.approx(10 * 0.5 / 60)
 
 
 def test_the_page_and_the_terminal_show_both_runs(
@@ -88,7 +89,9 @@ def test_the_page_and_the_terminal_show_both_runs(
     text = capsys.readouterr().out
     assert "trainer.lr" in text and str(out) in text.replace("\n", "")
     page = out.read_text()
-    assert page.count("<svg") >= 3 and "trainer.lr" in page and "<script" not in page
+    data = json.loads(re.findall(r'id="page-data">(.*?)</script>', page)[0])
+    assert data["columns"]["1:reward/mean"][1][-1] == 0.5 and len(data["columns"]["0:minutes/reward/mean"][0]) == 20
+    assert ["trainer.lr", "0.0001", "0.0003"] in data["tables"][1]["rows"]
     console = Console(width=80)
     for table in tables(read_runs(pair)):
         assert console.measure(table).maximum <= 80
@@ -125,4 +128,5 @@ def test_every_figure_of_every_evaluation_and_of_learning_is_compared(tmp_path: 
     assert found["evaluation minus pass@4, last"] == ["0.25", "0.75"] and found["reward std, last tenth"][1] == "0.750"
     assert found["learning rate, last tenth"] == ["1e-06", "1e-06"] and not [key for key in found if "seconds" in key]
     page = write_comparison(runs, tmp_path / "page.html").read_text()
+    assert '"key":"1:eval/minus/pass@4","colour":"orange","dashed":false,"sparse":true' in page, "it is not smoothed"
     assert "Evaluation minus pass@4 over steps" in page and "Reward std over steps" in page
