@@ -87,7 +87,7 @@ lint: .venv/dev.stamp
 	$(BIN)/lint-imports
 
 # The API pages are read from a folder of links: searching the root itself would also search .venv.
-API := $(addprefix $(CURDIR)/,__init__.py version.py cli codecs dataplane actors trainers bench testing)
+API := $(addprefix $(CURDIR)/,__init__.py version.py rewards.py cli codecs dataplane actors trainers bench testing)
 
 docs: .venv/dev.stamp
 	rm -rf build/api && mkdir -p build/api/headrace && ln -s $(API) build/api/headrace/

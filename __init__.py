@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from . import rewards as rewards
     from .codecs.batch import Batch, Jagged
     from .codecs.schema import Field, Kind, Schema
     from .dataplane.client.async_client import AsyncDataPlaneClient
@@ -46,12 +47,14 @@ if TYPE_CHECKING:
     from .trainers.config.config import Config
     from .trainers.config.load import load_config
     from .trainers.errors import ConfigError, UserError
-    from .trainers.run.launch import run_training
+    from .trainers.python.grpo import GRPO, Callback, TrainResult
+    from .trainers.run.launch import RunEvent, run_training
 
 __all__ = [
     "AlreadyWritten",
     "AsyncDataPlaneClient",
     "Batch",
+    "Callback",
     "CapacityExceeded",
     "ClaimTimeout",
     "Config",
@@ -67,6 +70,7 @@ __all__ = [
     "Field",
     "FieldsNotReady",
     "ForeignReceipt",
+    "GRPO",
     "IntegrityError",
     "InvalidArgument",
     "Jagged",
@@ -78,6 +82,7 @@ __all__ = [
     "PartitionRows",
     "PeerLost",
     "RowsCleared",
+    "RunEvent",
     "SamplerError",
     "Schema",
     "SchemaMismatch",
@@ -87,12 +92,14 @@ __all__ = [
     "TaskConfig",
     "TaskReset",
     "TaskStatus",
+    "TrainResult",
     "UserError",
     "connect",
     "connect_async",
     "load_config",
     "open_data_plane",
     "open_storage_unit",
+    "rewards",
     "run_training",
 ]
 
@@ -111,7 +118,8 @@ _MODULES = {
     "trainers.config.config": "Config",
     "trainers.config.load": "load_config",
     "trainers.errors": "ConfigError UserError",
-    "trainers.run.launch": "run_training",
+    "trainers.python.grpo": "GRPO Callback TrainResult",
+    "trainers.run.launch": "RunEvent run_training",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
@@ -121,6 +129,8 @@ def __getattr__(name: str) -> Any:
     classes of `dataplane.errors`. Raises AttributeError for a name that is not public."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "rewards":
+        return importlib.import_module(".rewards", __name__)
     module = importlib.import_module(f".{_MODULE_OF.get(name, 'dataplane.errors')}", __name__)
     value = globals()[name] = getattr(module, name)
     return value
