@@ -87,7 +87,7 @@ class Progress:
         self._judged = judged
         self._num_steps = num_steps
         self._enabled = enabled
-        self._console = console or Console()
+        self._console = console or Console(force_jupyter=False)  # A notebook would space out the lines.
         self._line_every = max(1, num_steps // 20)
         self._start = self._printed_s = self._step_s = time.monotonic()
         self._ended = threading.Event()

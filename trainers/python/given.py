@@ -105,6 +105,7 @@ class GivenRows:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
+        self._keys: set[str] = set()
         self._made: list[Path] = []
         """Files and folders that did not exist before, in the order in which they can be deleted."""
 
@@ -121,6 +122,7 @@ class GivenRows:
                 ]
             )
         bounded = rows if hasattr(rows, "__len__") else itertools.islice(rows, MAX_ITERATED)
+        self._keys.add(key)
         self._make(self._folder)
         draft, digest = self._folder / f"{key}.new", xxhash.xxh3_64()
         try:
@@ -139,6 +141,10 @@ class GivenRows:
         finally:
             draft.unlink(missing_ok=True)
         return str(path)
+
+    def holds(self, key: str) -> bool:
+        """Return whether rows of that name were written."""
+        return key in self._keys
 
     def _make(self, folder: Path) -> None:
         if not folder.exists():

@@ -73,6 +73,13 @@ class Callback:
         """Called when the run has ended in good order."""
 
 
+def _names_validation(sections: Mapping[str, Any]) -> bool:
+    """Return whether a user says what validation reads, or how often it runs."""
+    data, validation = sections.get("data") or {}, sections.get("validation") or {}
+    named = "data.validation" in sections or bool({"validation", "validation_split"} & data.keys())
+    return named or "every" in validation
+
+
 class _OnStep(Callback):
     """Calls a function after each step."""
 
@@ -107,12 +114,14 @@ class GRPO:
 
         model: model folder or hub id (`model.path`). rewards: one or a list of functions, classes, kinds by name, and
         sections such as `{"kind": f, "weight": 0.5}` (`reward.functions`). train, validation: rows, or what
-        `data.train` takes. environment, loss, sampler: function, class or kind (`environment.kind`, `loss.kind`,
-        `algorithm.sampler`). config: all other keys, as nested dicts, the path of a YAML file, or a Config; keys that
-        are not set have the defaults of the command line. overrides: dotted key -> value; they win over `config`, and
-        the arguments above win over both. callbacks: `Callback` objects, or functions that are called after each step.
-        resume: continue the run in `run.dir` from its newest checkpoint. allow_changed: whether a resumed run may have
-        other functions and classes than its checkpoint.
+        `data.train` takes; with rows for training and nothing said of validation, `validation.every` is 0.
+        environment, loss, sampler: function, class or kind (`environment.kind`, `loss.kind`, `algorithm.sampler`).
+
+        config: all other keys, as nested dicts, the path of a YAML file, or a Config; keys that are not set have the
+        defaults of the command line. overrides: dotted key -> value; they win over `config`, and the arguments above
+        win over both. callbacks: `Callback` objects, or functions that are called after each step. resume: continue
+        the run in `run.dir` from its newest checkpoint. allow_changed: whether a resumed run may have other functions
+        and classes than its checkpoint.
         """
         self._given: dict[str, Any] = {
             "model.path": None if model is None else os.fspath(model),
@@ -200,8 +209,12 @@ class GRPO:
         self._folder = folder_of_run(sections)
         self._written = GivenRows(self._folder)
         try:
-            rows = {key: one for key, one in self._rows.items() if one is not None}
-            paths = {f"data.{key}": self._written.write(one, key) for key, one in rows.items()}
+            paths: dict[str, Any] = {}
+            for key, rows in self._rows.items():
+                if rows is not None:
+                    paths[f"data.{key}"] = self._written.write(rows, key)
+            if self._written.holds("train") and not _names_validation(sections | paths):
+                paths["validation.every"] = 0  # Rows have no held-out part of their own.
             # The folder's default name has the time, which must not be taken twice.
             sections = given_sections(sections, paths if self._resume else {**paths, "run.dir": str(self._folder)})
             return requested_run(

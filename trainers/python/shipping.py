@@ -26,7 +26,14 @@ MAX_BYTES = 64 << 20
 """Largest size of an object's pickle. A larger one holds data, which belongs into files or is loaded by the object."""
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 _NAMELESS = {"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__annotations__", "__firstlineno__"}
-_NAMELESS |= {"__static_attributes__", "__annotate__", "__annotate_func__", "__annotations_cache__", "__slots__"}
+_NAMELESS |= {
+    "__static_attributes__",
+    "__annotate__",
+    "__annotate_func__",
+    "__annotations_cache__",
+    "__slots__",
+    "__slotnames__",
+}
 """Entries of a class that say nothing about what it does."""
 
 
@@ -47,7 +54,7 @@ def ship(value: Any, where: str) -> str:
         data = cloudpickle.dumps(value)
     except Exception as error:  # Methods of users' objects can raise any error.
         for inner, one, leaf in held:
-            if leaf and not _can_be_pickled(one):
+            if leaf and _pickled(one) is None:
                 _refuse(where, name, inner, one, str(error))
         _refuse(where, name, name, value, str(error))
     if len(data) > MAX_BYTES:
@@ -77,14 +84,14 @@ def _refuse(where: str, name: str, inner: str, value: Any, why: str) -> None:
     )
 
 
-def _can_be_pickled(value: Any) -> bool:
+def _pickled(value: Any) -> bytes | None:
+    """Return the pickle of an object; None if it has none."""
     from ray import cloudpickle
 
     try:
-        cloudpickle.dumps(value)
-    except Exception:
-        return False
-    return True
+        return cloudpickle.dumps(value)
+    except Exception:  # Methods of users' objects can raise any error.
+        return None
 
 
 def _held(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Any, bool]]:
@@ -128,7 +135,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from sorted((key, one) for key, one in vars(value).items() if key not in _NAMELESS)
     elif isinstance(value, dict):
         yield from ((str(key), one) for key, one in value.items())
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | set | frozenset):
+        value = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
         yield from ((str(position), one) for position, one in enumerate(value))
     elif hasattr(value, "__dict__") and not isinstance(value, ModuleType | BuiltinFunctionType):
         yield from (("class", type(value)), *sorted(vars(value).items()))
@@ -166,7 +174,8 @@ def _texts(held: list[tuple[str, Any, bool]]) -> Iterator[tuple[str, Any, str]]:
         elif isinstance(value, _PLAIN):
             yield name, value, repr(value)
         else:
-            yield name, value, type(value).__qualname__ + (_pickled(value) if leaf else "")
+            data = _pickled(value) if leaf else None
+            yield name, value, type(value).__qualname__ + (xxhash.xxh3_64_hexdigest(data) if data else "")
 
 
 def _source(value: Any) -> str:
@@ -185,12 +194,11 @@ def _source(value: Any) -> str:
     return named if code is None else _code(code)
 
 
+def _repr(value: Any) -> str:
+    """Return the text of a constant, which is the same in each process: the order of a set is not."""
+    return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+
+
 def _code(code: CodeType) -> str:
-    constants = [_code(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    constants = [_code(one) if isinstance(one, CodeType) else _repr(one) for one in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
-
-
-def _pickled(value: Any) -> str:
-    from ray import cloudpickle
-
-    return xxhash.xxh3_64_hexdigest(cloudpickle.dumps(value))
