@@ -174,12 +174,14 @@ def _add_fetch(commands: Any) -> None:
 
 def _train(arguments: argparse.Namespace, *, supervised: bool) -> int:
     from ..trainers.config.config import resolved_yaml
-    from ..trainers.config.load import load_config
+    from ..trainers.config.load import overridden_keys, read_sections
     from ..trainers.run.requested import requested_run
 
     import_from_here()
     config = requested_run(
-        lambda: load_config(arguments.config, arguments.overrides, of_old_run=arguments.resume),
+        read_sections(arguments.config, arguments.overrides),
+        overridden_keys(arguments.overrides),
+        Path(arguments.config).parent,
         resume=arguments.resume,
         supervised=supervised,
     )

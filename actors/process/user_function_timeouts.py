@@ -51,8 +51,8 @@ class UserProcesses:
     loop."""
 
     def __init__(self, target: str, options: Mapping[str, Any], num_processes: int) -> None:
-        """target: import path `package.module:name` of a function, or of a class whose instances are called, or the
-        path of such a shipped object. options: keyword arguments of the function or of the class."""
+        """target: import path `package.module:name`, or path of a shipped object. It names a function, or a class whose
+        instances are called. options: keyword arguments of the function or of the class."""
         self._first: dict[str, Any] = {"target": target, "options": dict(options)}
         self._places = asyncio.Semaphore(num_processes)
         self._free: list[asyncio.subprocess.Process] = []

@@ -69,13 +69,13 @@ def _values(returned: Any) -> list[Any]:
 
 
 def from_trl(function: Callable[..., Any], *, answer: str = "answer") -> TrlReward:
-    """Return a reward that calls `function`, which has TRL's signature, `function(prompts, completions, **columns)`,
-    and may be an `async def`. It is called once for the samples of each prompt.
+    """Return a reward that calls a function of TRL's signature, once for the samples of each prompt.
 
-    The function gets, by name and as far as it takes them, `prompts` and `completions` (texts, or chat messages if the
-    prompt is chat messages), `completion_ids`, `trainer_state` with the policy's version as `global_step`, and every
-    column of the data. It returns a number for each completion, or None for one that it does not apply to: that
-    completion's reward is the sum of its other rewards, and it is not trained on if it has none.
+    function: `function(prompts, completions, **columns)`, which may be an `async def`. It gets, by name and as far as
+    it takes them, `prompts` and `completions` (texts, or chat messages if the prompt is chat messages),
+    `completion_ids`, `trainer_state` with the policy's version as `global_step`, and every column of the data. It
+    returns a number for each completion, or None for one that it does not apply to: the reward of that completion is
+    the sum of its others, and it is not trained on if it has none.
 
     answer: name of the column of expected answers, `data.answer_field`. Raises ValueError for a function that needs an
     argument of TRL which Headrace does not have.

@@ -112,8 +112,9 @@ except KeyboardInterrupt:
 @pytest.mark.processes
 @pytest.mark.timeout(280)
 def test_objects_and_rows_of_a_script_are_trained_on_stopped_and_resumed(tmp_path: Path) -> None:
-    """The rewards, also in a process of their own and with TRL's signature, the environment, loss and sampler are the
-    script's. A callback ends the run; it is resumed after a change, in a loop, which is interrupted."""
+    """Rewards, in a process of their own and of TRL, too, environment, loss and sampler are the script's.
+
+    A callback ends the run; it is resumed after a change, in a loop, which is interrupted."""
     (tmp_path / "script.py").write_text(SCRIPT)
     folder, address = tmp_path / "mine", shared_ray().partition("=")[2]
     code, output = forks.run([str(tmp_path / "script.py"), str(folder), address], tmp_path, environment(), 240)

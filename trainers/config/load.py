@@ -51,8 +51,13 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     warning, because the version that began the run can have accepted it. Raises ConfigError with one sentence for each
     problem.
     """
-    overridden = {override.partition("=")[0].strip() for override in overrides}
-    return build_config(read_sections(path, overrides), overridden, of_old_run=of_old_run, folder=Path(path).parent)
+    given, keys = read_sections(path, overrides), overridden_keys(overrides)
+    return build_config(given, keys, of_old_run=of_old_run, folder=Path(path).parent)
+
+
+def overridden_keys(overrides: Sequence[str]) -> set[str]:
+    """Return the dotted keys of overrides such as `trainer.lr=1e-4`."""
+    return {override.partition("=")[0].strip() for override in overrides}
 
 
 def read_sections(

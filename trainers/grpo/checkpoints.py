@@ -274,8 +274,10 @@ class Checkpoints:
 
 
 def refuse_changed_objects(state: State, objects: Sequence[str]) -> None:
-    """Raise UserError if a resumed run has other objects of a script or notebook than its checkpoint, whose state is
-    `state`. objects: paths of those of the resumed run."""
+    """Raise UserError if a resumed run has other objects of a script or notebook than its checkpoint.
+
+    state: state of the checkpoint. objects: paths of the objects of the resumed run.
+    """
     old, new = set(state.objects), set(objects)
     if old == new:
         return

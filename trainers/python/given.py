@@ -29,8 +29,10 @@ Settings = Config | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def given_sections(settings: Settings | None, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections of a configuration as nested dicts, with `changes` applied (dotted key -> value; None unsets
-    the key). Objects of the script are shipped, and their paths stand in their place.
+    """Return the sections of a configuration as nested dicts, with `changes` applied.
+
+    changes: dotted key -> value; None unsets the key. Objects of the script are shipped, and their paths stand in their
+    place.
 
     Raises ConfigError if the file cannot be read, for an object that cannot be shipped, and for one in another place.
     """

@@ -16,12 +16,11 @@ from typing import Any
 
 from ..cluster.start_times import StartTimes
 from ..config.config import Config
-from ..config.load import build_config
 from ..errors import UserError
 from ..observe.metrics import FINISHED, Record, evaluation_figures, read_run
 from ..observe.run_folder import has_figures
 from ..observe.samples import FILE, Row, read_samples
-from ..run.launch import Events, RunEvent, training
+from ..run.launch import RunEvent, RunOfEvents, training
 from ..run.requested import requested_run
 from .given import GivenRows, Rows, Settings, folder_of_run, given_sections, reward_sections
 
@@ -91,8 +90,10 @@ class _OnStep(Callback):
 
 
 class GRPO:
-    """One run, trained from Python as `headrace train` trains it: `train()` does it all, and
-    `with GRPO(...) as run: for step in run:` gives a loop of one's own."""
+    """One run, trained from Python as `headrace train` trains it.
+
+    `train()` does it all; `with GRPO(...) as run: for step in run:` gives a loop of one's own.
+    """
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class GRPO:
         self._settings, self._overrides = config, dict(overrides or {})
         self._callbacks = [one if isinstance(one, Callback) else _OnStep(one) for one in callbacks]
         self._resume, self._allow_changed = resume, allow_changed
-        self._events: Events | None = None
+        self._events: RunOfEvents | None = None
         self._written: GivenRows | None = None
         self._reason: str | None = None
         """Reason to end the run early, which the next request for an event sends."""
@@ -217,10 +218,7 @@ class GRPO:
                 paths["validation.every"] = 0  # Rows have no held-out part of their own.
             # The folder's default name has the time, which must not be taken twice.
             sections = given_sections(sections, paths if self._resume else {**paths, "run.dir": str(self._folder)})
-            return requested_run(
-                lambda: build_config(sections, self._overrides, of_old_run=self._resume, folder=self._folder),
-                resume=self._resume,
-            )
+            return requested_run(sections, self._overrides, self._folder, resume=self._resume)
         except BaseException:
             self._written.remove()
             raise

@@ -38,8 +38,10 @@ _NAMELESS |= {
 
 
 def ship(value: Any, where: str) -> str:
-    """Make this process, and every actor of a run whose configuration names it, able to load `value`, a function, class
-    or callable object. Returns its path, `object@DIGEST:NAME`, with the digest of its source and of what it holds.
+    """Ship a function, class or callable object, and return its path, `object@DIGEST:NAME`.
+
+    This process, and every actor of a run whose configuration has the path, can then load the object. The digest is
+    that of its source and of what it holds.
 
     where: key of the configuration, for errors. Raises ConfigError that names what cannot be sent to another process.
     """
@@ -163,8 +165,11 @@ def _is_importable(value: Any) -> bool:
 
 
 def _texts(held: list[tuple[str, Any, bool]]) -> Iterator[tuple[str, Any, str]]:
-    """Yield what an object holds with a text for its digest: the source of users' functions and classes, the value of
-    plain data, and the type and pickle of other objects."""
+    """Yield what an object holds with a text for its digest.
+
+    The text is the source of users' functions and classes, the value of plain data, and the type and pickle of other
+    objects.
+    """
     for name, value, leaf in held:
         if isinstance(value, FunctionType):
             yield name, value, _source(value)
@@ -179,8 +184,10 @@ def _texts(held: list[tuple[str, Any, bool]]) -> Iterator[tuple[str, Any, str]]:
 
 
 def _source(value: Any) -> str:
-    """Return the source of a user's function or class, or its code if it has no source or shares its lines with other
-    statements, as a lambda does. Returns the name of a library's function or class."""
+    """Return the source of a user's function or class, or the name of a library's.
+
+    It is the code if there is no source, and for a lambda, which shares its lines with other statements.
+    """
     named = f"{value.__module__} {value.__qualname__}"
     code = getattr(value, "__code__", None)
     try:

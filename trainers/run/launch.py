@@ -56,6 +56,8 @@ class RunEvent:
 Events = Generator[RunEvent, str | None, None]
 """Events of a run, which goes on when the next one is asked for. A text that is sent ends the run early and in good
 order: with a checkpoint, from which it can be resumed, and with its model."""
+RunOfEvents = Generator[RunEvent, str | None, Path]
+"""Events of a whole run, which returns its folder."""
 USERS_CODE = "code of the caller"
 """Stage of a run whose events are looked at, in which it waits without a time limit."""
 
@@ -69,25 +71,28 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
     RunStuck if the watchdog stopped the run. The processes, shared memory and ports of the run are always released
     afterwards.
     """
-    return go_on_training(config, resume=resume, cluster=None, times=StartTimes())
+    return to_end(training(config, resume=resume, cluster=None, times=StartTimes()))
 
 
-def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, times: StartTimes) -> Path:
-    """Continue the start of a run that has begun, and train as `run_training` does. cluster: a Ray cluster that this
-    process has started for the run and that the caller closes; None opens one. times: times of the start so far."""
-    config = with_run_dir(config)
-    for _ in training(config, resume=resume, cluster=cluster, times=times):
-        pass
-    assert config.run.dir is not None, "with_run_dir sets it"
-    return Path(config.run.dir)
+def to_end(events: RunOfEvents) -> Path:
+    """Let a run go on to its end, and return its folder."""
+    while True:
+        try:
+            next(events)
+        except StopIteration as end:
+            return end.value
 
 
 def training(
     config: Config, *, resume: bool, cluster: Cluster | None, times: StartTimes, allow_changed: bool = True
-) -> Events:
-    """Train as `go_on_training` does, and yield the events of the run. config: must have `run.dir` set. allow_changed:
-    whether a resumed run may have other objects of a script or notebook than its checkpoint; else UserError is
-    raised."""
+) -> RunOfEvents:
+    """Continue the start of a run that has begun, train as `run_training` does, and yield the events of the run.
+
+    cluster: a Ray cluster that this process has started for the run and that the caller closes; None opens one. times:
+    times of the start so far. allow_changed: whether a resumed run may have other objects of a script or notebook than
+    its checkpoint; else UserError is raised.
+    """
+    config = with_run_dir(config)
     problems = contradictions(config)  # The loader has not checked a configuration that was built in Python.
     if problems:
         raise ConfigError(problems)
@@ -105,7 +110,7 @@ def training(
                 f"nothing to do: the run in {folder.path} has {done} steps and its model; set algorithm.steps above "
                 f"{done} to continue it"
             )
-            return
+            return folder.path
         if config.warmup.on_file:
             changed = warmup_sections(config.warmup, config.run, config.sft, config.trainer, folder.path)
             sections = config.model_copy(update=changed).model_dump()
@@ -129,6 +134,7 @@ def training(
                     )
             finally:
                 tell_how_to_go_on(folder, progress, "sft" if config.sft.train else "train")
+    return folder.path
 
 
 def _steps_done(folder: RunFolder) -> int:

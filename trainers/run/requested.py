@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
 
 from ..config.config import Config, with_run_dir
+from ..config.load import build_config
 from ..errors import ConfigError, UserError
 from ..simulation.config import simulation_section
 
 
-def requested_run(load: Callable[[], Config], *, resume: bool, supervised: bool = False) -> Config:
-    """Return the configuration of the run to start, with `run.dir` set. load: loads the configuration. supervised:
-    whether it must be, or else must not be, one of supervised training.
+def requested_run(
+    sections: Mapping[str, Any],
+    overridden: Collection[str],
+    folder: Path,
+    *,
+    resume: bool,
+    supervised: bool = False,
+) -> Config:
+    """Return the configuration of the run to start, with `run.dir` set.
 
-    Raises UserError for a user's mistake. A ConfigError of the loader also has the mistakes that a start would find.
+    sections, overridden, folder: see `build_config`. supervised: whether it must be, or else must not be, one of
+    supervised training. Raises UserError for a user's mistake. A ConfigError also has the mistakes that a start would
+    find.
     """
     try:
-        config = load()
+        config = build_config(sections, overridden, of_old_run=resume, folder=folder)
     except ConfigError as error:
         if error.config is None:
             raise
