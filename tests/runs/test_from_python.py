@@ -27,7 +27,7 @@ def test_the_start_pages_run_from_python(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_page_about_python_runs_and_goes_on_at_the_command_line(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "start" / "python.md").read_text(encoding="utf-8")
     (tmp_path / "page.py").write_text("".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)))

@@ -37,7 +37,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -296,7 +296,7 @@ def finish_update(workers: TrainWorkers, state: State) -> list[WorkerReport]:
     return workers.finish()
 
 
-def run_steps(run: Run, state: State, feed: Feed, after_step: AfterStep) -> Iterator[dict[str, float]]:
+def run_steps(run: Run, state: State, feed: Feed, after_step: AfterStep) -> Generator[dict[str, float], None, None]:
     """Train from `state` to step `algorithm.steps`; updates `state`. Yields the metrics of each finished step, and
     those of step 0 if it has any; training ends early when the caller stops asking for more. If a step fails, its
     failed rows are recorded before the error is raised."""
@@ -316,7 +316,7 @@ def note_failed_rows(run: Run, step: int, reports: Sequence[RolloutReport]) -> N
         run.observers.reward_errors.note(step, report.failed, report.rows, report.errors)
 
 
-def _run_steps(run: Run, state: State, feed: Feed, steps: Steps) -> Iterator[dict[str, float]]:
+def _run_steps(run: Run, state: State, feed: Feed, steps: Steps) -> Generator[dict[str, float], None, None]:
     overlap = run.config.overlap
     while steps.go_on:
         tally = steps.begin()

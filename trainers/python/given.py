@@ -73,18 +73,18 @@ def _with_paths(value: Any, key: str) -> Any:
 
 def _set(data: dict[str, Any], dotted: str, value: Any) -> None:
     """Set the value of a dotted key in place. A number in the key is an index into a list."""
-    *sections, last = dotted.split(".")
-    here: Any = data
-    for name in (*sections, last):
-        at = int(name) if isinstance(here, list) and name.isdigit() and int(name) < len(here) else name
-        if not isinstance(here, dict if isinstance(at, str) else list):
+    names, here = dotted.split("."), data
+    for depth, name in enumerate(names):
+        at: Any = int(name) if isinstance(here, list) and name.isdigit() else name
+        if not isinstance(here, dict) and not (isinstance(here, list) and at in range(len(here))):
             raise ConfigError([f"{dotted}: got {here!r:.80} in front of {name!r}, expected a section with keys"])
-        if name is last:
-            here[at] = value
-        else:
-            if isinstance(here, dict) and here.get(at) is None:
-                here[at] = {}
-            here = here[at]
+        holder: Any = here
+        if depth == len(names) - 1:
+            holder[at] = value
+            return
+        if isinstance(here, dict) and here.get(at) is None:
+            holder[at] = {}
+        here = holder[at]
 
 
 def reward_sections(rewards: Any) -> list[Any]:

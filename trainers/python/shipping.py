@@ -24,7 +24,7 @@ from ..errors import ConfigError
 
 MAX_BYTES = 64 << 20
 """Largest size of an object's pickle. A larger one holds data, which belongs into files or is loaded by the object."""
-_PLAIN = (str, bytes, int, float, complex, bool, type(None))
+_PLAIN = str | bytes | int | float | complex | bool | None
 _NAMELESS = {"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__annotations__", "__firstlineno__"}
 _NAMELESS |= {
     "__static_attributes__",
@@ -45,23 +45,23 @@ def ship(value: Any, where: str) -> str:
 
     where: key of the configuration, for errors. Raises ConfigError that names what cannot be sent to another process.
     """
-    from ray import cloudpickle  # This import takes a second.
+    from ray.cloudpickle.cloudpickle import dumps  # This import takes a second.
 
     name = name_of(value)
     held = list(_held(name, value, {}))
     for inner, one, _ in held:
-        if getattr(one, "is_cuda", False) is True:
-            _refuse(where, name, inner, one, "which is in the memory of this process's GPU")
+        if _is_on_gpu(one):
+            raise _refusal(where, name, inner, one, "which is in the memory of this process's GPU")
     try:
-        data = cloudpickle.dumps(value)
+        data = dumps(value)
     except Exception as error:  # Methods of users' objects can raise any error.
         for inner, one, leaf in held:
             if leaf and _pickled(one) is None:
-                _refuse(where, name, inner, one, str(error))
-        _refuse(where, name, name, value, str(error))
+                raise _refusal(where, name, inner, one, str(error)) from error
+        raise _refusal(where, name, name, value, str(error)) from error
     if len(data) > MAX_BYTES:
         why = f"of {len(data) >> 20} MiB as a pickle, more than {MAX_BYTES >> 20} MiB"
-        _refuse(where, name, name, value, why)
+        raise _refusal(where, name, name, value, why)
     digest = xxhash.xxh3_64_hexdigest("\n".join(f"{inner} {text}" for inner, one, text in _texts(held)).encode())
     path = f"{OBJECT}{digest}:{name}"
     ship_objects({path: data})
@@ -75,9 +75,9 @@ def name_of(value: Any) -> str:
     return name if name.isidentifier() else "function"
 
 
-def _refuse(where: str, name: str, inner: str, value: Any, why: str) -> None:
+def _refusal(where: str, name: str, inner: str, value: Any, why: str) -> ConfigError:
     kind = type(value)
-    raise ConfigError(
+    return ConfigError(
         [
             f"{where}: {name!r} cannot be sent to the run's processes, because {inner} is a "
             f"{kind.__module__}.{kind.__qualname__} ({why}), expected functions, classes and plain data; what belongs "
@@ -86,12 +86,22 @@ def _refuse(where: str, name: str, inner: str, value: Any, why: str) -> None:
     )
 
 
+def _is_on_gpu(value: Any) -> bool:
+    """Return whether an object is a tensor in GPU memory, as its attribute `is_cuda` says."""
+    if isinstance(value, _PLAIN | type | ModuleType):
+        return False
+    try:
+        return getattr(value, "is_cuda", False) is True
+    except Exception:  # A user's __getattr__ can raise any error.
+        return False
+
+
 def _pickled(value: Any) -> bytes | None:
     """Return the pickle of an object; None if it has none."""
-    from ray import cloudpickle
+    from ray.cloudpickle.cloudpickle import dumps
 
     try:
-        return cloudpickle.dumps(value)
+        return dumps(value)
     except Exception:  # Methods of users' objects can raise any error.
         return None
 
