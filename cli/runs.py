@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..trainers.errors import ConfigError, UserError
+from ..trainers.errors import UserError
 from .arguments import chosen, config_and_overrides, import_from_here, path
 from .outcome import DONE, FAILED, stop_on_sigterm
 from .terminal import new_console, print_table, show_results, status_line
@@ -181,29 +181,18 @@ def _add_fetch(commands: Any) -> None:
 
 
 def _train(arguments: argparse.Namespace, *, supervised: bool) -> int:
-    from ..trainers.config.config import resolved_yaml, with_run_dir
-    from ..trainers.config.load import load_config
-    from ..trainers.simulation.config import simulation_section
+    from ..trainers.config.config import resolved_yaml
+    from ..trainers.config.load import overridden_keys, read_sections
+    from ..trainers.run.requested import requested_run
 
     import_from_here()
-    try:
-        config = load_config(arguments.config, arguments.overrides, of_old_run=arguments.resume)
-    except ConfigError as error:
-        if error.config is None:
-            raise
-        from ..trainers.run.checks.preflight import with_later_problems
-
-        raise with_later_problems(error, resume=arguments.resume) from None
-    if bool(config.sft.train) != supervised:
-        raise UserError(
-            "sft.train: not set, expected a file of conversations"
-            if supervised
-            else "sft.train: got a file with `headrace train`, expected it with `headrace sft`; sft.train=[] unsets it"
-        )
-    simulation_section(config)  # A run does not use this section, but mistakes in it are reported at once.
-    if arguments.resume and config.run.dir is None:
-        raise UserError("--resume: run.dir is not set, expected the folder of the run to continue")
-    config = with_run_dir(config)
+    config = requested_run(
+        read_sections(arguments.config, arguments.overrides),
+        overridden_keys(arguments.overrides),
+        Path(arguments.config).parent,
+        resume=arguments.resume,
+        supervised=supervised,
+    )
     if arguments.machine is not None and not arguments.dry_run:
         raise UserError(
             "--machine: got a machine without --dry-run, expected both, because a run uses this machine as it is"

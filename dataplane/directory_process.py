@@ -15,7 +15,7 @@ import platform
 import resource
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from .block_store import StoreHost, StoreSpec
 from .config import DataPlaneConfig
 from .directory.service import DirectoryService
 from .errors import DataPlaneError, DirectoryLost
+from .imports import ship_objects, shipped_objects
 from .owned_folder import pid_space
 from .rpc.child_process import serve_parent
 from .rpc.frames import DirectoryAddress
@@ -106,7 +107,9 @@ class DirectoryActor:
     """Ray actor that hosts the directory (the metadata service). It is never restarted, because the run's state would
     be lost."""
 
-    def __init__(self, config: DataPlaneConfig, build_host: BuildHost) -> None:
+    def __init__(self, config: DataPlaneConfig, build_host: BuildHost, samplers: Mapping[str, bytes]) -> None:
+        """samplers: pickles of those samplers of `config` that are shipped objects, by path."""
+        ship_objects(samplers)
         self._directory = HostedDirectory(config, build_host)
 
     async def start(self, name: str, one_host: bool) -> Started | Exception:
@@ -137,7 +140,7 @@ def start_actor(
 
     name, began_s = directory_name(run_id), time.monotonic()
     options = ray.remote(DirectoryActor).options(name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=0)
-    actor: Any = options.remote(config, build_host)
+    actor: Any = options.remote(config, build_host, shipped_objects(config.samplers))
     try:
         started: Any = ray.get(actor.start.remote(name, one_host), timeout=timeout_s)
         if isinstance(started, Exception):

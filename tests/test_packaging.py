@@ -35,7 +35,6 @@ SHIPPED = {
     "examples/tool-use/recipe.yaml": "`headrace recipe` reads it",
     "constraints/cpu.txt": "`headrace doctor --constraints cpu` prints it",
     "constraints/gpu.txt": "`headrace doctor --constraints gpu` prints it",
-    "trainers/observe/samples.js": "the report shows samples with it",
     "trainers/observe/pages/samples.js": "the report is made of it",
     "trainers/observe/pages/page.js": "the report is made of it",
     "trainers/observe/pages/page.css": "the report is made of it",

@@ -23,9 +23,11 @@ def test_a_public_name_is_there_and_documented(name: str) -> None:
 def test_type_checkers_see_the_same_names() -> None:
     """The imports under `if TYPE_CHECKING` and `__all__` name the same things from the same modules."""
     [block] = [node for node in ast.parse((ROOT / "__init__.py").read_text()).body if isinstance(node, ast.If)]
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    [whole, *imports] = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    assert whole.module is None and [alias.name for alias in whole.names] == ["rewards"], "the only public module"
+    assert headrace.rewards is sys.modules["headrace.rewards"]
     module_of = {alias.name: node.module for node in imports for alias in node.names}
-    assert sorted(module_of) == headrace.__all__ == sorted(headrace.__all__)
+    assert sorted([*module_of, "rewards"]) == headrace.__all__ == sorted(headrace.__all__)
     for name, module in module_of.items():
         assert getattr(headrace, name) is getattr(sys.modules[f"headrace.{module}"], name)
 

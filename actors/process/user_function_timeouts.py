@@ -14,6 +14,7 @@ the limit of concurrent calls. When too many such calls hang, the next call rais
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import sys
@@ -25,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from ...dataplane.imports import shipped_objects
 from .process_keeper import end_kept, kept_command
 from .user_errors import contained
 from .user_process_child import PROMPT
@@ -49,9 +51,9 @@ class UserProcesses:
     loop."""
 
     def __init__(self, target: str, options: Mapping[str, Any], num_processes: int) -> None:
-        """target: import path `package.module:name` of a function, or of a class whose instances are called. options:
-        keyword arguments of the function or of the class."""
-        self._first = {"target": target, "options": dict(options)}
+        """target: import path `package.module:name`, or path of a shipped object. It names a function, or a class whose
+        instances are called. options: keyword arguments of the function or of the class."""
+        self._first: dict[str, Any] = {"target": target, "options": dict(options)}
         self._places = asyncio.Semaphore(num_processes)
         self._free: list[asyncio.subprocess.Process] = []
         self._all: set[asyncio.subprocess.Process] = set()
@@ -118,7 +120,8 @@ class UserProcesses:
         )  # fmt: skip
         self._all.add(process)
         path = [folder or os.getcwd() for folder in (*sys.path, "")]
-        first = json.dumps({**self._first, "path": path})
+        shipped = {at: base64.b64encode(data).decode() for at, data in shipped_objects([self._first["target"]]).items()}
+        first = json.dumps({**self._first, "path": path, "shipped": shipped})
         try:
             said = await self._ask(process, first.encode() + b"\n", START_S)
         except BaseException as error:

@@ -1,17 +1,19 @@
 """Calls one function in a separate process, which a keeper ends (see process_keeper.py).
 
-The first line of the input is {"target": "module:name", "options": {...}, "path": [...]}, answered by {"ready": true}
-or {"failed": "..."}. Each further line is {"method": "__call__", "arguments": [...]},
-answered by {"value": ...} or {"error": "..."}.
+The first line of the input is {"target": "module:name", "options": {...}, "path": [...], "shipped": {...}}, answered by
+{"ready": true} or {"failed": "..."}. `shipped` has the target's pickle in base64 if the target is a shipped object.
+Each further line is {"method": "__call__", "arguments": [...]}, answered by {"value": ...} or {"error": "..."}.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib
 import inspect
 import json
 import os
+import pickle
 import runpy
 import sys
 from pathlib import Path
@@ -31,7 +33,9 @@ def load(first: dict[str, Any]) -> Any:
     # The import path keeps the parent's order, so that a name means the same module in both processes.
     sys.path[:] = dict.fromkeys([*first["path"], *sys.path])
     module, _, name = first["target"].partition(":")
-    target = getattr(importlib.import_module(module), name)
+    pickled = first["shipped"].get(first["target"])
+    # The parent process, which writes this line, has the pickle from the run's driver.
+    target = pickle.loads(base64.b64decode(pickled)) if pickled else getattr(importlib.import_module(module), name)
     if inspect.isclass(target):
         return target(**first["options"])
     options = first["options"]

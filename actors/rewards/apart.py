@@ -20,7 +20,7 @@ from ..process.user_errors import awaited, contained, described
 from ..process.user_function_timeouts import UserProcesses, UserThreads
 from ..protocols import Sample
 from .config import RewardFunctionConfig
-from .returned import finite, listed
+from .returned import NOT_APPLICABLE, finite, listed
 
 TOKENS, EPISODE = "response_tokens", "episode"
 """Names of the optional keyword arguments of a reward function; see TokenReward and EpisodeReward."""
@@ -68,8 +68,8 @@ class Failure(str):
 class ApartValues:
     """Values of one sample's rewards that were computed apart."""
 
-    values: dict[str, float | Failure] = field(default_factory=dict)
-    """Value of each reward by name, or the failure if the reward failed."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Value of each reward by name: a number, NOT_APPLICABLE, or a Failure if the reward failed."""
     answer: str | None = None
     """Answer that the sample votes for in a majority vote; None if no answer was looked for or found."""
 
@@ -178,8 +178,8 @@ class ApartRewards:
             task.exception()
 
 
-def _checked(name: str, value: Any) -> float | Failure:
-    if isinstance(value, Failure):
+def _checked(name: str, value: Any) -> Any:
+    if isinstance(value, Failure) or value is NOT_APPLICABLE:
         return value
     try:
         return finite(name, value)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+NOT_APPLICABLE = object()
+"""Value of a reward that says nothing about a sample: the sample's reward is the sum of its others."""
 MOST = float(np.finfo(np.float32).max)
 """Largest number that float32 can hold."""
 

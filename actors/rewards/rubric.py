@@ -27,7 +27,7 @@ from .builtin import (
     per_position,
 )
 from .config import RewardConfig, RewardFunctionConfig
-from .returned import finite, fits
+from .returned import NOT_APPLICABLE, finite, fits
 from .signatures import bind_options, check_signature
 
 NUM_PROCESSES = 4
@@ -126,6 +126,8 @@ class Rubric:
         for name, reward, weight, wanted in self._rewards:
             begin(name)
             given = None if apart is None else apart.values.get(name)
+            if given is NOT_APPLICABLE:
+                continue
             if isinstance(given, Failure):
                 errors.append(f"reward {name!r} {given}")
                 continue
@@ -140,6 +142,8 @@ class Rubric:
                 continue
             components[name] = value
             total += weight * value
+        if self._rewards and not components and not errors:
+            errors = ["none of the rewards applies to this sample, because each returned None for it"]
         if errors:
             return Score(reward=0.0, components=components, valid=False, error=errors[0])
         reward = min(max(self._scale * total, self._low), self._high)

@@ -20,13 +20,14 @@ ARGUMENTS: Mapping[str, tuple[str, str, str]] = {
 """Value of `per` -> names of the arguments of a reward function."""
 
 OTHER_LIBRARIES = (
-    ("verl", {"data_source", "solution_str", "ground_truth", "extra_info"},
-     "f(prompt.fields.get('data_source'), response, prompt.answer, prompt.fields)"),
-    ("OpenRLHF", {"queries", "labels"}, "float(f([prompt.text + response], [prompt.text], [prompt.answer])[0])"),
+    ("verl", {"data_source", "solution_str", "ground_truth", "extra_info"}, "call it from a function of these "
+     "arguments as `f(prompt.fields.get('data_source'), response, prompt.answer, prompt.fields)`"),
+    ("OpenRLHF", {"queries", "labels"}, "call it from a function of these arguments as "
+     "`float(f([prompt.text + response], [prompt.text], [prompt.answer])[0])`"),
     ("TRL", {"prompts", "completions", "completion_ids"},
-     "f(completions=[response], prompts=[prompt.text], **{name: [value] for name, value in prompt.fields.items()})[0]"),
+     "wrap it as `headrace.rewards.from_trl(f)`, a reward with per='group'"),
 )  # fmt: skip
-"""Name of a library, arguments by which its rewards are known, and a call of such a reward from one of ours."""
+"""Name of a library, arguments by which its rewards are known, and how such a reward becomes one of ours."""
 
 
 def check_signature(config: RewardFunctionConfig, target: Any) -> None:
@@ -80,12 +81,9 @@ def bind_options(config: RewardFunctionConfig, target: Any) -> None:
 def _advice(config: RewardFunctionConfig, found: set[str], names: tuple[str, ...]) -> str:
     """Return the end of the sentence about wrong arguments. found: names of all arguments. names: names of the first
     three."""
-    for library, known, call in OTHER_LIBRARIES:
+    for library, known, way in OTHER_LIBRARIES:
         if found & known:
-            return (
-                f"; it looks like a reward of {library}: call it from a function of these arguments as `{call}` "
-                "(docs/start/coming-from.md)"
-            )
+            return f"; it looks like a reward of {library}: {way} (docs/start/coming-from.md)"
     other = "group" if config.per == "sample" else "sample"
     if names == ARGUMENTS[other]:
         return f", or per={other!r}"

@@ -268,7 +268,7 @@ def _source_tag(samples: Sequence[Sample], teachers: TeacherSources | None, max_
 
 def _reward_tags(scores: Sequence[Score], names: Sequence[str], max_rows: int) -> dict[str, np.ndarray]:
     return {
-        reward_tag(name): _per_row([one.components[name] if one.valid else 0.0 for one in scores], max_rows)
+        reward_tag(name): _per_row([one.components.get(name, 0.0) if one.valid else 0.0 for one in scores], max_rows)
         for name in names
     }
 

@@ -1,8 +1,8 @@
 """Writes sums of reasoning-gym: train.jsonl, held_out.jsonl, and traces.jsonl with worked answers, which show the form.
 
-    4 - 1 + 25 =     4 - 1 = 3
-                     3 + 25 = 28
-                     The answer is 28.
+4 - 1 + 25 =     4 - 1 = 3
+                 3 + 25 = 28
+                 The answer is 28.
 """
 
 import json

@@ -23,7 +23,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 TRIED = {"python", "sh", "yaml"}
 SHOWN = {"text"}
 """Languages of blocks that show output or a drawing, which nothing can try."""
-PLACES = {"my.yaml", "CONFIG", "config.yaml"}
+PLACES = {"my.yaml", "CONFIG", "config.yaml", "runs/mine/config.yaml", "runs/watched/config.yaml"}
 """Files of the reader's own, which commands may name."""
 
 
@@ -82,10 +82,10 @@ def python_snippet(snippet: Snippet) -> object:
 
 
 @pytest.mark.parametrize(
-    "snippet", [python_snippet(snippet) for snippet in of("python") if "run_training" not in snippet.text]
+    "snippet", [python_snippet(one) for one in of("python") if not re.search(r"run_training|GRPO\(", one.text)]
 )
 def test_python_runs(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snippet with `run_training` starts Ray and a whole run: tests/runs/test_from_python.py runs it."""
+    """A snippet with `run_training` or `GRPO` starts Ray and a whole run: tests/runs/test_from_python.py runs it."""
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet.text, str(snippet), "exec"), {"__name__": "snippet"})
 

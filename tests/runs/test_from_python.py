@@ -25,6 +25,20 @@ def test_the_start_pages_run_from_python(tmp_path: Path) -> None:
     assert report == tmp_path / "runs" / "first" / "report.html" and report.exists()
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+def test_the_page_about_python_runs_and_goes_on_at_the_command_line(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "start" / "python.md").read_text(encoding="utf-8")
+    (tmp_path / "page.py").write_text("".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)))
+    run([sys.executable, "page.py"], tmp_path)
+    [commands] = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    for command in commands.splitlines():
+        run([sys.executable, "-m", "headrace.cli", *command.split()[1:]], tmp_path)
+    assert "finished" in (tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert '"name": "validation"' in (tmp_path / "eval.json").read_text()
+
+
 @pytest.mark.processes
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(

@@ -165,6 +165,11 @@ class Cluster:
             raise UserError(
                 f"resources.num_cpus: got {num_cpus}, expected at least {demand.cpus}: {demand} need a logical CPU each"
             )
+        if ray.is_initialized():
+            raise UserError(
+                "resources.ray_address: this process is connected to a Ray already, expected none, because a run "
+                "starts or joins a Ray of its own and leaves it at its end; call ray.shutdown() first"
+            )
         self.owned = address is None
         with suppress(OSError):  # If no cluster is there, joining it says so.
             check_token(address, trusted_network=trusted_network)

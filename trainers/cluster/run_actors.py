@@ -23,6 +23,7 @@ from ...actors.train.actor import CONCURRENCY_GROUPS
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.factory import DataPlane
 from ...dataplane.handle import DataPlaneHandle
+from ...dataplane.imports import shipped_objects
 from ..config.config import Config, ResourcesConfig
 from ..errors import UserError
 from .calls import ActorFailed, ActorHandle, Call, DriverMeter, ended, gather
@@ -320,6 +321,8 @@ class ActorStarter:
         self._ahead = engine_ahead(kind, config.model, self._device)
         """Preparation of an actor with an engine before it has its settings."""
         by_turns = config.resources.switch_roles == "always" or config.pool.address is not None
+        self._objects = shipped_objects(config.objects)
+        """Pickles of the objects of a script or notebook, by path, which every actor gets at its start."""
         self._shares = self.placement.shared and not by_turns
         """Whether engines and train workers are in the memory of a GPU at the same time."""
 
@@ -385,7 +388,7 @@ class ActorStarter:
         """Start the actor of `seat`. host: class of the early actor, with its first arguments. spec: function that
         returns the actor's settings."""
         options |= self._reservation.options(seat)
-        arguments = (*arguments, self._reservation.devices(seat), os.getcwd())
+        arguments = (*arguments, self._reservation.devices(seat), os.getcwd(), self._objects)
 
         def start() -> Any:
             actor = ray.remote(max_restarts=0, **options)(host).remote(*arguments)

@@ -19,6 +19,7 @@ from ...actors.rollout.supervised.config import SftConfig
 from ...actors.sample_file import SamplesConfig
 from ...actors.weight_sync.config import SyncConfig
 from ...dataplane.config import Count, CountOrZero, DataPlaneConfig, NonNegative, PathText, Positive, Section, Text
+from ...dataplane.imports import OBJECT
 from ..advantages.config import AdvantageConfig
 from ..backends.config import TrainerConfig
 from ..losses.config import LossConfig
@@ -468,6 +469,19 @@ class Config(Section):
         if self.sft.train:
             return HELD_OUT_LOSS
         return find_figure(self.validation.metric, self.figures) or self.validation.metric
+
+    @property
+    def objects(self) -> list[str]:
+        """Paths of the shipped objects, those of a script or notebook, that any key names."""
+        found: dict[str, None] = {}
+        left: list[Any] = [self.model_dump()]
+        while left:
+            value = left.pop()
+            if isinstance(value, dict | list | tuple):
+                left += value.values() if isinstance(value, dict) else value
+            elif isinstance(value, str) and value.startswith(OBJECT):
+                found[value] = None
+        return sorted(found)
 
     @property
     def traced_step(self) -> int:

@@ -20,6 +20,7 @@ from ..fetch.gguf_folder import readable_model
 from .checks import contradictions
 from .config import Config
 from .effects import idle_key_problems
+from .object_files import read_objects
 from .overrides import apply_override
 from .peers import NO_COUNTERPART, leaves, meant_keys
 from .supervised_runs import supervised_sections
@@ -50,8 +51,13 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     warning, because the version that began the run can have accepted it. Raises ConfigError with one sentence for each
     problem.
     """
-    overridden = {override.partition("=")[0].strip() for override in overrides}
-    return _checked(read_sections(path, overrides), overridden, of_old_run)
+    given, keys = read_sections(path, overrides), overridden_keys(overrides)
+    return build_config(given, keys, of_old_run=of_old_run, folder=Path(path).parent)
+
+
+def overridden_keys(overrides: Sequence[str]) -> set[str]:
+    """Return the dotted keys of overrides such as `trainer.lr=1e-4`."""
+    return {override.partition("=")[0].strip() for override in overrides}
 
 
 def read_sections(
@@ -76,10 +82,20 @@ def read_sections(
     return data
 
 
-def build_config(data: Mapping[str, Any]) -> Config:
-    """Build a checked Config from nested dicts of plain values. Raises ConfigError with one sentence for each
-    problem."""
-    return _checked(data)
+def build_config(
+    data: Mapping[str, Any],
+    overridden: Collection[str] = (),
+    *,
+    of_old_run: bool = False,
+    folder: Path | None = None,
+) -> Config:
+    """Build a checked Config from nested dicts of plain values. Raises ConfigError with one sentence for each problem.
+
+    overridden: dotted keys of the command line. of_old_run: see `load_config`. folder: run folder from which objects of
+    a script or notebook are read that this process does not have; None for none."""
+    config = _checked(data, overridden, of_old_run)
+    read_objects(config.objects, [place for place in (folder, config.run.dir) if place is not None])
+    return config
 
 
 def validated(root: type[SectionT], data: Mapping[str, Any]) -> SectionT:

@@ -7,7 +7,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ class State:
     """Position in the prompt stream of the next new prompt to issue."""
     outstanding: list[int] = field(default_factory=list)
     """Positions of the prompts that were issued but not yet trained on; a resumed run issues them first."""
+    objects: list[str] = field(default_factory=list)
+    """Paths of the run's objects of a script or notebook, which contain the digests of their sources."""
     ahead: bool = False
     """True while the train workers' weights can be one step ahead of this state. No checkpoint may then be saved,
     because weights and state would not match."""
@@ -71,6 +73,8 @@ class Checkpoints:
         self._warn = warn
         self._whole: State | None = None
         """State of the newest checkpoint that is known to be complete."""
+        self.completed: list[int] = []
+        """Steps of the checkpoints that have been completed here."""
         self._writing: State | None = None
         """State of the checkpoint that the train workers are writing; None when they write none."""
         self._failed = False
@@ -108,7 +112,7 @@ class Checkpoints:
                 self.settle(workers, rollouts)
 
     def _begin_save(self, workers: TrainWorkers, state: State) -> None:
-        path = self._path(state.step)
+        path = self.path_of(state.step)
         self._begun_s = time.monotonic()
         with workers.stages.timed("checkpoint"):
             try:
@@ -130,7 +134,7 @@ class Checkpoints:
         state, self._writing = self._writing, None
         if state is None:
             return
-        path = self._path(state.step)
+        path = self.path_of(state.step)
         with workers.stages.timed("checkpoint"):
             try:
                 workers.gather_slow([worker.wait_saved() for worker in workers.handles], "checkpoint", _draft_of(path))
@@ -138,6 +142,7 @@ class Checkpoints:
                 self._give_up(state, error)
                 return
             self._whole = state
+            self.completed.append(state.step)
             self._trim_journal(workers.timeout_s, rollouts)
             self._prune()
 
@@ -165,7 +170,7 @@ class Checkpoints:
                 "run.checkpoint_minutes, every run.checkpoint_every steps, and when it is interrupted after a step); "
                 "start again in a new run.dir"
             )
-        path = self._path(steps[-1]).with_suffix(".json")
+        path = self.path_of(steps[-1]).with_suffix(".json")
         try:
             return _decoded(path.read_bytes())
         except (ValueError, TypeError) as error:
@@ -184,7 +189,7 @@ class Checkpoints:
         self._begun_s = time.monotonic()
         if state.step:
             rollouts.roles.to_training()
-            path = str(self._path(state.step))
+            path = str(self.path_of(state.step))
             with workers.stages.timed("load checkpoint"):
                 try:
                     workers.gather_slow([worker.load(path) for worker in workers.handles], "resume")
@@ -201,7 +206,7 @@ class Checkpoints:
 
         damage: sentence that names the file.
         """
-        path = self._path(step)
+        path = self.path_of(step)
         aside = path.with_name(f"{path.name}.damaged")
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
@@ -232,7 +237,7 @@ class Checkpoints:
         if isinstance(error, ActorFailed) and (error.died or error.cause is None):
             raise error
         self._failed = True
-        path = self._path(state.step)
+        path = self.path_of(state.step)
         shutil.rmtree(_draft_of(path), ignore_errors=True)
         if not path.exists():
             path.with_suffix(".json").unlink(missing_ok=True)
@@ -263,8 +268,24 @@ class Checkpoints:
             else:
                 path.unlink(missing_ok=True)
 
-    def _path(self, step: int) -> Path:
+    def path_of(self, step: int) -> Path:
+        """Return the folder of the checkpoint of `step`."""
         return self.folder / f"step_{step:06d}"
+
+
+def refuse_changed_objects(state: State, objects: Sequence[str]) -> None:
+    """Raise UserError if a resumed run has other objects of a script or notebook than its checkpoint.
+
+    state: state of the checkpoint. objects: paths of the objects of the resumed run.
+    """
+    old, new = set(state.objects), set(objects)
+    if old == new:
+        return
+    names = sorted({path.rpartition(":")[2] for path in old ^ new})
+    raise UserError(
+        f"{', '.join(names)}: got another source or value than that of the checkpoint of step {state.step}, expected "
+        "the same; allow_changed=True trains on with what is given now"
+    )
 
 
 def _digest(values: dict[str, Any]) -> str:
@@ -272,7 +293,7 @@ def _digest(values: dict[str, Any]) -> str:
 
 
 def _encoded(state: State) -> str:
-    values = {key: value for key, value in asdict(state).items() if key != "ahead"}
+    values = {key: value for key, value in asdict(state).items() if key != "ahead" and (value or key != "objects")}
     return json.dumps({**values, "xxh3": _digest(values)})
 
 

@@ -37,7 +37,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -128,6 +128,8 @@ class Steps:
         self._skipped = 0
         """Number of consecutive steps that trained nothing, counted back from the last finished step."""
         config = run.config
+        self.first: dict[str, float] = {}
+        """Metrics of step 0; empty if nothing was evaluated."""
         self._had_signal = state.step > 0
         """Whether a step has had a signal. An earlier part of a resumed run counts as one that had."""
         self._by_rewards = (
@@ -140,7 +142,8 @@ class Steps:
         self._evaluations = HeldOutLoss(run) if config.sft.train else _evaluations(run)
         metrics = self._evaluations.before_first_step(state) if state.step == 0 else {}
         if metrics:
-            after_step(state, {**metrics, "policy/version": float(state.version)})
+            self.first = {**metrics, "policy/version": float(state.version)}
+            after_step(state, self.first)
         run.observers.meter.take()  # Earlier messages do not count in the first step's bytes per row.
 
     @property
@@ -153,10 +156,10 @@ class Steps:
         self._run.stages.begin_step(self._state.step + 1)
         return StepTally(time.perf_counter())
 
-    def end(self, tally: StepTally, feed: Feed) -> None:
+    def end(self, tally: StepTally, feed: Feed) -> dict[str, float]:
         """Finish the current step: take the optimizer step, sync weights, clear the rows, and report. Due evaluations
-        are run, and the metrics are passed to `after_step`. Raises UserError after MOST_SKIPPED consecutive steps
-        without an optimizer step."""
+        are run, and the metrics are passed to `after_step` and returned. Raises UserError after MOST_SKIPPED
+        consecutive steps without an optimizer step."""
         run, state = self._run, self._state
         # Until the update, the workers have the weights that are validated.
         validated = self._evaluations.before_update(state)
@@ -181,6 +184,7 @@ class Steps:
         metrics |= self._evaluations.after_step(state, last=state.step == run.config.algorithm.steps)
         self._after_step(state, metrics)
         self._stop_if_nothing_is_trained(metrics)
+        return metrics
 
     def _stop_if_nothing_is_trained(self, metrics: dict[str, float]) -> None:
         """Raise UserError if the last MOST_SKIPPED steps, including this one, trained nothing.
@@ -292,12 +296,15 @@ def finish_update(workers: TrainWorkers, state: State) -> list[WorkerReport]:
     return workers.finish()
 
 
-def run_steps(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
-    """Train from `state` to step `algorithm.steps`; updates `state`. If a step fails, its failed rows are recorded
-    before the error is raised."""
+def run_steps(run: Run, state: State, feed: Feed, after_step: AfterStep) -> Generator[dict[str, float], None, None]:
+    """Train from `state` to step `algorithm.steps`; updates `state`. Yields the metrics of each finished step, and
+    those of step 0 if it has any; training ends early when the caller stops asking for more. If a step fails, its
+    failed rows are recorded before the error is raised."""
     steps = Steps(run, state, after_step)
     try:
-        _run_steps(run, state, feed, steps)
+        if steps.first:
+            yield steps.first
+        yield from _run_steps(run, state, feed, steps)
     except Exception:
         note_failed_rows(run, state.step + 1, feed.reports)
         raise
@@ -309,7 +316,7 @@ def note_failed_rows(run: Run, step: int, reports: Sequence[RolloutReport]) -> N
         run.observers.reward_errors.note(step, report.failed, report.rows, report.errors)
 
 
-def _run_steps(run: Run, state: State, feed: Feed, steps: Steps) -> None:
+def _run_steps(run: Run, state: State, feed: Feed, steps: Steps) -> Generator[dict[str, float], None, None]:
     overlap = run.config.overlap
     while steps.go_on:
         tally = steps.begin()
@@ -326,7 +333,7 @@ def _run_steps(run: Run, state: State, feed: Feed, steps: Steps) -> None:
             tally.passes += train_on_step(run, state, rows)
         if run.config.run.deterministic:
             feed.drain()  # Then no row has tokens of two versions, and results do not depend on timing.
-        steps.end(tally, feed)
+        yield steps.end(tally, feed)
 
 
 def _train_by_chunk(run: Run, state: State, feed: Feed, tally: StepTally) -> None:

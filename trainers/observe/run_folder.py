@@ -15,6 +15,7 @@ from types import TracebackType
 from ...actors.process.json_lines import append
 from ...dataplane.owned_folder import try_lock
 from ..config.config import Config, resolved_yaml
+from ..config.object_files import write_objects
 from ..errors import UserError
 from .metrics import REPLACED, RESUMED, MetricsWriter
 from .trackers import build_tracker, wanted_trackers
@@ -44,6 +45,8 @@ class RunFolder:
     journal/        finished groups that no checkpoint covers yet
     engines/        output of vLLM's processes: engine-N.log for each engine
     report.html     metrics and plots in one page that works offline
+    objects/        functions and classes of the script or notebook that began the run, which only its user can read
+    given/          rows that a script or notebook gave, as JSON lines
     data.json       rows of the files and datasets of training prompts, which a resumed run compares
     samples.jsonl   episodes of some steps and of validations, for `headrace samples` and the report
     reward_errors.jsonl  errors of failed rows, a line per rollout call with failed rows; only if any row failed
@@ -87,6 +90,7 @@ class RunFolder:
                 shutil.rmtree(self.path / "journal", ignore_errors=True)
                 (self.path / "samples.jsonl").unlink(missing_ok=True)
                 (self.path / "data.json").unlink(missing_ok=True)
+            write_objects(config.objects, self.path)
             self._write_config(resolved_yaml(config))
             self.error_path.unlink(missing_ok=True)
             self.watchdog_path.unlink(missing_ok=True)

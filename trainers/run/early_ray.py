@@ -24,9 +24,9 @@ def train_early(config: Config, *, resume: bool) -> Path:
     times = StartTimes.of_process()
     # Joining a cluster is fast after a check that it is reachable, and a warm-up run comes before the run's own Ray.
     if config.resources.ray_address is not None or config.warmup.on_file:
-        from .launch import go_on_training
+        from .launch import to_end, training
 
-        return go_on_training(config, resume=resume, cluster=None, times=times)
+        return to_end(training(config, resume=resume, cluster=None, times=times))
     importing = import_ahead(_MODULES)
     try:
         cluster = open_cluster(config.resources, PlacementRequest.of(config), config.dataplane)
@@ -34,9 +34,9 @@ def train_early(config: Config, *, resume: bool) -> Path:
     finally:
         importing.join(IMPORT_TIMEOUT_S)  # A process must not end in the middle of an import.
     try:
-        from .launch import go_on_training
+        from .launch import to_end, training
 
         times.mark("imports")
-        return go_on_training(config, resume=resume, cluster=cluster, times=times)
+        return to_end(training(config, resume=resume, cluster=cluster, times=times))
     finally:
         cluster.close()

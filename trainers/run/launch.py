@@ -5,8 +5,12 @@ from __future__ import annotations
 import gc
 import math
 import shlex
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
 
 from ...dataplane.errors import DataPlaneError
 from ..base_model.prepare import check_model, model_has_experts, prepare_base, prepare_model
@@ -17,7 +21,7 @@ from ..config.checks import cautions, contradictions
 from ..config.config import Config, with_run_dir
 from ..errors import ConfigError, UserError
 from ..fetch.gguf_folder import rounding_note
-from ..grpo.checkpoints import Checkpoints, NoCheckpoint, State
+from ..grpo.checkpoints import Checkpoints, NoCheckpoint, State, refuse_changed_objects
 from ..grpo.evaluation import BEST
 from ..grpo.feed import PARTITION, Feed
 from ..grpo.run_parts import Run
@@ -36,6 +40,28 @@ from .supervised_start import warm_up, warmup_sections
 from .under_watchdog import StepSize, WatchdogProcess, under_watchdog
 
 
+@dataclass(frozen=True, slots=True)
+class RunEvent:
+    """Something that has happened in a run: the end of a step, or a checkpoint that is complete."""
+
+    kind: Literal["step", "checkpoint"]
+    step: int
+    """Number of the step; 0 for the evaluation of the initial model."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the step and of its evaluations, by name; empty for a checkpoint."""
+    path: Path | None = None
+    """Folder of the checkpoint; None for a step."""
+
+
+Events = Generator[RunEvent, str | None, None]
+"""Events of a run, which goes on when the next one is asked for. A text that is sent ends the run early and in good
+order: with a checkpoint, from which it can be resumed, and with its model."""
+RunOfEvents = Generator[RunEvent, str | None, Path]
+"""Events of a whole run, which returns its folder."""
+USERS_CODE = "code of the caller"
+"""Stage of a run whose events are looked at, in which it waits without a time limit."""
+
+
 def run_training(config: Config, *, resume: bool = False) -> Path:
     """Train according to `config` and return the path of the run folder. With `resume`, continue from the newest
     checkpoint in `run.dir`.
@@ -45,17 +71,34 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
     RunStuck if the watchdog stopped the run. The processes, shared memory and ports of the run are always released
     afterwards.
     """
-    return go_on_training(config, resume=resume, cluster=None, times=StartTimes())
+    return to_end(training(config, resume=resume, cluster=None, times=StartTimes()))
 
 
-def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, times: StartTimes) -> Path:
-    """Continue the start of a run that has begun, and train as `run_training` does. cluster: a Ray cluster that this
-    process has started for the run and that the caller closes; None opens one. times: times of the start so far."""
+def to_end(events: RunOfEvents) -> Path:
+    """Let a run go on to its end, and return its folder."""
+    while True:
+        try:
+            next(events)
+        except StopIteration as end:
+            return end.value
+
+
+def training(
+    config: Config, *, resume: bool, cluster: Cluster | None, times: StartTimes, allow_changed: bool = True
+) -> RunOfEvents:
+    """Continue the start of a run that has begun, train as `run_training` does, and yield the events of the run.
+
+    cluster: a Ray cluster that this process has started for the run and that the caller closes; None opens one. times:
+    times of the start so far. allow_changed: whether a resumed run may have other objects of a script or notebook than
+    its checkpoint; else UserError is raised.
+    """
     config = with_run_dir(config)
     problems = contradictions(config)  # The loader has not checked a configuration that was built in Python.
     if problems:
         raise ConfigError(problems)
     check_start(config, resume=resume, part="quick")
+    if resume and not allow_changed:
+        refuse_changed_objects(Checkpoints(Path(config.run.dir or "") / "checkpoints").latest_state(), config.objects)
     times.mark("checks")
     with (
         RunFolder(config, resume=resume) as folder,
@@ -86,7 +129,9 @@ def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, tim
             try:
                 progress.doing = lambda: watch.heartbeat.stage
                 with closing(live_report):
-                    _Training(config, folder, endpoint, progress, watch, times, cluster, live_report).run(resume)
+                    yield from _Training(config, folder, endpoint, progress, watch, times, cluster, live_report).run(
+                        resume
+                    )
             finally:
                 tell_how_to_go_on(folder, progress, "sft" if config.sft.train else "train")
     return folder.path
@@ -114,6 +159,18 @@ def tell_how_to_go_on(folder: RunFolder, progress: Progress, verb: str = "train"
         progress.message(f"to train longer, with N above {step}: {command} algorithm.steps=N")
         return
     progress.message(f"to continue from the checkpoint of step {step}: {command}")
+
+
+def _events(step: int, metrics: dict[str, float], checkpoints: Checkpoints) -> Iterator[RunEvent]:
+    """Yield the end of a step, and the checkpoints that are complete by now."""
+    yield RunEvent("step", step, MappingProxyType(metrics))
+    yield from _saved(checkpoints)
+
+
+def _saved(checkpoints: Checkpoints) -> Iterator[RunEvent]:
+    while checkpoints.completed:
+        step = checkpoints.completed.pop(0)
+        yield RunEvent("checkpoint", step, path=checkpoints.path_of(step))
 
 
 class _Training:
@@ -150,21 +207,23 @@ class _Training:
         """Sentences for the user about the prompts."""
         self._died = ""
         """Sentence about the loss that caused the last restart; "" before the first restart."""
+        self._stopped: str | None = None
+        """Reason for which the receiver of the events ends the run early; None while it goes on."""
         self._begun = False
         """Whether any launch has reached its first step. An earlier failure causes no restart, because it would only
         happen again."""
 
-    def run(self, resume: bool) -> None:
+    def run(self, resume: bool) -> Events:
         """Train to the end and complete the run folder. With `resume`, begin at the newest checkpoint."""
         state = Checkpoints(self._folder.checkpoints_dir).latest_state() if resume else State()
         while True:
-            lost = self._attempt(state)
+            lost = yield from self._attempt(state)
             if lost is None:
                 break
             gc.collect()  # Handles of the ended Ray must be deleted before the next Ray starts.
             state = self._go_back(lost)
         self._watch.heartbeat.enter("writing the report")
-        self._folder.metrics.finish(state.step)
+        self._folder.metrics.finish(state.step, **({"stopped": self._stopped} if self._stopped else {}))
         self._live_report.close()
         try:
             self._tracer.write(self._folder.trace_path)
@@ -194,7 +253,7 @@ class _Training:
         self._progress.phase("building the actors")
         return model
 
-    def _attempt(self, state: State) -> str | None:
+    def _attempt(self, state: State) -> Generator[RunEvent, str | None, str | None]:
         """Launch the processes and train from `state` to the end, updating `state`. Returns None at the end. If a
         process was lost and a restart is allowed, returns a sentence about the loss. Raises all other errors."""
         config, lost = self._config, None
@@ -217,7 +276,7 @@ class _Training:
                 self._progress.message(str(times))
                 run.actors.replaced, run.actors.max_replaced = self._replaced, config.run.max_restarts - self._restarts
                 try:
-                    self._train(run, state)
+                    yield from self._train(run, state)
                 except Exception as error:  # The cause must be found while the other processes still run.
                     self._replaced = run.actors.replaced
                     cause = root_cause(error, run.actors, needed_processes(self._folder.path))
@@ -240,11 +299,12 @@ class _Training:
             self._progress.message(f"warning: {warning}")
             self._folder.metrics.event("distrust", state.step, note=warning)
 
-    def _train(self, run: Run, state: State) -> None:
+    def _train(self, run: Run, state: State) -> Events:
         """Train from `state` to the end, and export the model. Restarts only the train workers if that is enough."""
         folder = self._folder
         checkpoints = Checkpoints(folder.checkpoints_dir, self._config.run, warn=self._progress.message)
         self._endpoint.run.watch(run.observers.watch)
+        state.objects = self._config.objects
 
         def replaced(died: str) -> None:
             folder.replaced(state.step, died)
@@ -264,7 +324,11 @@ class _Training:
         run.roles.open_rollouts(lambda: feed)
         while True:
             try:
-                run_steps(run, state, feed, after_step)
+                with closing(run_steps(run, state, feed, after_step)) as steps:
+                    for metrics in steps:
+                        yield from self._tell(run, _events(state.step, metrics, checkpoints))
+                        if self._stopped is not None:
+                            break
                 break
             except KeyboardInterrupt:
                 self._save_interrupted(run, state, checkpoints)
@@ -277,6 +341,15 @@ class _Training:
                     raise cause from error
                 feed = self._restart_workers(run, state, feed, checkpoints, cause)
         self._finish(run, state, checkpoints)
+        yield from self._tell(run, _saved(checkpoints))
+
+    def _tell(self, run: Run, events: Iterator[RunEvent]) -> Events:
+        """Yield events, between which the caller can take any time."""
+        for event in events:
+            run.stages.heartbeat.enter(USERS_CODE, math.inf)
+            reason = yield event
+            run.stages.heartbeat.leave()
+            self._stopped = self._stopped or reason
 
     def _after_step(self, run: Run, checkpoints: Checkpoints, first: int) -> AfterStep:
         """Return the callback that logs, shows and saves each completed step. first: number of the first step."""

@@ -81,7 +81,8 @@ class Loop:
 
     def go_on(self, state: State, feed: Feed, after_step: AfterStep) -> None:
         """Train from `state` to the last step."""
-        run_steps(self.run, state, feed, after_step)
+        for _ in run_steps(self.run, state, feed, after_step):
+            pass
 
     def _sync(self, version: int, engines: object = None) -> SyncReport:
         self.world.version = max(self.world.version, version)

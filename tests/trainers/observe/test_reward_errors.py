@@ -58,8 +58,8 @@ def test_the_file_is_written_also_when_the_run_ends_in_its_first_step(
         raise TooManyFailedRows("16 of 16 rows")
 
     monkeypatch.setattr(training_modes, "_run_steps", ends)
-    monkeypatch.setattr(training_modes, "Steps", lambda *_: None)
+    monkeypatch.setattr(training_modes, "Steps", lambda *_: SimpleNamespace(first={}))
     with pytest.raises(TooManyFailedRows):
-        training_modes.run_steps(run, State(), feed, lambda state, metrics: None)
+        next(training_modes.run_steps(run, State(), feed, lambda state, metrics: None))
     [line] = (tmp_path / "reward_errors.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 1, "failed_rows": 2, "rows": 16, "errors": list(failed.errors)}

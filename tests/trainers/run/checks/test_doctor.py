@@ -230,7 +230,7 @@ def test_every_extra_of_the_project_is_known(monkeypatch: pytest.MonkeyPatch) ->
     given = tomllib.loads((Path(doctor.__file__).parents[3] / "pyproject.toml").read_text())
     extras = given["project"]["optional-dependencies"].keys()
     elsewhere = {probe.extra for probe in doctor.PROBES} | {"vllm-cpu", "gpu"}
-    combined = {"train", "dev", "docs", "agents"}
+    combined = {"train", "dev", "docs", "agents", "notebook"}
     assert extras == doctor.EXTRAS.keys() | (elsewhere - {""}) | combined
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "wandb" else name)
     found = {finding.name: finding for finding in doctor._extras()}
