@@ -15,6 +15,7 @@ from .outcome import BROKEN_PIPE, INTERRUPTED, MISTAKE, TERMINATED, Terminated, 
 from .pool import add_pool_commands
 from .results import add_result_commands
 from .runs import add_run_commands
+from .supplies import add_supply_commands
 
 _EPILOG = """examples:
   headrace doctor
@@ -84,6 +85,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_run_commands(commands)
+    add_supply_commands(commands)
     add_result_commands(commands)
     add_pool_commands(commands)
     add_bench_commands(commands)

@@ -13,10 +13,13 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from ...actors.engines.config import ModelConfig
 from ...actors.environments.config import EnvironmentConfig
 from ...dataplane.config import Section
 from ..errors import ConfigError
 from ..fetch.gguf_folder import readable_model
+from ..losses.config import LossConfig
+from ..losses.distillation_config import DistillationConfig
 from .checks import contradictions
 from .config import Config
 from .effects import idle_key_problems
@@ -111,7 +114,7 @@ def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_r
     # YAML reads a section with all its keys commented out as null. Such a section has its defaults.
     given = {key: {} if value is None and key in Config.model_fields else value for key, value in data.items()}
     config = validated(Config, _with_kind_of_advantage(_environment_keys(renamed_keys(given, RENAMED), of_old_run)))
-    config = _with_readable_models(config)
+    config = config.model_copy(update=_readable_models(config.model, config.loss, config.distillation))
     if config.sft.train:
         changed = supervised_sections(
             config.sft, config.algorithm, config.loss, config.rollout, config.validation, config.logging
@@ -129,20 +132,21 @@ def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_r
     return config
 
 
-def _with_readable_models(config: Config) -> Config:
-    """Return the configuration with the Hugging Face folder of each model that is given as a GGUF file. The first call
-    makes these folders, which takes a while; other models are not looked into."""
+def _readable_models(model: ModelConfig, loss: LossConfig, distillation: DistillationConfig) -> dict[str, Any]:
+    """Return those sections that name a model as a GGUF file, by name, with its Hugging Face folder instead. The first
+    call makes the folder, which takes a while; other models are not looked into."""
     changed: dict[str, Any] = {}
-    if (path := readable_model(config.model.path)) != config.model.path:
-        changed["model"] = config.model.model_copy(update={"path": path})
-    reference = config.loss.reference_model
+    if (path := readable_model(model.path)) != model.path:
+        changed["model"] = model.model_copy(update={"path": path})
+    reference = loss.reference_model
     if reference is not None and (path := readable_model(reference)) != reference:
-        changed["loss"] = config.loss.model_copy(update={"reference_model": path})
-    teachers = config.distillation.teachers
-    if (paths := [readable_model(teacher.model) for teacher in teachers]) != [teacher.model for teacher in teachers]:
-        read = [one.model_copy(update={"model": path}) for one, path in zip(teachers, paths, strict=True)]
-        changed["distillation"] = config.distillation.model_copy(update={"teachers": type(teachers)(read)})
-    return config.model_copy(update=changed) if changed else config
+        changed["loss"] = loss.model_copy(update={"reference_model": path})
+    paths = [readable_model(teacher.model) for teacher in distillation.teachers]
+    if paths != [teacher.model for teacher in distillation.teachers]:
+        pairs = zip(distillation.teachers, paths, strict=True)
+        teachers = tuple(teacher.model_copy(update={"model": path}) for teacher, path in pairs)
+        changed["distillation"] = distillation.model_copy(update={"teachers": teachers})
+    return changed
 
 
 def renamed_keys(data: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:

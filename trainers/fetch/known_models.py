@@ -35,7 +35,7 @@ class KnownModel:
     gguf_sha256: str = ""
     """Digest of that GGUF file."""
     gguf_kind: str = ""
-    """Kind of rounding of that GGUF file, such as `Q4_1`."""
+    """Kind of rounding of that GGUF file, such as Q4_1."""
 
 
 _GEMMA_PARTS = (

@@ -20,7 +20,6 @@ from ..cluster.start_times import StartTimes
 from ..config.checks import cautions, contradictions
 from ..config.config import Config, with_run_dir
 from ..errors import ConfigError, UserError
-from ..fetch.gguf_folder import rounding_note
 from ..grpo.checkpoints import Checkpoints, NoCheckpoint, State, refuse_changed_objects
 from ..grpo.evaluation import BEST
 from ..grpo.feed import PARTITION, Feed
@@ -121,8 +120,6 @@ def training(
         ):
             for line in cautions(config.algorithm, config.loss, config.trainer, window=config.overlap.window):
                 progress.message(f"note: {line}")
-            if rounded := rounding_note(config.model.path):
-                progress.message(f"note: {rounded}")
             if endpoint.address:
                 progress.message(f"metrics for Prometheus: {endpoint.address}")
             live_report = LiveReport(folder.path, 60 * config.logging.report_minutes)

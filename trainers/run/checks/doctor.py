@@ -99,6 +99,7 @@ EXTRAS = {
     "endpoint": ("renderers", "openai", "starlette", "uvicorn"),
     "verifiers": ("verifiers",),
     "reasoning-gym": ("reasoning_gym",),
+    "gguf": ("gguf", "accelerate"),
     "quantized": ("torchao", "bitsandbytes"),
 }
 """Extra -> the packages that must be there for what it serves. Probes cover the extras of stores, engines and

@@ -19,6 +19,7 @@ from ....actors.rollout.data_config import MIXTURE, DataConfig, is_generated
 from ....actors.rollout.supervised.config import SftConfig
 from ...cluster.rollout_specs import EvaluationPlan, sampling
 from ...config.config import AlgorithmConfig
+from ...fetch.gguf_folder import rounding_note
 
 READ_PROMPTS = 10_000
 """Largest number of prompts per source that are read to check their lengths. This takes about 4 seconds for prompts of
@@ -87,6 +88,8 @@ def read_prompts(
                     read.ends.append(note)
             except ValueError as error:
                 read.problems.append(str(error))
+        if rounded := rounding_note(model.path):
+            read.notes.append(rounded)
         parts: list[tuple[DataConfig, str | None]] = [(part, None) for part in training.parts(validation=False)]
         parts += [(part, plan.name) for plan in plans for part in plan.setup.data.parts(validation=True)]
         for data, name in parts:
