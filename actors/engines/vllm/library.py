@@ -284,11 +284,19 @@ def take_what_is_useful() -> None:
 
 
 def _capped(determine: Any) -> Any:
-    """Return vLLM's `determine_available_memory`, changed to return no more than MOST_CACHE says."""
+    """Return vLLM's `determine_available_memory`, changed to return no more than MOST_CACHE says, and to measure again
+    where vLLM gives up because another process has freed memory of the GPU meanwhile."""
 
     def available(worker: Any) -> int:
-        found, most = determine(worker), os.environ.get(MOST_CACHE)
-        chosen = worker.cache_config.kv_cache_memory_bytes is None
+        try:
+            found = determine(worker)
+        except AssertionError as error:
+            if "memory profiling" not in str(error):
+                raise
+            # What others have freed is free for this engine, too. vLLM compares with its start only in this check.
+            worker.init_snapshot.free_memory = worker.init_snapshot.total_memory
+            found = determine(worker)
+        most, chosen = os.environ.get(MOST_CACHE), worker.cache_config.kv_cache_memory_bytes is None
         return min(found, int(most)) if most and chosen else found
 
     return available

@@ -42,7 +42,8 @@ def write_gguf(path: Path, kind: str = "Q4_1", seed: int = 0, split: str = "defa
 
 def _add_tokenizer(writer: gguf.GGUFWriter, split: str) -> None:
     tokenizer = byte_level_tokenizer(NUM_TOKENS)
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    vocabulary_ids: dict[str, int] = tokenizer.get_vocab()
+    vocabulary = sorted(vocabulary_ids.items(), key=lambda item: item[1])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
     writer.add_token_list([token for token, _ in vocabulary])
@@ -50,9 +51,9 @@ def _add_tokenizer(writer: gguf.GGUFWriter, split: str) -> None:
     writer.add_token_types([3 if token in special else 1 for token, _ in vocabulary])
     merges = [" ".join((token[:-1], token[-1])) for token, _ in vocabulary if len(token) == 2]
     writer.add_token_merges(merges)
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-    writer.add_bos_token_id(tokenizer.bos_token_id)
-    writer.add_pad_token_id(tokenizer.pad_token_id)
+    writer.add_eos_token_id(vocabulary_ids[tokenizer.eos_token])
+    writer.add_bos_token_id(vocabulary_ids[tokenizer.bos_token])
+    writer.add_pad_token_id(vocabulary_ids[tokenizer.pad_token])
 
 
 def _shapes() -> dict[str, tuple[int, ...]]:
