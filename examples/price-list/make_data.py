@@ -1,6 +1,6 @@
 """Writes train.jsonl and held_out.jsonl with questions, and dialogues.jsonl with worked examples of the form.
 
-python make_data.py --items 2 --most 9      largest number of items in a question, and highest price
+python make_data.py --items 3 --most 49     largest number of items in a question, and highest price
 """
 
 import argparse
@@ -10,7 +10,7 @@ import random
 from price_list import price
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--items", type=int, default=3)
+parser.add_argument("--items", type=int, default=2)
 parser.add_argument("--most", type=int, default=49)
 given = parser.parse_args()
 draw = random.Random(3)

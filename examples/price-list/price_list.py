@@ -1,9 +1,8 @@
 """An environment of several turns: the policy looks up prices, one a turn, and then adds them.
 
-    What do the items 4821, 307 and 1290 cost together?     price 4821
+    What do the items 482 and 307 cost together?            price 482
     17                                                      price 307
-    25                                                      price 1290
-    8                                                       17 + 25 + 8 = 50
+    25                                                      17 + 25 = 42
 
 Prices follow from a digest of the item's number, so that they cannot be learned: without the list the policy guesses.
 """

@@ -21,6 +21,8 @@ from ..errors import UserError
 
 SOURCE_FILE = "headrace_source.json"
 """Name of the file in a fetched or converted folder that says where its weights come from."""
+_KEYS = "tokenizer.ggml."
+"""Beginning of a GGUF file's keys about its tokenizer."""
 _DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
 """Values of a GGUF file's `tokenizer.ggml.pre` that put each digit into a token of its own. transformers does not read
 this key: spaces in front of a number would be cut in another way than the model learned."""
@@ -88,9 +90,8 @@ def convert_gguf(file: Path, folder: Path, source: Mapping[str, Any]) -> str:
     try:
         reader = gguf.GGUFReader(file)
         kind, dtype = _kind_and_dtype(reader)
-        split = reader.get_field("tokenizer.ggml.pre")
         with _quiet():
-            _write_folder(file, draft, dtype, digits_apart=split is not None and split.contents() in _DIGITS_APART)
+            _write_folder(file, draft, dtype, reader)
         about = {**source, "sha256": sha256_of(file), "dequantized_from": None if kind in _WHOLE_TYPES else kind}
         (draft / SOURCE_FILE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         draft.rename(folder)
@@ -149,24 +150,26 @@ def _quiet() -> Iterator[None]:
 
 
 def _kind_and_dtype(reader: Any) -> tuple[str, str]:
-    """Return the most frequent type of a GGUF file's matrices, and the dtype in which they are written."""
+    """Return how the weights of a GGUF file are kept, such as Q4_K_M or F16, and the dtype in which they are written.
+    Files of rounded weights mix several types, and say which mixture it is; without that, the most frequent type
+    counts."""
+    import gguf
+
     types = [tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1]
     kind = max(set(types), key=types.count)
-    return kind, _WHOLE_TYPES.get(kind, "bfloat16")
+    mixture, known = reader.get_field("general.file_type"), {int(one): one.name for one in gguf.LlamaFileType}
+    name = known.get(mixture.contents(), "") if mixture is not None and kind not in _WHOLE_TYPES else ""
+    return name.removeprefix("MOSTLY_") or kind, _WHOLE_TYPES.get(kind, "bfloat16")
 
 
-def _write_folder(file: Path, folder: Path, dtype: str, *, digits_apart: bool) -> None:
-    """Write configuration, tokenizer and weights of a GGUF file to `folder`. digits_apart: True if the tokenizer cuts
-    texts at each digit."""
+def _write_folder(file: Path, folder: Path, dtype: str, reader: Any) -> None:
+    """Write configuration, tokenizer and weights of a GGUF file to `folder`."""
     import torch
-    from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**place)
-    if digits_apart:
-        cut = tokenizer.backend_tokenizer
-        cut.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), cut.pre_tokenizer])
+    _complete(tokenizer, {name: field.contents() for name, field in reader.fields.items() if name.startswith(_KEYS)})
     read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     # transformers saves no model that it has read from a GGUF file: the same weights go into one that was built.
     content = {key: value for key, value in read.config.to_dict().items() if not key.startswith(("quantization", "_"))}
@@ -178,3 +181,20 @@ def _write_folder(file: Path, folder: Path, dtype: str, *, digits_apart: bool) -
         model.generation_config = read.generation_config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _complete(tokenizer: Any, said: Mapping[str, Any]) -> None:
+    """Set what transformers 5.17 to 5.19 do not read of a GGUF file's tokenizer: which tokens begin, end and fill a
+    text, whether a text begins with one, and whether digits are cut apart. said: the file's keys about it."""
+    from tokenizers import pre_tokenizers
+
+    for theirs, ours in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
+        number = said.get(f"{_KEYS}{theirs}_token_id")
+        if number is not None:
+            setattr(tokenizer, f"{ours}_token", tokenizer.convert_ids_to_tokens(int(number)))
+    # Files of SentencePiece's tokenizers begin texts with a token unless they say otherwise; others do not.
+    if said.get(f"{_KEYS}add_bos_token", said.get(f"{_KEYS}model") == "llama"):
+        tokenizer.add_bos_token = True
+    if said.get(f"{_KEYS}pre") in _DIGITS_APART:
+        cut = tokenizer.backend_tokenizer
+        cut.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), cut.pre_tokenizer])

@@ -12,9 +12,9 @@ from headrace.trainers.base_model.made_tokenizers import byte_level_tokenizer
 NUM_TOKENS, HIDDEN, HEADS, LAYERS, WIDTH = 300, 64, 2, 1, 96
 
 
-def write_gguf(path: Path, kind: str = "Q4_1", seed: int = 0, split: str = "default") -> None:
+def write_gguf(path: Path, kind: str = "Q4_1", seed: int = 0, split: str = "default", begins: bool = False) -> None:
     """Write a model with random weights. kind: type of its matrices, such as Q4_1 or F16. split: name of the rule that
-    cuts texts before they become tokens."""
+    cuts texts before they become tokens. begins: whether each text begins with a token."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
@@ -26,6 +26,7 @@ def write_gguf(path: Path, kind: str = "Q4_1", seed: int = 0, split: str = "defa
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(NUM_TOKENS)
     _add_tokenizer(writer, split)
+    writer.add_add_bos_token(begins)
     draw = np.random.default_rng(seed)
     for name, shape in _shapes().items():
         if len(shape) == 1:

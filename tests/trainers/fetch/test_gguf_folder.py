@@ -35,6 +35,17 @@ def test_the_folder_has_the_values_of_the_file(tmp_path: Path, kind: str, dtype:
     assert bool(rounding_note(str(folder))) == (kind == "Q4_1")
 
 
+def test_special_tokens_are_those_of_the_file(tmp_path: Path) -> None:
+    heads = []
+    for begins in (False, True):
+        write_gguf(tmp_path / f"{begins}.gguf", "F16", begins=begins)
+        tokenizer = AutoTokenizer.from_pretrained(readable_model(str(tmp_path / f"{begins}.gguf"), lambda line: None))
+        names = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
+        assert names == ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+        heads.append(tokenizer.decode(tokenizer("r12=")["input_ids"]))
+    assert heads == ["r12=", "<|im_start|>r12="]
+
+
 def test_digits_are_cut_apart_where_the_file_says_so(tmp_path: Path) -> None:
     cut = []
     for split in ("default", "smollm"):
