@@ -225,6 +225,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     from ..trainers.run.rollout_replay import replay_rollouts, write_replay
 
     import_from_here()
+    stop_on_sigterm()  # The engine of this process has processes of its own, which must end with it.
     folder: Path = arguments.run_dir
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder}: this folder has no config.yaml, expected a run folder")
@@ -252,6 +253,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     from ..trainers.run.evaluate import evaluate_model, write_results
 
     import_from_here()
+    stop_on_sigterm()  # The engine of this process has processes of its own, which must end with it.
     given = arguments.set or []  # Overrides behind --set are among its names.
     overrides = [*arguments.overrides, *(name for name in given if "=" in name)]
     config = load_config(arguments.config, overrides)

@@ -19,7 +19,9 @@ GIB = 1 << 30
 COMPILED: dict[str, Any] = {"compile": True}
 LEAN: dict[str, Any] = {"compile": True, "recompute": "full"}
 MEASURED: list[tuple[str, float, float, dict[str, Any]]] = [
-    ("135m", 0.1345e9, 18.2, {**COMPILED, "tokens_per_microbatch": 32768}),
+    ("135m", 0.1345e9, 19.8, {**COMPILED, "tokens_per_microbatch": 32768}),
+    ("135m", 0.1345e9, 17.8, {**COMPILED, "tokens_per_microbatch": 32768, "lora": {"rank": 16}}),
+    ("0.6b", 0.596e9, 43.8, {}),
     ("0.6b", 0.596e9, 32.4, COMPILED),
     ("0.6b", 0.596e9, 35.4, {**COMPILED, "backend": "megatron"}),
     ("0.6b", 0.596e9, 41.0, {"backend": "megatron"}),
@@ -33,7 +35,7 @@ MEASURED: list[tuple[str, float, float, dict[str, Any]]] = [
     ("4b", 4.022e9, 73.9, {**LEAN, "backend": "megatron"}),
     ("4b", 4.022e9, 14.1, {**LEAN, "lora": {"rank": 16}}),
 ]
-"""Shapes, parameters, measured peaks of a train worker in GiB (docs/benchmarks.md), and keys of the trainer."""
+"""Shapes, parameters, measured peaks of a train worker in GiB (docs/benchmarks.md, docs/start/smollm2.md), and keys of the trainer."""
 
 
 @pytest.mark.parametrize(("size", "params", "peak", "keys"), MEASURED)
