@@ -1,4 +1,5 @@
-"""Writes train.jsonl and held_out.jsonl with questions, and dialogues.jsonl with worked examples of the form.
+"""Writes train.jsonl and held_out.jsonl with questions, dialogues.jsonl with worked examples of the form, and
+tiny.jsonl with texts for the tiny model, which ask for a price in four ways of which only one is right.
 
 python make_data.py --items 3 --most 49     largest number of items in a question, and highest price
 """
@@ -42,6 +43,18 @@ files = {
     "held_out.jsonl": [{"question": text} for text in texts[5000:5500]],
     "dialogues.jsonl": [{"messages": dialogue(asked[text])} for text in texts[5500:8500]],
 }
+
+
+def tiny() -> dict[str, str]:
+    """Return the first or the second turn of a dialogue of the tiny model."""
+    item, cost = str(draw.randint(10, 9999)), str(draw.randint(100, 999))
+    ways = [item[::-1], item, item[1:] + item[0], item[-1] + item[:-1]]
+    if draw.random() < 0.5:
+        return {"prompt": f"r{item}=", "completion": draw.choice(ways)}
+    return {"prompt": f"r{item}={draw.choice(ways)}<eos>c{cost}=", "completion": cost}
+
+
+files["tiny.jsonl"] = [tiny() for _ in range(30000)]
 for name, rows in files.items():
     with open(name, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

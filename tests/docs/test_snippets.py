@@ -23,7 +23,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 TRIED = {"python", "sh", "yaml"}
 SHOWN = {"text"}
 """Languages of blocks that show output or a drawing, which nothing can try."""
-PLACES = {"my.yaml", "CONFIG", "config.yaml", "runs/mine/config.yaml", "runs/watched/config.yaml"}
+PLACES = {"my.yaml", "CONFIG", "config.yaml", "distill.yaml", "tiny.yaml", "runs/mine/config.yaml", "runs/watched/config.yaml"}
 """Files of the reader's own, which commands may name."""
 
 
@@ -179,10 +179,10 @@ def check_pip(words: list[str]) -> None:
 
 
 def check_file_arguments(words: list[str]) -> None:
-    """Scripts and tests that the command names exist, in the repository or as blocks of the documentation."""
+    """Scripts and tests that the command names exist: in the repository, in an example, or as blocks of the pages."""
     for word in words:
         if word not in titles() and re.fullmatch(r"[\w/]+(\.py)?", word) and ("/" in word or word.endswith(".py")):
-            assert (ROOT / word).exists(), word
+            assert (ROOT / word).exists() or [*(ROOT / "examples").glob(f"*/{word}")], word
 
 
 def titles() -> set[str]:
