@@ -88,8 +88,8 @@ class Progress:
         self._num_steps = num_steps
         self._enabled = enabled
         # A notebook gets plain lines: rich would space them out there, and its output says that it is a terminal.
-        plain = {"force_jupyter": False, "force_terminal": False} if Console().is_jupyter else {}
-        self._console = console or Console(**plain)
+        plain = False if Console().is_jupyter else None
+        self._console = console or Console(force_jupyter=plain, force_terminal=plain)
         self._line_every = max(1, num_steps // 20)
         self._start = self._printed_s = self._step_s = time.monotonic()
         self._ended = threading.Event()
