@@ -8,7 +8,7 @@
 import json
 import re
 
-import reasoning_gym
+import reasoning_gym  # pyright: ignore[reportMissingImports] - the extra `reasoning-gym`
 
 OPTIONS = {"min_terms": 3, "max_terms": 5, "min_digits": 1, "max_digits": 2}
 SIZES = {"train.jsonl": 5000, "held_out.jsonl": 500, "traces.jsonl": 1000}

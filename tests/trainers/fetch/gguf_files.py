@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -41,7 +42,7 @@ def write_gguf(path: Path, kind: str = "Q4_1", seed: int = 0, split: str = "defa
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, split: str) -> None:
-    tokenizer = byte_level_tokenizer(NUM_TOKENS)
+    tokenizer: Any = byte_level_tokenizer(NUM_TOKENS)
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)

@@ -94,7 +94,7 @@ def hub(tiny: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
             if self.command == "GET":
                 self.wfile.write(body)
 
-        def log_message(self, *arguments: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
