@@ -101,6 +101,8 @@ def copy_example(config: Path, folder: Path) -> Path:
 
 
 def _require_new(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out: {folder} is a file, expected a folder or a new name")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--out: {folder} is not empty, expected a new folder")
 

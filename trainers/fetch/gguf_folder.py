@@ -56,8 +56,7 @@ def readable_model(path: str, tell: Callable[[str], None] | None = None) -> str:
     if file is None:
         return path
     folder = file.with_name(f"{file.stem}-hf")
-    state = file.stat()
-    identity = {"file": file.name, "size": state.st_size, "modified_ns": state.st_mtime_ns}
+    identity = identity_of(file)
     if folder.is_dir():
         if {key: source_of(folder).get(key) for key in identity} != identity:
             raise UserError(
@@ -72,6 +71,12 @@ def readable_model(path: str, tell: Callable[[str], None] | None = None) -> str:
         )
     tell(convert_gguf(file, folder, identity))
     return str(folder)
+
+
+def identity_of(file: Path) -> dict[str, Any]:
+    """Return what `headrace_source.json` says of a user's GGUF file."""
+    state = file.stat()
+    return {"file": file.name, "size": state.st_size, "modified_ns": state.st_mtime_ns}
 
 
 def convert_gguf(file: Path, folder: Path, source: Mapping[str, Any]) -> str:
@@ -95,8 +100,6 @@ def convert_gguf(file: Path, folder: Path, source: Mapping[str, Any]) -> str:
         about = {**source, "sha256": sha256_of(file), "dequantized_from": None if kind in _WHOLE_TYPES else kind}
         (draft / SOURCE_FILE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         draft.rename(folder)
-    except (UserError, MissingExtra, KeyboardInterrupt):
-        raise
     except Exception as error:  # A damaged file makes the libraries below raise any error.
         if (folder / SOURCE_FILE).exists():  # Another process has just made the same folder.
             return f"{file.name}: {folder} was made by another process"

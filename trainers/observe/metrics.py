@@ -223,6 +223,12 @@ def read_metrics(path: str | os.PathLike[str]) -> tuple[list[Record], list[Recor
     return run.records, run.events
 
 
+def end_of(events: Sequence[Record]) -> Record | None:
+    """Return the event of a run's end; None if the run has not ended in good order, or was resumed since."""
+    last = next((event for event in reversed(events) if event["event"] in (FINISHED, RESUMED)), None)
+    return last if last is not None and last["event"] == FINISHED else None
+
+
 class RunRecords:
     """Merges the lines of a metrics.jsonl into one record per step. A `resumed` event drops the records of all steps
     after its own, because the resumed run repeated these steps."""

@@ -17,7 +17,7 @@ from typing import Any
 from ..cluster.start_times import StartTimes
 from ..config.config import Config
 from ..errors import UserError
-from ..observe.metrics import FINISHED, Record, evaluation_figures, read_run
+from ..observe.metrics import Record, end_of, evaluation_figures, read_run
 from ..observe.run_folder import has_figures
 from ..observe.samples import FILE, Row, read_samples
 from ..run.launch import RunEvent, RunOfEvents, training
@@ -49,7 +49,7 @@ class TrainResult:
     def of(cls, folder: Path) -> TrainResult:
         """Read the results of the run in `folder`."""
         metrics, events = read_run(folder)
-        stopped = next((one.get("stopped") for one in reversed(events) if one["event"] == FINISHED), None)
+        stopped = (end_of(events) or {}).get("stopped")
         model = folder / "model"
         steps = int(metrics[-1]["step"]) if metrics else 0
         return cls(folder, model if model.is_dir() else None, steps, stopped, metrics, read_samples(folder / FILE))
@@ -186,11 +186,12 @@ class GRPO:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         events = self._events
-        if events is None or self._result is not None:
+        if events is None or self._written is None or self._result is not None:
             return
         try:
             if inspect.getgeneratorstate(events) == inspect.GEN_CREATED:
-                return  # No step was asked for, so nothing has started.
+                self._written.remove()  # No step was asked for, so nothing has started.
+                return
             if error is None:
                 self._reason = self._reason or LEFT
                 for _ in self:
@@ -229,8 +230,8 @@ class GRPO:
         reason, self._reason = self._reason, None
         try:
             event = next(self._events) if reason is None else self._events.send(reason)
-        except StopIteration:
-            if self._result is None:
+        except StopIteration as end:
+            if end.value is not None:  # Else the run has ended before, maybe with an error.
                 self._result = TrainResult.of(self._folder)
                 for callback in self._callbacks:
                     callback.on_end(self._result)

@@ -183,14 +183,24 @@ def _texts(held: list[tuple[str, Any, bool]]) -> Iterator[tuple[str, Any, str]]:
     for name, value, leaf in held:
         if isinstance(value, FunctionType):
             yield name, value, _source(value)
-        elif isinstance(value, type | ModuleType | BuiltinFunctionType):
+        elif isinstance(value, type | ModuleType) or _is_importable(value):
             named = f"{getattr(value, '__module__', '')} {getattr(value, '__qualname__', value.__name__)}"
             yield name, value, named + (_source(value) if isinstance(value, type) and leaf else "")
         elif isinstance(value, _PLAIN):
             yield name, value, repr(value)
         else:
-            data = _pickled(value) if leaf else None
+            data = _pickled(value) if leaf else _numbers(value)
             yield name, value, type(value).__qualname__ + (xxhash.xxh3_64_hexdigest(data) if data else "")
+
+
+def _numbers(value: Any) -> bytes | None:
+    """Return the numbers in a tensor, whose pickle differs from process to process, as text; None for other objects."""
+    if not hasattr(type(value), "tolist"):
+        return None
+    try:
+        return repr(value.tolist()).encode()
+    except Exception:  # Some tensors have no list, and methods of users' objects can raise any error.
+        return None
 
 
 def _source(value: Any) -> str:

@@ -22,6 +22,7 @@ from ...dataplane.handle import DataPlaneHandle
 from ..cluster.rollout_specs import EvaluationDefaults, EvaluationPlan, evaluation_plans, rollout_setup
 from ..config.config import Config
 from ..errors import UserError
+from ..fetch.gguf_folder import readable_model
 from .checks.preflight import check_evaluation
 
 
@@ -54,12 +55,12 @@ def evaluate_model(
 ) -> list[SetResult]:
     """Evaluate a model on evaluation sets of `config`, one set after another.
 
-    model: folder or hub id of the model; None stands for `model.path`. names: names of the sets; () stands for all of
-    them. tell: callback that receives progress messages. Raises UserError if there is no such set, or if the model or
-    the prompts of a set cannot be used.
+    model: folder, hub id or GGUF file of the model; None stands for `model.path`. names: names of the sets; () stands
+    for all of them. tell: callback that receives progress messages. Raises UserError if there is no such set, or if the
+    model or the prompts of a set cannot be used.
     """
     sets = {name: one.model_copy(update={"every": 1}) for name, one in config.evaluation.items()}
-    path = config.model.model_copy(update={} if model is None else {"path": model})
+    path = config.model.model_copy(update={} if model is None else {"path": readable_model(model, tell)})
     # The context length of the engine counts only sets with `every` above 0, so every set gets 1 here.
     held_out = config.validation.model_copy(update={"every": 1}) if config.data.has_held_out else None
     changes = {"model": path, "evaluation": sets, "validation": held_out or config.validation}

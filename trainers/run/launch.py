@@ -220,7 +220,8 @@ class _Training:
             gc.collect()  # Handles of the ended Ray must be deleted before the next Ray starts.
             state = self._go_back(lost)
         self._watch.heartbeat.enter("writing the report")
-        self._folder.metrics.finish(state.step, **({"stopped": self._stopped} if self._stopped else {}))
+        early = self._stopped and state.step < self._config.algorithm.steps
+        self._folder.metrics.finish(state.step, **({"stopped": self._stopped} if early else {}))
         self._live_report.close()
         try:
             self._tracer.write(self._folder.trace_path)
@@ -344,8 +345,10 @@ class _Training:
         """Yield events, between which the caller can take any time."""
         for event in events:
             run.stages.heartbeat.enter(USERS_CODE, math.inf)
-            reason = yield event
-            run.stages.heartbeat.leave()
+            try:
+                reason = yield event
+            finally:  # An error of the caller arrives here, and the end of the run has time limits again.
+                run.stages.heartbeat.leave()
             self._stopped = self._stopped or reason
 
     def _after_step(self, run: Run, checkpoints: Checkpoints, first: int) -> AfterStep:

@@ -68,7 +68,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", ["good", "unused", "tokens", "judge", "whatever", "wrapped", "Called"])
 def test_ours_are_taken(name: str) -> None:
-    for runs in ("thread", "process"):
+    for runs in ("thread",) if name == "tokens" else ("thread", "process"):
         check_rewards([RewardFunctionConfig(kind=f"{HERE}:{name}", runs=runs)])
     build_reward(RewardFunctionConfig(kind=f"{HERE}:{name}"))
     check_rewards([RewardFunctionConfig(kind=f"{HERE}:group", per="group")])
@@ -82,6 +82,11 @@ def test_others_are_refused_with_what_is_expected(name: str) -> None:
         assert caught.match(WRONG[name]) and "\n" not in str(caught.value)
     with pytest.raises(ValueError, match=r"expected \(prompt, responses, finish_reasons\), or per='sample'"):
         check_rewards([RewardFunctionConfig(kind=f"{HERE}:good", per="group")])
+
+
+def test_a_process_does_not_get_the_episode() -> None:
+    with pytest.raises(ValueError, match=r"'response_tokens', and runs='process' does not give response_tokens and ep"):
+        check_rewards([RewardFunctionConfig(kind=f"{HERE}:tokens", runs="process")])
 
 
 def test_what_no_process_can_import_is_refused() -> None:

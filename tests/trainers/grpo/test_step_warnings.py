@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,8 @@ from headrace.trainers.grpo.step_warnings import FLAT_STEPS, REPEAT_EVERY, StepW
 from headrace.trainers.observe.metrics import read_run
 from headrace.trainers.observe.progress import Progress
 from headrace.trainers.observe.run_folder import RunFolder
-from headrace.trainers.run.launch import _Training
+from headrace.trainers.run.launch import RunEvent, _Training
+from headrace.trainers.supervision.heartbeat import Heartbeat, HeartbeatReader, shared_memory
 
 HEALTHY = {
     "reward/mean": 0.5, "reward/flat_groups_share": 0.25, "rollout/truncated_share": 0.9,
@@ -63,6 +66,19 @@ def test_a_warning_is_given_once_and_again_after_many_steps() -> None:
     told = [step for step in range(1, 2 * REPEAT_EVERY) if warnings.of(step, FLAT)]
     assert told == [FLAT_STEPS, FLAT_STEPS + REPEAT_EVERY]
     assert list(warnings.of(2 * REPEAT_EVERY, FLAT | {"rollout/truncated_share": 1.0})) == ["truncated"]
+
+
+def test_an_error_of_the_caller_ends_the_stage_without_a_time_limit() -> None:
+    heartbeat = Heartbeat(descriptor := shared_memory(), bound_s=5.0)
+    reader = HeartbeatReader(descriptor)
+    os.close(descriptor)
+    run: Any = SimpleNamespace(stages=SimpleNamespace(heartbeat=heartbeat))
+    events = _Training._tell(SimpleNamespace(_stopped=None), run, iter([RunEvent("step", 1)]))  # pyright: ignore
+    next(events)
+    assert reader.read().bound_s == math.inf
+    with pytest.raises(KeyboardInterrupt):
+        events.throw(KeyboardInterrupt())
+    assert reader.read().bound_s == 5.0
 
 
 def test_a_run_prints_warnings_and_notes_and_keeps_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ class FakeRun:
         self._folder = folder
         self._mistake = mistake
 
-    def __call__(self, config: headrace.Config, **options: Any) -> Iterator[RunEvent]:
+    def __call__(self, config: headrace.Config, **options: Any) -> Any:
         self.config = config
         return self._events()
 
@@ -50,6 +49,7 @@ class FakeRun:
         except BaseException as error:
             self.told.append(type(error))
             raise
+        return self._folder
 
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, mistake: str = "", **more: Any) -> tuple[FakeRun, headrace.GRPO]:
@@ -128,7 +128,17 @@ def test_a_run_without_a_step_starts_nothing(monkeypatch: pytest.MonkeyPatch, tm
     fake, one = run(monkeypatch, tmp_path)
     with one:
         pass
-    assert fake.told == []
+    assert fake.told == [] and not list(tmp_path.iterdir()), "the rows were removed"
+
+
+def test_a_run_that_failed_has_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recorder = Recorder()
+    _, one = run(monkeypatch, tmp_path, mistake="run.dir: no", callbacks=[recorder])
+    with one, pytest.raises(headrace.UserError, match="^run.dir: no"):
+        next(one)
+    assert recorder.seen == [] and not list(one), "on_end is for runs that ended in good order"
+    with pytest.raises(headrace.UserError, match="^GRPO.result: the run has not ended"):
+        _ = one.result
 
 
 def test_a_mistake_reads_as_on_the_command_line_and_leaves_nothing(

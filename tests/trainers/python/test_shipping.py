@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headrace.dataplane import imports
 from headrace.dataplane.imports import import_object, ship_objects, shipped_objects
@@ -167,6 +169,18 @@ def test_a_name_is_an_attribute_and_not_a_global_of_that_name() -> None:
     namespace: dict[str, Any] = {"answer": OnGpu()}
     exec("def f(prompt, response, finish_reason):\n    return prompt.answer == response", namespace)
     assert ship(namespace["f"], "reward.functions").endswith(":f")
+
+
+def digest_of(held: Any) -> str:
+    def f() -> Any:
+        return held
+
+    return ship(f, "f")
+
+
+@pytest.mark.parametrize("make", [torch.tensor, lambda one: re.compile(str(one)).search], ids=["tensor", "method"])
+def test_the_digest_has_what_is_in_objects_of_libraries(make: Any) -> None:
+    assert digest_of(make([1.0, 2.0])) == digest_of(make([1.0, 2.0])) != digest_of(make([1.0, 3.0]))
 
 
 def test_objects_go_to_files_of_their_user_and_back(tmp_path: Path) -> None:

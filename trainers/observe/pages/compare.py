@@ -18,10 +18,11 @@ from ....actors.rewards.config import TOTALS
 from ....actors.rollout.evaluation_metrics import REWARD
 from ...errors import UserError
 from ..metrics import (
-    FINISHED,
     HEALTH,
+    RESUMED,
     Record,
     best_of,
+    end_of,
     evaluation_figures,
     evaluation_title,
     judged_label,
@@ -31,12 +32,10 @@ from ..metrics import (
 from .cards import seconds_text
 from .page import page, short, table, write_page
 from .plots import Columns, compared_plots, page_columns, plot_keys
-from .report import config_text, flat, judged_key
+from .report import UNTOLD, config_text, flat, judged_key
 
 MAX_RUNS = 12
 """Largest number of runs on one page. With more runs, the lines of a plot would be hard to distinguish."""
-UNTOLD = ("run.dir", "run.name")
-"""Config keys that are left out of the comparison, because they differ between any two runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +79,8 @@ def _read(folder: Path, name: str) -> Compared:
     records, events = read_run(folder)
     path = folder / "config.yaml"
     config = (yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None) or {}
-    finished = any(event["event"] == FINISHED for event in events)
-    restarts = sum(event["event"] == "resumed" for event in events)
-    return Compared(name, records, finished, restarts, flat(config), judged_key(config, records))
+    restarts = sum(event["event"] == RESUMED for event in events)
+    return Compared(name, records, end_of(events) is not None, restarts, flat(config), judged_key(config, records))
 
 
 # ---------------- These functions compute the figures of a run.

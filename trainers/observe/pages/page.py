@@ -83,7 +83,8 @@ def write_page(path: Path, text: str) -> Path:
     """Replace the page at `path` atomically and return the path. Raises OSError."""
     new = path.with_name(f"{path.name}.new")
     try:
-        new.write_text(text, encoding="utf-8")
+        # Halves of surrogate pairs, which texts of users can have, are not UTF-8.
+        new.write_text(text, encoding="utf-8", errors="replace")
         new.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

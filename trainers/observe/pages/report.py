@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Container, Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ RELOAD_S = 30
 """Seconds after which the page of an unfinished run reloads."""
 BASELINES = "baselines.json"
 """Optional file of a run folder with values to compare the held-out curve with, as {"label": value}."""
-_UNTOLD = ("run.dir", "run.name")
-"""Config keys that are left out of the table of changed settings, because every run has its own."""
+UNTOLD = ("run.dir", "run.name")
+"""Config keys that are left out of tables of settings, because every run has its own."""
 
 
 class LiveReport:
@@ -140,7 +141,12 @@ def _read_config(folder: Path) -> tuple[str, dict[str, Any]]:
     """Return the run's config.yaml as text and read; both are empty if the folder has none."""
     path = folder / "config.yaml"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return text, yaml.safe_load(text) or {}
+    return text, _parsed(text)
+
+
+@lru_cache(maxsize=2)
+def _parsed(text: str) -> dict[str, Any]:
+    return yaml.safe_load(text) or {}  # This takes a tenth of a second, and a live page asks every few seconds.
 
 
 def _lines(folder: Path, columns: Columns, judged: str) -> list[tuple[str, float]]:
@@ -207,7 +213,7 @@ def _changed_settings(config: dict[str, Any]) -> list[dict[str, Any]]:
     for key, value in flat(config).items():
         # Further entries of a list have the defaults of its first one.
         default = defaults.get(key, defaults.get(re.sub(r"\.\d+\.", ".0.", key), nothing))
-        if key in _UNTOLD or value == default or (default is nothing and value in (None, {}, [], ())):
+        if key in UNTOLD or value == default or (default is nothing and value in (None, {}, [], ())):
             continue
         rows.append((key, config_text(value), "-" if default is nothing else config_text(default)))
     return table("Settings that differ from the defaults", ("key", "value", "default"), rows)

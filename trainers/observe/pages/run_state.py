@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from ..metrics import FINISHED, Record
+from ..metrics import Record, end_of
 
 _ERROR = re.compile(r"^(?:\w+\.)*(\w+: .*)")
 _MAX_SENTENCE = 400
@@ -35,8 +35,10 @@ def run_state(folder: Path, step: int, num_steps: int | None, events: Sequence[R
     """Return the state of the run in `folder`. step: last step with metrics. num_steps: steps of the whole run; None if
     this is not known. events: events of metrics.jsonl, in the order of the file."""
     steps = f"step {step} of {num_steps}" if num_steps else f"step {step}"
-    if any(event["event"] == FINISHED and event["step"] == step for event in events):
-        return RunState("finished", f"finished, {step} steps")
+    end = end_of(events)
+    if end is not None and end["step"] == step:
+        early = end.get("stopped")
+        return RunState("finished", f"ended early at {steps}: {early}" if early else f"finished, {step} steps")
     written_s = _modified_s(folder / "metrics.jsonl")
     age_s = max(0.0, time.time() - written_s) if written_s else 0.0
     last = f" (last write {datetime.datetime.fromtimestamp(written_s):%Y-%m-%d %H:%M})" if written_s else ""

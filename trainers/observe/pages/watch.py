@@ -84,6 +84,7 @@ class RunReader:
         ends = list(itertools.accumulate((len(line) + 1 for line in lines), initial=self._at))
         for number, line in parse_lines(path, lines):
             if not self._run.add(line):
+                self._begin(-1)  # The next call reads the file again, instead of adding its lines twice.
                 raise UserError(f"{path}: a line is not a metrics record, expected a whole number as `step`")
             if line.get("event") == RESUMED:
                 self._whole_at = ends[number]

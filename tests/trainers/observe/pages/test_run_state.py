@@ -49,3 +49,10 @@ def test_a_failure_says_its_error_in_one_line(tmp_path: Path) -> None:
 def test_a_finished_run_that_was_continued_is_not_finished(tmp_path: Path) -> None:
     assert run_state(tmp_path, 37, 37, [FINISHED]).text == "finished, 37 steps"
     assert run_state(tmp_path, 40, 60, [FINISHED]).text == "interrupted at step 40 of 60"
+    resumed = {"event": "resumed", "step": 37}
+    assert run_state(tmp_path, 37, 60, [FINISHED, resumed]).text == "interrupted at step 37 of 60"
+
+
+def test_a_run_that_a_callback_ended_gives_its_reason(tmp_path: Path) -> None:
+    state = run_state(tmp_path, 37, 60, [{**FINISHED, "stopped": "solved"}])
+    assert (state.kind, state.text) == ("finished", "ended early at step 37 of 60: solved")

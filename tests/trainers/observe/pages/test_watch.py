@@ -121,7 +121,11 @@ def test_mistakes_are_sentences(server: WatchServer, tmp_path: Path, capsys: pyt
         with pytest.raises(UserError, match=f"--port: got {port}, expected a port that is free"):
             WatchServer(tmp_path, port)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    assert ask(server, "/data")[0] == 500
+    assert [ask(server, "/data")[0] for _ in range(2)] == [500, 500]
+    (tmp_path / "metrics.jsonl").write_text("")
+    write(tmp_path, 1)
+    assert curve(server.reader.data()) == ([1], [0.5]), "a broken file leaves nothing behind"
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="is not a metrics record"):
         WatchServer(tmp_path, 0)
 
