@@ -23,7 +23,15 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 TRIED = {"python", "sh", "yaml"}
 SHOWN = {"text"}
 """Languages of blocks that show output or a drawing, which nothing can try."""
-PLACES = {"my.yaml", "CONFIG", "config.yaml", "distill.yaml", "tiny.yaml", "runs/mine/config.yaml", "runs/watched/config.yaml"}
+PLACES = {
+    "my.yaml",
+    "CONFIG",
+    "config.yaml",
+    "distill.yaml",
+    "tiny.yaml",
+    "runs/mine/config.yaml",
+    "runs/watched/config.yaml",
+}
 """Files of the reader's own, which commands may name."""
 
 

@@ -133,8 +133,10 @@ def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_r
 
 
 def _readable_models(model: ModelConfig, loss: LossConfig, distillation: DistillationConfig) -> dict[str, Any]:
-    """Return those sections that name a model as a GGUF file, by name, with its Hugging Face folder instead. The first
-    call makes the folder, which takes a while; other models are not looked into."""
+    """Return the sections that name a GGUF file, with its Hugging Face folder instead, by the section's name.
+
+    The first call makes the folder, which takes a while; other models are not looked into.
+    """
     changed: dict[str, Any] = {}
     if (path := readable_model(model.path)) != model.path:
         changed["model"] = model.model_copy(update={"path": path})

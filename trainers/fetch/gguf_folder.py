@@ -187,8 +187,11 @@ def _write_folder(file: Path, folder: Path, dtype: str, reader: Any) -> None:
 
 
 def _complete(tokenizer: Any, said: Mapping[str, Any]) -> None:
-    """Set what transformers 5.17 to 5.19 do not read of a GGUF file's tokenizer: which tokens begin, end and fill a
-    text, whether a text begins with one, and whether digits are cut apart. said: the file's keys about it."""
+    """Set what transformers 5.17 to 5.19 do not read of a GGUF file's tokenizer.
+
+    That is the tokens that begin, end and fill a text, whether a text begins with one, and whether digits are cut
+    apart. said: the file's keys about its tokenizer.
+    """
     from tokenizers import pre_tokenizers
 
     for theirs, ours in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):

@@ -284,8 +284,10 @@ def take_what_is_useful() -> None:
 
 
 def _capped(determine: Any) -> Any:
-    """Return vLLM's `determine_available_memory`, changed to return no more than MOST_CACHE says, and to measure again
-    where vLLM gives up because another process has freed memory of the GPU meanwhile."""
+    """Return vLLM's `determine_available_memory`, changed to return no more than MOST_CACHE says.
+
+    It measures again where vLLM gives up because another process has freed memory of the GPU meanwhile.
+    """
 
     def available(worker: Any) -> int:
         try:

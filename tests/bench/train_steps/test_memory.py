@@ -35,7 +35,8 @@ MEASURED: list[tuple[str, float, float, dict[str, Any]]] = [
     ("4b", 4.022e9, 73.9, {**LEAN, "backend": "megatron"}),
     ("4b", 4.022e9, 14.1, {**LEAN, "lora": {"rank": 16}}),
 ]
-"""Shapes, parameters, measured peaks of a train worker in GiB (docs/benchmarks.md, docs/start/smollm2.md), and keys of the trainer."""
+"""Shapes, parameters, measured peaks of a train worker in GiB, and keys of the trainer. The peaks are those of
+docs/benchmarks.md and docs/start/smollm2.md."""
 
 
 @pytest.mark.parametrize(("size", "params", "peak", "keys"), MEASURED)
