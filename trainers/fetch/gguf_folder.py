@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,7 @@ def gguf_file(path: str) -> Path | None:
     """Return the GGUF file that a value of `model.path` names, and None if it names something else. It is the file
     itself, or the only one in a folder without a config.json. Raises UserError for a folder with several."""
     place = Path(path).expanduser()
-    if place.suffix == ".gguf" and place.is_file():
+    if place.suffix.lower() == ".gguf" and place.is_file():
         return place
     if not place.is_dir() or (place / "config.json").exists():
         return None
@@ -56,7 +57,7 @@ def readable_model(path: str, tell: Callable[[str], None] | None = None) -> str:
     folder = file.with_name(f"{file.stem}-hf")
     state = file.stat()
     identity = {"file": file.name, "size": state.st_size, "modified_ns": state.st_mtime_ns}
-    if folder.is_dir():
+    if os.path.lexists(folder):
         if {key: source_of(folder).get(key) for key in identity} != identity:
             raise UserError(
                 f"model.path: {folder} was not made from the present {file.name}, expected its weights; remove it"
@@ -83,8 +84,7 @@ def convert_gguf(file: Path, folder: Path, source: Mapping[str, Any]) -> str:
         import gguf  # An optional package.
     except ModuleNotFoundError:
         raise MissingExtra("gguf", f"the model {file}", "gguf") from None
-    draft = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(draft, ignore_errors=True)
+    draft, state = draft_of(folder), file.stat()
     try:
         reader = gguf.GGUFReader(file)
         kind, dtype = _kind_and_dtype(reader)
@@ -93,6 +93,8 @@ def convert_gguf(file: Path, folder: Path, source: Mapping[str, Any]) -> str:
             _write_folder(file, draft, dtype, digits_apart=split is not None and split.contents() in _DIGITS_APART)
         about = {**source, "sha256": sha256_of(file), "dequantized_from": None if kind in _WHOLE_TYPES else kind}
         (draft / SOURCE_FILE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        if (after := file.stat()).st_mtime_ns != state.st_mtime_ns or after.st_size != state.st_size:
+            raise UserError(f"model.path: {file} has changed while it was read, expected a file that is complete")
         draft.rename(folder)
     except (UserError, MissingExtra, KeyboardInterrupt):
         raise
@@ -105,6 +107,11 @@ def convert_gguf(file: Path, folder: Path, source: Mapping[str, Any]) -> str:
         shutil.rmtree(draft, ignore_errors=True)
     how = "converted" if kind in _WHOLE_TYPES else f"dequantized from {kind}, so they are not the released ones,"
     return f"{file.name}: its weights were {how} to {dtype} in {folder}"
+
+
+def draft_of(folder: Path) -> Path:
+    """Return a new path beside `folder`, where it is written. It is another one in each thread and on each host."""
+    return folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}.tmp")
 
 
 def source_of(folder: Path) -> dict[str, Any]:
