@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 from ....actors.rollout.evaluation_metrics import EXACT_MATCH, REWARD, find_figure
 from ...config.config import HELD_OUT_LOSS, Config
+from ...config.load import read_sections
 from ...errors import UserError
 from ..metrics import ELAPSED, Record, evaluation_figures, evaluation_title, read_run
 from ..samples import FILE, read_samples
@@ -137,10 +137,11 @@ def report_state(folder: Path, records: Sequence[Record], events: Sequence[Recor
 
 
 def _read_config(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return the run's config.yaml as text and read; both are empty if the folder has none."""
+    """Return the run's config.yaml as text and read; both are empty if the folder has none. Raises UserError if it is
+    not YAML with keys."""
     path = folder / "config.yaml"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return text, yaml.safe_load(text) or {}
+    return text, read_sections(path) if text else {}
 
 
 def _lines(folder: Path, columns: Columns, judged: str) -> list[tuple[str, float]]:
