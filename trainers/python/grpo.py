@@ -87,7 +87,7 @@ def _names_validation(sections: Mapping[str, Any]) -> bool:
 class _OnStep(Callback):
     """Calls a function after each step."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Callable[[RunEvent], str | None]) -> None:
         if not callable(function) or isinstance(function, type):
             raise UserError(f"callbacks: got {function!r}, expected a Callback, such as `Mine()`, or a function")
         self._function = function
