@@ -1,5 +1,6 @@
-"""Writes train.jsonl and held_out.jsonl with questions, dialogues.jsonl with worked examples of the form, and
-tiny.jsonl with texts for the tiny model, which ask for a price in four ways of which only one is right.
+"""Writes questions to train.jsonl and held_out.jsonl, and worked examples of the form to dialogues.jsonl.
+
+tiny.jsonl has texts for the tiny model, which ask for a price in four ways of which only one is right.
 
 python make_data.py --items 3 --most 49     largest number of items in a question, and highest price
 """

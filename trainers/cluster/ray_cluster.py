@@ -177,37 +177,34 @@ class Cluster:
         self._print = worker.print_to_stdstream
         worker.print_to_stdstream = _log_what_ray_says
         quiet = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
-        if self.owned:
-            # Ray's processes read these variables. By default Ray sends usage reports and warns about missing
-            # accelerators.
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            settings = {
-                "num_cpus": num_cpus or max(os.cpu_count() or 1, demand.cpus),
-                "object_store_memory": object_store_mib << 20,
-                **quiet,
-            }
+        try:
+            if self.owned:
+                # Ray's processes read these variables. By default Ray sends usage reports and warns about missing
+                # accelerators.
+                os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+                os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+                settings = {
+                    "num_cpus": num_cpus or max(os.cpu_count() or 1, demand.cpus),
+                    "object_store_memory": object_store_mib << 20,
+                    **quiet,
+                }
+                with _own_signal_handlers():
+                    _start_ray(settings, start_timeout_s, before)
+            else:
+                _join_ray(address, quiet)
+                on_gpus = pooled and ray.cluster_resources().get("GPU", 0.0) > 0
+                self._check(CpuDemand(demand.rollout_actors, 0, 0) if on_gpus else demand)
+            self._started = set(psutil.Process().children()) - before if self.owned else set()
+            self.num_nodes = sum(1 for node in ray.nodes() if node["Alive"])
+        except BaseException:  # An interrupt, too: a notebook goes on after it, and its next run starts a Ray.
+            worker.print_to_stdstream = self._print
             with _own_signal_handlers():
-                _start_ray(settings, start_timeout_s, before)
-        else:
-            with _own_signal_handlers():
-                try:
-                    ray.init(address=address, **quiet)
-                except (ConnectionError, RuntimeError) as error:
-                    raise UserError(
-                        f"resources.ray_address: got {address!r}, expected a Ray cluster that can be joined: "
-                        f"{' '.join(str(error).split())}"
-                    ) from error
-            on_gpus = pooled and ray.cluster_resources().get("GPU", 0.0) > 0
-            self._check(CpuDemand(demand.rollout_actors, 0, 0) if on_gpus else demand)
-        self._started = set(psutil.Process().children()) - before if self.owned else set()
-        self.num_nodes = sum(1 for node in ray.nodes() if node["Alive"])
+                _end_ray(before if self.owned else None)
+            raise
 
     def _check(self, demand: CpuDemand) -> None:
         free = ray.available_resources().get("CPU", 0.0)
         if free < demand.cpus:
-            with _own_signal_handlers():
-                ray.shutdown()
             raise UserError(
                 f"resources.ray_address: that Ray cluster has {free:g} free CPUs, expected at least {demand.cpus}: "
                 f"{demand} need a logical CPU each"
@@ -256,11 +253,7 @@ def _start_ray(settings: dict[str, Any], timeout_s: float, before: set[psutil.Pr
                 ray.init(address="local", include_dashboard=False, _temp_dir=folder, **settings)
             return
         except Exception as error:  # Ray raises a plain Exception when its processes are late.
-            ray.shutdown()
-            for process in set(psutil.Process().children()) - before:
-                for member in _family(process):
-                    with suppress(psutil.NoSuchProcess):
-                        member.kill()
+            _end_ray(before)
             now = time.monotonic()
             if now - tried >= QUICK_FAILURE_S and now - began < timeout_s:
                 _log.warning("Ray did not start within %.0f s, and is started again", now - tried)
@@ -270,6 +263,29 @@ def _start_ray(settings: dict[str, Any], timeout_s: float, before: set[psutil.Pr
                 f"machine has load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores, and Ray says "
                 f"{type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
+
+
+def _join_ray(address: str | None, settings: dict[str, Any]) -> None:
+    with _own_signal_handlers():
+        try:
+            ray.init(address=address, **settings)
+        except (ConnectionError, RuntimeError) as error:
+            raise UserError(
+                f"resources.ray_address: got {address!r}, expected a Ray cluster that can be joined: "
+                f"{' '.join(str(error).split())}"
+            ) from error
+
+
+def _end_ray(before: set[psutil.Process] | None) -> None:
+    """Disconnect from a Ray that has started in part. before: child processes of this process that are not Ray's, of
+    which the others are killed; None for a Ray that was joined."""
+    ray.shutdown()
+    started = set(psutil.Process().children()) - before if before is not None else set()
+    for process in started:
+        for member in _family(process):
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+    psutil.wait_procs(started, timeout=5)
 
 
 @contextmanager

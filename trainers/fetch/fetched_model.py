@@ -7,7 +7,6 @@ digests that this release of Headrace carries.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import UserError
-from .gguf_folder import SOURCE_FILE, convert_gguf, gguf_file, identity_of, sha256_of
+from .gguf_folder import SOURCE_FILE, convert_gguf, draft_of, gguf_file, identity_of, sha256_of
 from .known_models import KnownModel, known_model
 
 Source = Literal["auto", "hub", "registry"]
@@ -142,7 +141,7 @@ class _draft:
     """A folder beside `folder` that is removed at the end, unless it was renamed."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+        self._path = draft_of(folder)
 
     def __enter__(self) -> Path:
         self._path.mkdir()

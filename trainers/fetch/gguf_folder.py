@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +35,7 @@ def gguf_file(path: str) -> Path | None:
     """Return the GGUF file that a value of `model.path` names, and None if it names something else. It is the file
     itself, or the only one in a folder without a config.json. Raises UserError for a folder with several."""
     place = Path(path).expanduser()
-    if place.suffix == ".gguf" and place.is_file():
+    if place.suffix.lower() == ".gguf" and place.is_file():
         return place
     if not place.is_dir() or (place / "config.json").exists():
         return None
@@ -57,7 +58,7 @@ def readable_model(path: str, tell: Callable[[str], None] | None = None) -> str:
         return path
     folder = file.with_name(f"{file.stem}-hf")
     identity = identity_of(file)
-    if folder.is_dir():
+    if os.path.lexists(folder):
         if {key: source_of(folder).get(key) for key in identity} != identity:
             raise UserError(
                 f"model.path: {folder} was not made from the present {file.name}, expected its weights; remove it"
@@ -90,8 +91,7 @@ def convert_gguf(file: Path, folder: Path, source: Mapping[str, Any]) -> str:
         import gguf  # An optional package.
     except ModuleNotFoundError:
         raise MissingExtra("gguf", f"the model {file}", "gguf") from None
-    draft = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(draft, ignore_errors=True)
+    draft, before = draft_of(folder), identity_of(file)
     try:
         reader = gguf.GGUFReader(file)
         kind, dtype = _kind_and_dtype(reader)
@@ -99,7 +99,11 @@ def convert_gguf(file: Path, folder: Path, source: Mapping[str, Any]) -> str:
             _write_folder(file, draft, dtype, reader)
         about = {**source, "sha256": sha256_of(file), "dequantized_from": None if kind in _WHOLE_TYPES else kind}
         (draft / SOURCE_FILE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        if identity_of(file) != before:
+            raise UserError(f"model.path: {file} has changed while it was read, expected a file that is complete")
         draft.rename(folder)
+    except UserError:
+        raise
     except Exception as error:  # A damaged file makes the libraries below raise any error.
         if (folder / SOURCE_FILE).exists():  # Another process has just made the same folder.
             return f"{file.name}: {folder} was made by another process"
@@ -109,6 +113,11 @@ def convert_gguf(file: Path, folder: Path, source: Mapping[str, Any]) -> str:
         shutil.rmtree(draft, ignore_errors=True)
     how = "converted" if kind in _WHOLE_TYPES else f"dequantized from {kind}, so they are not the released ones,"
     return f"{file.name}: its weights were {how} to {dtype} in {folder}"
+
+
+def draft_of(folder: Path) -> Path:
+    """Return a new path beside `folder`, where it is written. It is another one in each thread and on each host."""
+    return folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}.tmp")
 
 
 def source_of(folder: Path) -> dict[str, Any]:

@@ -59,9 +59,14 @@ def _with_paths(value: Any, key: str) -> Any:
         return [_with_paths(one, f"{key}.{number}") for number, one in enumerate(value)]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    takes_objects = next((part for part in reversed(key.split(".")) if not part.isdigit()), "") in OBJECT_KEYS
     if not callable(value):
+        if takes_objects and not isinstance(value, str | int | float | None):
+            raise ConfigError(
+                [f"{key}: got an object of {name_of(value)}, expected a function or a class, or its path"]
+            )
         return value
-    if next((part for part in reversed(key.split(".")) if not part.isdigit()), "") not in OBJECT_KEYS:
+    if not takes_objects:
         raise ConfigError(
             [
                 f"{key}: got the object {name_of(value)!r}, expected a plain value, because only rewards, "
@@ -116,17 +121,23 @@ class GivenRows:
         rows in errors. Raises ConfigError for what is not a row, and for a value that JSON cannot hold."""
         if isinstance(rows, str | os.PathLike):
             return os.fspath(rows)
-        if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
+        if isinstance(rows, Mapping) or not isinstance(rows, Iterable) or hasattr(rows, "iterrows"):
             raise ConfigError(
                 [
                     f"{key}: got a {type(rows).__name__}, expected rows: a list of dicts, an iterator of them, one "
                     "split of a dataset, or the path of a file"
+                    + ("; `to_dict('records')` makes rows of a table" if hasattr(rows, "iterrows") else "")
                 ]
             )
         bounded = rows if hasattr(rows, "__len__") else itertools.islice(rows, MAX_ITERATED)
         self._keys.add(key)
-        self._make(self._folder)
         draft, digest = self._folder / f"{key}.new", xxhash.xxh3_64()
+        try:
+            self._make(self._folder)
+            draft.touch()
+        except OSError as error:
+            why = f"{self._folder.parent} cannot be written ({error.strerror})"
+            raise ConfigError([f"run.dir: {why}, expected a folder to write in"]) from error
         try:
             with draft.open("wb") as file:
                 number = -1
@@ -176,7 +187,7 @@ def _encoded(row: Any, where: str) -> bytes:
                 raise ConfigError(
                     [f"{where}, column {name!r} has a {type(value).__name__}, expected what JSON can hold"]
                 ) from None
-        raise
+        raise ConfigError([f"{where} has the columns {list(row)!r:.200}, expected names that are text"]) from None
 
 
 def _plain(value: Any) -> Any:

@@ -72,9 +72,14 @@ class Callback:
         """Called when the run has ended in good order."""
 
 
+AnyCallback = Callback | Callable[[RunEvent], str | None]
+"""A callback, or a function that is called after each step."""
+
+
 def _names_validation(sections: Mapping[str, Any]) -> bool:
     """Return whether a user says what validation reads, or how often it runs."""
-    data, validation = sections.get("data") or {}, sections.get("validation") or {}
+    both = (sections.get(name) for name in ("data", "validation"))
+    data, validation = (one if isinstance(one, Mapping) else {} for one in both)
     named = "data.validation" in sections or bool({"validation", "validation_split"} & data.keys())
     return named or "every" in validation
 
@@ -83,6 +88,8 @@ class _OnStep(Callback):
     """Calls a function after each step."""
 
     def __init__(self, function: Callable[[RunEvent], str | None]) -> None:
+        if not callable(function) or isinstance(function, type):
+            raise UserError(f"callbacks: got {function!r}, expected a Callback, such as `Mine()`, or a function")
         self._function = function
 
     def on_step(self, event: RunEvent) -> str | None:
@@ -107,7 +114,7 @@ class GRPO:
         sampler: Any = None,
         config: Settings | None = None,
         overrides: Mapping[str, Any] | None = None,
-        callbacks: Sequence[Callback | Callable[[RunEvent], str | None]] = (),
+        callbacks: AnyCallback | Sequence[AnyCallback] = (),
         resume: bool = False,
         allow_changed: bool = False,
     ) -> None:
@@ -132,8 +139,9 @@ class GRPO:
             "algorithm.sampler": sampler,
         }
         self._rows = {"train": train, "validation": validation}
-        self._settings, self._overrides = config, dict(overrides or {})
-        self._callbacks = [one if isinstance(one, Callback) else _OnStep(one) for one in callbacks]
+        self._settings, self._overrides = config, {str(key): value for key, value in (overrides or {}).items()}
+        listed = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+        self._callbacks = [one if isinstance(one, Callback) else _OnStep(one) for one in listed]
         self._resume, self._allow_changed = resume, allow_changed
         self._events: RunOfEvents | None = None
         self._written: GivenRows | None = None
@@ -190,8 +198,9 @@ class GRPO:
             return
         try:
             if inspect.getgeneratorstate(events) == inspect.GEN_CREATED:
-                self._written.remove()  # No step was asked for, so nothing has started.
-                return
+                assert self._written is not None
+                self._written.remove()
+                return  # No step was asked for, so nothing has started.
             if error is None:
                 self._reason = self._reason or LEFT
                 for _ in self:

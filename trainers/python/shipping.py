@@ -125,6 +125,8 @@ def _held(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, An
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what an object of a script or notebook holds, by name."""
+    if _is_plain_table(value):
+        return
     if isinstance(value, FunctionType):
         names = _global_names(value.__code__)
         yield from ((one, value.__globals__[one]) for one in sorted(names & value.__globals__.keys()))
@@ -144,7 +146,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield "__func__", value.__func__
     elif isinstance(value, type):
         yield "bases", value.__bases__
-        yield from sorted((key, one) for key, one in vars(value).items() if key not in _NAMELESS)
+        own = ((key, one) for key, one in vars(value).items() if not inspect.ismemberdescriptor(one))
+        yield from sorted((key, one) for key, one in own if key not in _NAMELESS)
     elif isinstance(value, dict):
         yield from ((str(key), one) for key, one in value.items())
     elif isinstance(value, list | tuple | set | frozenset):
@@ -152,6 +155,24 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(position), one) for position, one in enumerate(value))
     elif hasattr(value, "__dict__") and not isinstance(value, ModuleType | BuiltinFunctionType):
         yield from (("class", type(value)), *sorted(vars(value).items()))
+        if not vars(value) and _is_importable(type(value)):  # Its content stands elsewhere, as that of a tensor.
+            yield "content", _content(value)
+    elif hasattr(type(value), "__slots__") and not _is_importable(type(value)):  # Its pickle would have line numbers.
+        slots = (name for name, _ in inspect.getmembers(type(value), inspect.ismemberdescriptor))
+        yield from (("class", type(value)), *((name, getattr(value, name)) for name in slots if hasattr(value, name)))
+
+
+def _is_plain_table(value: Any) -> bool:
+    """Return whether a list, tuple or dict has plain data alone. Its million words are then not walked."""
+    if type(value) is dict:
+        return all(isinstance(one, _PLAIN) for item in value.items() for one in item)
+    return type(value) in (list, tuple) and all(isinstance(one, _PLAIN) for one in value)
+
+
+def _content(value: Any) -> bytes | None:
+    """Return bytes for the content of an object: of a tensor those of its numbers, because its pickle has addresses."""
+    to_list = getattr(value, "tolist", None)
+    return _pickled(value if to_list is None else to_list())
 
 
 def _global_names(code: CodeType) -> set[str]:
@@ -188,6 +209,8 @@ def _texts(held: list[tuple[str, Any, bool]]) -> Iterator[tuple[str, Any, str]]:
             yield name, value, named + (_source(value) if isinstance(value, type) and leaf else "")
         elif isinstance(value, _PLAIN):
             yield name, value, repr(value)
+        elif leaf and _is_plain_table(value):
+            yield name, value, repr(list(value.items() if isinstance(value, dict) else value))
         else:
             data = _pickled(value) if leaf else _numbers(value)
             yield name, value, type(value).__qualname__ + (xxhash.xxh3_64_hexdigest(data) if data else "")

@@ -21,6 +21,13 @@ from headrace.trainers.cluster.ray_cluster import Cluster, CpuDemand, asks_for_t
 from headrace.trainers.errors import UserError
 
 
+@pytest.fixture(autouse=True)
+def _no_ray(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process leave it connected to their Ray."""
+    if "start_ray" not in request.function.__code__.co_names:
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+
 @pytest.mark.processes
 def test_the_agent_takes_any_free_port() -> None:
     start_ray()
@@ -39,7 +46,7 @@ def test_signals_are_handled_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ray, "init", ray_takes_it)
     monkeypatch.setattr(ray, "shutdown", ray_takes_it)
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "is_initialized", lambda: len(started) % 2 == 1)
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 8.0})
     monkeypatch.setattr(ray, "nodes", list)
     told: list[int] = []
@@ -97,6 +104,25 @@ def test_a_start_that_fails_is_one_sentence(tries: list[float], said: str, monke
     ) as info:
         start(tries, monkeypatch)
     assert "\n" not in str(info.value) and "The current node timed out during startup. More." in str(info.value)
+
+
+@pytest.mark.processes
+def test_an_interrupted_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    ended: list[bool] = []
+
+    def init(**_: Any) -> None:
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
+    before = ray_cluster.worker.print_to_stdstream
+    with pytest.raises(KeyboardInterrupt):
+        Cluster(address=None, num_cpus=1, demand=CpuDemand(0, 1, 0), namespace="n", object_store_mib=128)
+    [process] = started
+    process.wait(5)
+    assert ended == [True] and ray_cluster.worker.print_to_stdstream is before
 
 
 def test_a_node_that_registers_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

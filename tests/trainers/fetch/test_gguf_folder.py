@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import gguf
@@ -14,7 +15,7 @@ from headrace import load_config
 from headrace.tests.trainers.fetch.gguf_files import write_gguf
 from headrace.trainers.errors import UserError
 from headrace.trainers.fetch import gguf_folder
-from headrace.trainers.fetch.gguf_folder import SOURCE_FILE, gguf_file, readable_model, rounding_note
+from headrace.trainers.fetch.gguf_folder import SOURCE_FILE, draft_of, gguf_file, readable_model, rounding_note
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("Q4_1", torch.bfloat16), ("F16", torch.float16), ("F32", torch.float32)])
@@ -86,6 +87,14 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
         readable_model(str(tmp_path))
 
 
+def test_a_file_in_the_place_of_the_folder_is_refused_at_once(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "tiny-hf").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"tiny-hf was not made from the present tiny\.gguf"):
+        readable_model(str(tmp_path))
+    assert draft_of(tmp_path) != draft_of(tmp_path)  # Two threads can convert the same file.
+
+
 def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     whole = gguf_folder._write_folder
@@ -96,6 +105,16 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(gguf_folder, "_write_folder", interrupted)
     with pytest.raises(KeyboardInterrupt):
+        readable_model(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
+    monkeypatch.undo()
+
+    def replaced(file: Path, *arguments: object, **options: object) -> None:
+        whole(file, *arguments, **options)  # pyright: ignore[reportArgumentType]
+        os.utime(file)  # As a copy that is still going on.
+
+    monkeypatch.setattr(gguf_folder, "_write_folder", replaced)
+    with pytest.raises(UserError, match=r"tiny\.gguf has changed while it was read"):
         readable_model(str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
     monkeypatch.undo()

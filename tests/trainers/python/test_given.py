@@ -54,6 +54,12 @@ def test_an_endless_iterator_is_read_up_to_a_bound(
     assert len(written([{"prompt": str(n)} for n in range(5)], tmp_path)) == 5
 
 
+class Table(list[str]):
+    """Stands for a DataFrame, whose iterator has the names of its columns."""
+
+    def iterrows(self) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
@@ -61,6 +67,8 @@ def test_an_endless_iterator_is_read_up_to_a_bound(
         (7, "train: got a int, expected rows"),
         ([{"prompt": "a"}, "b"], "train: row 1 is a str, expected a dict from column to value"),
         ([{"prompt": "a", "x": object()}], "train: row 0, column 'x' has a object, expected what JSON can hold"),
+        ([{("a", 1): "b"}], r"train: row 0 has the columns \[\('a', 1\)\], expected names that are text"),
+        (Table(), r"train: got a Table, expected rows: .*; `to_dict\('records'\)` makes rows of a table"),
     ],
 )
 def test_what_is_not_a_row_is_refused_and_leaves_nothing(rows: Any, said: str, tmp_path: Path) -> None:
@@ -69,6 +77,12 @@ def test_what_is_not_a_row_is_refused_and_leaves_nothing(rows: Any, said: str, t
         made.write(rows, "train")
     made.remove()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_the_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"^run.dir: .*/file cannot be written \(Not a directory\)"):
+        GivenRows(tmp_path / "file").write(ROWS, "train")
 
 
 def test_only_what_was_written_is_removed(tmp_path: Path) -> None:

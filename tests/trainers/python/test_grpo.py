@@ -147,6 +147,10 @@ def test_a_mistake_reads_as_on_the_command_line_and_leaves_nothing(
     cases: list[tuple[dict[str, Any], str]] = [
         ({"overrides": {"trainer.lrr": 1.0}}, r"^trainer.lrr: unknown key; did you mean trainer.lr\?"),
         ({"overrides": {"algorithm.steps": "many"}}, "^algorithm.steps: got 'many', expected a whole number"),
+        ({"overrides": {3: 1.0}}, "^3: unknown key"),
+        ({"config": {"data": "my.jsonl"}}, "^data.train: got 'my.jsonl' in front of 'train'"),
+        ({"config": {"validation": 5}}, "^validation.every: got 5 in front of"),
+        ({"environment": Recorder()}, "^environment.kind: got an object of Recorder, expected a function or a class"),
         ({"config": tmp_path / "absent.yaml"}, "absent.yaml: the file cannot be read"),
         ({"mistake": "run.dir: no"}, "^run.dir: no"),
     ]
@@ -155,6 +159,15 @@ def test_a_mistake_reads_as_on_the_command_line_and_leaves_nothing(
         with pytest.raises(headrace.UserError, match=said):
             one.train()
         assert not list(tmp_path.iterdir())
+
+
+def test_a_callback_is_an_object_or_a_function(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for wrong in ([Recorder], [5], "text"):
+        with pytest.raises(headrace.UserError, match="^callbacks: got .*, expected a Callback, such as `Mine"):
+            run(monkeypatch, tmp_path, callbacks=wrong)
+    recorder = Recorder()
+    run(monkeypatch, tmp_path, callbacks=recorder)[1].train()
+    assert recorder.seen[-1] is None
 
 
 def test_a_resumed_run_needs_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import math
 import os
@@ -9,7 +11,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +84,39 @@ def test_the_digest_covers_methods_bases_defaults_and_the_state_of_an_object() -
     assert digest(functools.partial(a_reward(1.0), note="a")) != digest(functools.partial(a_reward(1.0), note="b"))
 
 
+def test_the_digest_covers_tensors_slots_and_tables() -> None:
+    @dataclasses.dataclass(slots=True)
+    class Scale:
+        by: float
+
+    def holding(value: Any) -> Any:
+        return lambda: value
+
+    def module(scale: float) -> torch.nn.Module:
+        made = torch.nn.Linear(2, 1)
+        torch.nn.init.constant_(made.weight, scale)
+        torch.nn.init.zeros_(made.bias)
+        return made
+
+    of_numbers: list[Callable[[float], Any]] = [
+        torch.tensor,
+        lambda number: torch.tensor([number], dtype=torch.bfloat16),
+        module,
+        Scale,
+        lambda number: [number, "x"],
+        lambda number: {"x": number},
+        lambda number: collections.Counter(x=int(number)),
+    ]
+    for make in of_numbers:
+        assert digest(holding(make(1.0))) == digest(holding(make(1.0))) != digest(holding(make(2.0)))
+
+
 @pytest.mark.processes
-def test_the_digest_of_a_set_is_the_same_in_each_process() -> None:
+def test_the_digest_of_sets_tensors_and_slots_is_the_same_in_each_process() -> None:
     code = (
-        "from headrace.trainers.python.shipping import ship\nwords = {'one', 'two', 'three', 'four'}\n"
-        "print(ship(lambda response: response in words or response in {'a', 'b', 'c', 'd'}, 'f'))"
+        "import torch\nfrom headrace.trainers.python.shipping import ship\nwords = {'one', 'two', 'three', 'four'}\n"
+        "class Slots:\n    __slots__ = ('a',)\nheld = Slots()\nheld.a = torch.ones(2)\n"
+        "print(ship(lambda response: response in words or response in {'a', 'b', 'c', 'd'} or held, 'f'))"
     )
     said = {
         subprocess.run(

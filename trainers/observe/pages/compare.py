@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.table import Table
 from rich.text import Text
 
 from ....actors.rewards.config import TOTALS
 from ....actors.rollout.evaluation_metrics import REWARD
+from ...config.load import read_sections
 from ...errors import UserError
 from ..metrics import (
     HEALTH,
@@ -78,7 +78,7 @@ def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[Compared]:
 def _read(folder: Path, name: str) -> Compared:
     records, events = read_run(folder)
     path = folder / "config.yaml"
-    config = (yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None) or {}
+    config = read_sections(path) if path.is_file() else {}
     restarts = sum(event["event"] == RESUMED for event in events)
     return Compared(name, records, end_of(events) is not None, restarts, flat(config), judged_key(config, records))
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 from ....actors.rollout.evaluation_metrics import EXACT_MATCH, REWARD, find_figure
 from ...config.config import HELD_OUT_LOSS, Config
+from ...config.load import read_sections
 from ...errors import UserError
 from ..metrics import ELAPSED, Record, evaluation_figures, evaluation_title, read_run
 from ..samples import FILE, read_samples
@@ -138,15 +138,16 @@ def report_state(folder: Path, records: Sequence[Record], events: Sequence[Recor
 
 
 def _read_config(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return the run's config.yaml as text and read; both are empty if the folder has none."""
+    """Return the run's config.yaml as text and read; both are empty if the folder has none. Raises UserError if it is
+    not YAML with keys."""
     path = folder / "config.yaml"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return text, _parsed(text)
+    return text, _parsed(path, text) if text else {}
 
 
 @lru_cache(maxsize=2)
-def _parsed(text: str) -> dict[str, Any]:
-    return yaml.safe_load(text) or {}  # This takes a tenth of a second, and a live page asks every few seconds.
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    return read_sections(path)  # This takes a tenth of a second, and a live page asks every few seconds.
 
 
 def _lines(folder: Path, columns: Columns, judged: str) -> list[tuple[str, float]]:

@@ -120,6 +120,11 @@ def test_mistakes_are_sentences(server: WatchServer, tmp_path: Path, capsys: pyt
     for port in (server.server_port, 99999):
         with pytest.raises(UserError, match=f"--port: got {port}, expected a port that is free"):
             WatchServer(tmp_path, port)
+    for broken in ("[1, 2", "[1]", "!!python/name:os.system"):  # A file of another program has this name, too.
+        (tmp_path / "config.yaml").write_text(broken)
+        status, said = ask(server, "/data")
+        assert status == 500 and "config.yaml" in said and "expected" in said
+    (tmp_path / "config.yaml").unlink()
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     assert [ask(server, "/data")[0] for _ in range(2)] == [500, 500]
     (tmp_path / "metrics.jsonl").write_text("")
