@@ -103,12 +103,11 @@ def test_nothing_is_imported_before_vllms_engine_process_starts() -> None:
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_idle_compute_threads_sleep_unless_the_environment_says_otherwise(chosen: str | None, expected: str) -> None:
-    code = (
-        "import os; from headrace.actors.early_actors import EarlyTrainActor; EarlyTrainActor([], None, '.');"
-        "print(os.environ['OMP_WAIT_POLICY'])"
-    )
-    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    env |= {} if chosen is None else {"OMP_WAIT_POLICY": chosen}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
-    assert ran.stdout.split() == [expected], ran.stderr
+def test_idle_compute_threads_sleep_unless_the_environment_says_otherwise(
+    chosen: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", chosen or "")
+    if chosen is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    EarlyTrainActor([], None, os.getcwd())
+    assert os.environ["OMP_WAIT_POLICY"] == expected
