@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..dataplane.imports import import_ahead, import_object, ship_objects
 from .engines.vllm.start import start_ahead
-from .process.own_process import ActorInfo, keep_freed_memory, settle, show_gpus
+from .process.own_process import ActorInfo, keep_freed_memory, leave_cores_free, settle, show_gpus
 
 if TYPE_CHECKING:
     from .engine_actor import EngineHost
@@ -58,6 +58,7 @@ class EarlyEngineActor:
         show_gpus(gpus)
         enter(folder)
         keep_freed_memory()
+        leave_cores_free()
         if vllm_ahead:
             start_ahead()
         ship_objects(objects or {})
@@ -102,6 +103,7 @@ class EarlyTrainActor:
         show_gpus(gpus)
         enter(folder)
         keep_freed_memory()
+        leave_cores_free()
         ship_objects(objects or {})
         from .train.actor import TrainActor  # This module must not import torch at its top.
 

@@ -1,4 +1,4 @@
-"""Reads and sets the properties of an actor's own process: its name and host, its GPUs, its allocator.
+"""Reads and sets the properties of an actor's own process: its name and host, its GPUs, its allocator, its threads.
 
 This module imports nothing that takes time, because actors that start early need it first.
 """
@@ -82,6 +82,16 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError, TypeError):  # This C library has no mallopt.
         return False
     return bool(mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)) and bool(mallopt(_M_MMAP_THRESHOLD, HEAP_BYTES))
+
+
+def leave_cores_free() -> None:
+    """Let idle compute threads of this process sleep, unless the environment chooses otherwise. Must be called before
+    torch is imported, whose OpenMP reads the variable once.
+
+    By default such threads wait by spinning. Engines and train workers share cores, with each other and with other
+    processes: a thread that spins takes the core from the thread that it waits for.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def settle() -> None:

@@ -100,3 +100,14 @@ def test_nothing_is_imported_before_vllms_engine_process_starts() -> None:
     script = "import headrace.actors.early_actors, sys; print({'torch', 'numpy', 'ray'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["set()"]
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_idle_compute_threads_sleep_unless_the_environment_says_otherwise(
+    chosen: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", chosen or "")
+    if chosen is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    EarlyTrainActor([], None, os.getcwd())
+    assert os.environ["OMP_WAIT_POLICY"] == expected
