@@ -242,8 +242,8 @@ def test_settings_that_differ_are_a_short_table(tmp_path: Path) -> None:
 def test_text_of_the_run_cannot_break_the_page(tmp_path: Path) -> None:
     folder = tmp_path / "<b>run & co"
     folder.mkdir()
-    (folder / "config.yaml").write_text("model: {path: '<script>$title</script>', dtype: \"\\ud800\"}\n")
-    (folder / "metrics.jsonl").write_text(json.dumps({"event": "<i>", "step": 1, "time/elapsed_s": 1.0}) + "\n")
+    (folder / "config.yaml").write_text("model: {path: '<script>$title</script>'}\n")
+    (folder / "metrics.jsonl").write_text(json.dumps({"event": "<i>\ud800", "step": 1, "time/elapsed_s": 1.0}) + "\n")
     (folder / "error.txt").write_text("a.b.Error: <u>\n")
     text = write_report(folder).read_text()
     assert "<script>$" not in text and "<b>run" not in text and "<i>" not in text and "<u>" not in text
