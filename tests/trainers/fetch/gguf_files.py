@@ -52,9 +52,9 @@ def _add_tokenizer(writer: gguf.GGUFWriter, split: str) -> None:
     writer.add_token_types([3 if token in special else 1 for token, _ in vocabulary])
     merges = [" ".join((token[:-1], token[-1])) for token, _ in vocabulary if len(token) == 2]
     writer.add_token_merges(merges)
-    writer.add_eos_token_id(vocabulary_ids[tokenizer.eos_token])
-    writer.add_bos_token_id(vocabulary_ids[tokenizer.bos_token])
-    writer.add_pad_token_id(vocabulary_ids[tokenizer.pad_token])
+    writer.add_eos_token_id(vocabulary_ids[str(tokenizer.eos_token)])
+    writer.add_bos_token_id(vocabulary_ids[str(tokenizer.bos_token)])
+    writer.add_pad_token_id(vocabulary_ids[str(tokenizer.pad_token)])
 
 
 def _shapes() -> dict[str, tuple[int, ...]]:
