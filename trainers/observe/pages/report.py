@@ -26,6 +26,7 @@ from ....actors.rollout.evaluation_metrics import EXACT_MATCH, REWARD, find_figu
 from ...config.config import HELD_OUT_LOSS, Config
 from ...config.load import read_sections
 from ...errors import UserError
+from ...fetch.gguf_folder import rounding_note
 from ..metrics import ELAPSED, Record, evaluation_figures, evaluation_title, read_run
 from ..samples import FILE, read_samples
 from .cards import card_keys, cards, further_figures, seconds_text
@@ -133,8 +134,11 @@ def report_data(
 
 def report_state(folder: Path, records: Sequence[Record], events: Sequence[Record]) -> dict[str, Any]:
     """Return the state of a run for its page. The arguments are those of `report_data`."""
-    num_steps = _at(_read_config(folder)[1], "algorithm.steps")
-    return asdict(run_state(folder, records[-1]["step"] if records else 0, num_steps, events))
+    config = _read_config(folder)[1]
+    last = records[-1]["step"] if records else 0
+    state = asdict(run_state(folder, last, _at(config, "algorithm.steps"), events))
+    rounded = rounding_note(str(_at(config, "model.path")))
+    return {**state, "detail": " ".join(filter(None, (state["detail"], rounded)))}
 
 
 def _read_config(folder: Path) -> tuple[str, dict[str, Any]]:

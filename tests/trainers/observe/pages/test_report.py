@@ -239,6 +239,13 @@ def test_settings_that_differ_are_a_short_table(tmp_path: Path) -> None:
     ]
 
 
+def test_weights_that_were_dequantized_are_said_with_the_state(tmp_path: Path) -> None:
+    (tmp_path / "headrace_source.json").write_text('{"dequantized_from": "Q4_1"}')
+    (tmp_path / "config.yaml").write_text(f"model: {{path: {tmp_path}}}\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"event": "finished", "step": 1, "time/elapsed_s": 1.0}) + "\n")
+    assert "dequantized from Q4_1" in data_of(write_report(tmp_path))["state"]["detail"]
+
+
 def test_text_of_the_run_cannot_break_the_page(tmp_path: Path) -> None:
     folder = tmp_path / "<b>run & co"
     folder.mkdir()
