@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ...dataplane.imports import OBJECT, ship_objects, shipped_objects
+from ..errors import UserError
 
 FOLDER = "objects"
 
@@ -31,12 +32,20 @@ def write_objects(paths: Sequence[str], folder: Path) -> None:
 
 def read_objects(paths: Sequence[str], folders: Iterable[str | Path]) -> None:
     """Read the objects at `paths` that this process does not have from the first of the run folders that has them. They
-    are loaded when they are used; an object without a file is refused then."""
+    are loaded when they are used; an object without a file is refused then. Raises UserError for a file that others than
+    this user can have written, because to load it runs its code."""
     known = shipped_objects(paths)
     for path in (path for path in paths if path not in known):
         files = (Path(folder) / FOLDER / _file_name(path) for folder in folders)
         if file := next((file for file in files if file.is_file()), None):
+            if not (_is_own(file) and _is_own(file.parent)):
+                raise UserError(f"{file}: others can write the file or its folder, expected only this user to")
             ship_objects({path: file.read_bytes()})
+
+
+def _is_own(place: Path) -> bool:
+    state = place.stat()
+    return state.st_uid == os.geteuid() and not state.st_mode & 0o022
 
 
 def _file_name(path: str) -> str:

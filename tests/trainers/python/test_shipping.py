@@ -22,7 +22,7 @@ from headrace.dataplane import imports
 from headrace.dataplane.imports import import_object, ship_objects, shipped_objects
 from headrace.testing import rows
 from headrace.trainers.config.object_files import read_objects, write_objects
-from headrace.trainers.errors import ConfigError
+from headrace.trainers.errors import ConfigError, UserError
 from headrace.trainers.python.shipping import MAX_BYTES, ship
 
 
@@ -219,6 +219,11 @@ def test_objects_go_to_files_of_their_user_and_back(tmp_path: Path) -> None:
     [file] = (tmp_path / "objects").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600 and (tmp_path / "objects").stat().st_mode & 0o777 == 0o700
     imports._shipped.clear()
+    for place, mode in ((file, 0o666), (file.parent, 0o770)):
+        place.chmod(mode)
+        with pytest.raises(UserError, match="others can write the file or its folder, expected only this user to"):
+            read_objects([path], [tmp_path])
+        place.chmod(mode & ~0o077)
     read_objects([path], [tmp_path / "absent", tmp_path])
     assert import_object(path, "f")(None, "ab", "stop") == 4.0
 
