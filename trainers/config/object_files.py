@@ -32,8 +32,8 @@ def write_objects(paths: Sequence[str], folder: Path) -> None:
 
 def read_objects(paths: Sequence[str], folders: Iterable[str | Path]) -> None:
     """Read the objects at `paths` that this process does not have from the first of the run folders that has them. They
-    are loaded when they are used; an object without a file is refused then. Raises UserError for a file that others than
-    this user can have written, because to load it runs its code."""
+    are loaded when they are used; an object without a file is refused then. Raises UserError for a file that others
+    can have written, because to load it runs its code."""
     known = shipped_objects(paths)
     for path in (path for path in paths if path not in known):
         files = (Path(folder) / FOLDER / _file_name(path) for folder in folders)
