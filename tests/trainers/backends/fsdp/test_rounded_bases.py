@@ -299,7 +299,8 @@ def test_two_replicas_train_as_one(
     two = run_on_ranks(on_ranks, 2, tmp_path, str(folder), changes)[0]
     one = run_case(0, Case("fsdp tied packed", changes), str(folder))
     for got, wanted in zip(two["steps"], one["steps"], strict=True):
-        assert_same_step(got, wanted)
+        # Processors differ in the order of their sums: gradient norms were up to 2e-5 apart on one of them.
+        assert got == pytest.approx(wanted, rel=1e-4, abs=1e-6)
     for name, value in two["weights"].items():
         # AdamW divides by the root of a gradient's square, so that the last bits of tiny gradients show: one of 4096.
         torch.testing.assert_close(value, one["weights"][name], rtol=0, atol=5e-5, msg=name)

@@ -144,7 +144,10 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    command = [sys.executable, "-m", "headrace.cli", "watch", str(tmp_path)]
+    # A shell that started the tests in the background has SIGINT ignored.
+    heard = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code = f"{heard}from headrace.cli import main; sys.exit(main(['watch', sys.argv[1]]))"
+    command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         assert "http://127.0.0.1:" in process.stdout.readline()
