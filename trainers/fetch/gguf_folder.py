@@ -91,17 +91,18 @@ def convert_gguf(file: Path, folder: Path, source: Mapping[str, Any]) -> str:
         import gguf  # An optional package.
     except ModuleNotFoundError:
         raise MissingExtra("gguf", f"the model {file}", "gguf") from None
-    draft, before = draft_of(folder), identity_of(file)
+    before = identity_of(file)
     try:
         reader = gguf.GGUFReader(file)
         kind, dtype = _kind_and_dtype(reader)
-        with _quiet():
-            _write_folder(file, draft, dtype, reader)
-        about = {**source, "sha256": sha256_of(file), "dequantized_from": None if kind in _WHOLE_TYPES else kind}
-        (draft / SOURCE_FILE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        if identity_of(file) != before:
-            raise UserError(f"model.path: {file} has changed while it was read, expected a file that is complete")
-        draft.rename(folder)
+        with drafted(folder) as draft:
+            with _quiet():
+                _write_folder(file, draft, dtype, reader)
+            rounded = None if kind in _WHOLE_TYPES else kind
+            about = {"sha256": sha256_of(file), **source, "dequantized_from": rounded}
+            if identity_of(file) != before:
+                raise UserError(f"model.path: {file} has changed while it was read, expected a file that is complete")
+            put_in_place(draft, folder, about)
     except UserError:
         raise
     except Exception as error:  # A damaged file makes the libraries below raise any error.
@@ -109,15 +110,28 @@ def convert_gguf(file: Path, folder: Path, source: Mapping[str, Any]) -> str:
             return f"{file.name}: {folder} was made by another process"
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"model.path: {file} cannot be converted, expected a GGUF file: {reason}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     how = "converted" if kind in _WHOLE_TYPES else f"dequantized from {kind}, so they are not the released ones,"
     return f"{file.name}: its weights were {how} to {dtype} in {folder}"
 
 
-def draft_of(folder: Path) -> Path:
-    """Return a new path beside `folder`, where it is written. It is another one in each thread and on each host."""
-    return folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}.tmp")
+@contextmanager
+def drafted(folder: Path) -> Iterator[Path]:
+    """Context manager with a new folder beside `folder`, in which the latter is written before it has its name.
+
+    It is another one in each thread and on each host, and is removed at the end unless `put_in_place` has renamed it.
+    """
+    draft = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        draft.mkdir()
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def put_in_place(draft: Path, folder: Path, about: Mapping[str, Any]) -> None:
+    """Write `headrace_source.json` with the content `about` into a finished draft, and rename it to `folder`."""
+    (draft / SOURCE_FILE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    draft.rename(folder)
 
 
 def source_of(folder: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ LEFT = "the loop was left"
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a run has left in its folder."""
+    """The metrics, samples and model that a run has left in its folder."""
 
     folder: Path
     """Run folder, with report.html, checkpoints, metrics and samples."""

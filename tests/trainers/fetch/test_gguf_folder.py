@@ -15,7 +15,7 @@ from headrace import load_config
 from headrace.tests.trainers.fetch.gguf_files import write_gguf
 from headrace.trainers.errors import UserError
 from headrace.trainers.fetch import gguf_folder
-from headrace.trainers.fetch.gguf_folder import SOURCE_FILE, draft_of, gguf_file, readable_model, rounding_note
+from headrace.trainers.fetch.gguf_folder import SOURCE_FILE, drafted, gguf_file, readable_model, rounding_note
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("Q4_1", torch.bfloat16), ("F16", torch.float16), ("F32", torch.float32)])
@@ -92,7 +92,8 @@ def test_a_file_in_the_place_of_the_folder_is_refused_at_once(tmp_path: Path) ->
     (tmp_path / "tiny-hf").symlink_to("nowhere")
     with pytest.raises(UserError, match=r"tiny-hf was not made from the present tiny\.gguf"):
         readable_model(str(tmp_path))
-    assert draft_of(tmp_path) != draft_of(tmp_path)  # Two threads can convert the same file.
+    with drafted(tmp_path) as one, drafted(tmp_path) as other:
+        assert one != other  # Two threads can convert the same file.
 
 
 def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ class Card:
     key: str = ""
     """Key of the curve that the card draws; "" for none."""
     bad: bool = False
-    """Whether the card reports something that the run has lost."""
+    """True if the card reports something that the run has lost."""
 
 
 _FORMS = {key: form for _, key, form in HEALTH}

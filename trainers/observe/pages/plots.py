@@ -46,7 +46,7 @@ class Series:
     """Name of a colour that the page defines."""
     dashed: bool = False
     sparse: bool = False
-    """Whether the curve has few points, such as those of an evaluation. They are marked and never smoothed."""
+    """True if the curve has few points, such as those of an evaluation. They are marked and never smoothed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Panel:
     x: str = "step"
     """Unit of the x-axis: `step` or `min`."""
     stacked: bool = False
-    """Whether each curve begins where the one before it ends."""
+    """True if each curve begins where the one before it ends."""
     lines: Sequence[tuple[str, float]] = ()
     """Horizontal lines, as (label, value)."""
 
@@ -74,7 +74,7 @@ class Plot:
     note: str = ""
     """Explanation of the plot for readers; "" if the title is enough."""
     wide: bool = False
-    """Whether the plot takes the page's whole width."""
+    """True if the plot takes the page's whole width."""
 
 
 class Columns:
