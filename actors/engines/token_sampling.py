@@ -160,10 +160,15 @@ class StopTexts:
         )
         return np.array([any(text in tail for text in self._texts) for tail in tails], dtype=bool)
 
-    def first_end(self, tokens: Sequence[int]) -> int | None:
-        """Return the number of tokens up to the one that completes the first stop text; None without a stop text."""
+    def first_end(self, tokens: Sequence[int], searched: int = 0) -> int | None:
+        """Return the number of tokens up to the one that completes the first stop text; None without a stop text.
+
+        searched: number of first tokens that contain no stop text, if the others by themselves do not either. A text
+        then begins in the first and ends in the others, near the border.
+        """
         row = np.asarray(tokens)
-        for length in range(1, len(row) + 1):
+        last = min(len(row), searched + self._window) if searched else len(row)
+        for length in range(searched + 1, last + 1):
             if self.ended([row[:length]])[0]:
                 return length
         return None

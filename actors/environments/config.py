@@ -62,6 +62,13 @@ class EnvironmentConfig(Section):
     on_timeout: Literal["fail", "partial"] = "fail"
     """Treatment of episodes that take too long. `fail`: they are not trained on, and are counted as failed. `partial`:
     they end at once and keep the rewards so far."""
+    recover: Literal["turn", "prefix", "restart"] = "turn"
+    """Point from which an episode continues after the death of its rollout actor or of the run, if a journal is kept
+    (`run.journal`). `turn`: from its last turn; it is played again, and the recorded turns answer. `prefix`: also from
+    within a turn, which is generated and recorded in pieces of `environment.recover_tokens`. `restart`: from its
+    beginning. An environment that cannot be played again has an attribute `recover = "restart"`."""
+    recover_tokens: Count = 512
+    """Largest number of tokens that an engine is asked for at once with `environment.recover=prefix`."""
     max_episodes: Count = 1024
     """Largest number of episodes that run at the same time in a rollout actor. If some of the actor's engines have
     failed, the number is reduced in proportion."""

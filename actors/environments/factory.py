@@ -73,8 +73,30 @@ def check_environment(config: EnvironmentConfig, endpoint: EndpointConfig) -> No
         return
     target = _target(kind)
     _check_options(kind, target, dict(config.options), inspect.iscoroutinefunction(target))
+    recovery_mode(config)
     if inspect.isclass(target):
         _check_players(kind, target)
+
+
+def recovery_mode(config: EnvironmentConfig, environment: Any = None) -> str:
+    """Return `environment.recover`, or `restart` if the environment cannot be played again. environment: the built
+    environment; None if it is not built yet. Raises ValueError if the configuration asks for pieces of turns of an
+    environment that cannot be played again."""
+    target = _target(config.kind)
+    can = getattr(environment, "recover", getattr(target, "recover", None))
+    if can is None:
+        return config.recover
+    if can != "restart":
+        raise ValueError(
+            f"environment.kind: {config.kind!r} has the attribute recover={can!r}, expected 'restart' or no such "
+            "attribute"
+        )
+    if config.recover == "prefix":
+        raise ValueError(
+            f"environment.recover: got 'prefix', expected 'restart', because {config.kind!r} says that its episodes "
+            "cannot be played again"
+        )
+    return "restart"
 
 
 def _check_players(kind: str, target: type) -> None:

@@ -24,6 +24,7 @@ from ..process.user_function_timeouts import MAX_HUNG, TooManyHang, UserThreads
 from ..protocols import Prompt, Sample
 from .config import EnvironmentConfig
 from .episode import Clock, EndpointAddress, Episode, EpisodeServices, OutOfTokens
+from .recovery import RecoveringEngine
 
 GRACE_S = 5.0
 """Seconds that an environment has to end a cancelled episode. After that, the episode counts as hanging and is no
@@ -51,7 +52,7 @@ class Gate:
 
     def allowed(self, engine: Generator) -> int:
         """Return how many episodes may run now."""
-        share = engine.available_share if isinstance(engine, Router) else 1.0
+        share = engine.available_share if isinstance(engine, Router | RecoveringEngine) else 1.0
         return max(1, int(self._most * share))
 
     @asynccontextmanager

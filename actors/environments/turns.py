@@ -50,7 +50,7 @@ async def _to_the_end(
     params: SamplingParams,
     completion: Completion,
 ) -> Completion:
-    attempt, was_cut = 0, completion.finish_reason == "abort"
+    attempt, stops = 0, StopTexts(tokenizer, params.stop) if params.stop else None
     while completion.finish_reason == "abort":
         attempt += 1
         done = len(completion.token_ids)
@@ -65,7 +65,11 @@ async def _to_the_end(
         )
         [more] = await engine.generate(f"{request_id}.{index}{SESSION_SEPARATOR}again{attempt}", ids, rest)
         completion = _joined(completion, more)
-    return _cut_at_stop(completion, tokenizer, params) if was_cut and params.stop else completion
+        # The engine looks only at new tokens, so it misses a stop text that began before the cut.
+        end = None if stops is None or not done else stops.first_end(completion.token_ids.tolist(), searched=done)
+        if end is not None:
+            return _first_tokens(completion, end)
+    return completion
 
 
 def _joined(first: Completion, more: Completion) -> Completion:
@@ -84,12 +88,8 @@ def _joined(first: Completion, more: Completion) -> Completion:
     )
 
 
-def _cut_at_stop(completion: Completion, tokenizer: Any, params: SamplingParams) -> Completion:
-    """Truncate a continued completion after its first stop text. The engine misses a stop text that began before the
-    cut, because it looks only at new tokens."""
-    end = StopTexts(tokenizer, params.stop).first_end(completion.token_ids.tolist())
-    if end is None or end >= len(completion.token_ids):
-        return completion
+def _first_tokens(completion: Completion, end: int) -> Completion:
+    """Return the first `end` tokens of a completion, the last of which completes a stop text."""
     routes = completion.routes
     if routes is not None:
         routes = routes[: len(routes) - (len(completion.token_ids) - end)]

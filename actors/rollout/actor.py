@@ -26,7 +26,7 @@ from ..engines.router import Router, Suspension
 from ..engines.stop_tokens import end_note, end_tokens
 from ..engines.tokenizer import load_tokenizer
 from ..environments.config import EndpointConfig, EnvironmentConfig
-from ..environments.factory import build_endpoint, build_environment
+from ..environments.factory import SingleTurn, build_endpoint, build_environment, recovery_mode
 from ..environments.host import EpisodeHost
 from ..rewards.config import RewardConfig
 from ..rewards.rubric import build_rubric
@@ -38,6 +38,7 @@ from .prompts import PromptStream, open_prompts
 from .rows import RouteRules, TeacherSources
 from .supervised.config import SftConfig
 from .supervised.supervised_rows import SupervisedRows
+from .turn_journal import TurnJournal
 from .worker import HeldOut, KnownGroups, RolloutWorker
 
 
@@ -142,6 +143,7 @@ class RolloutActor(EngineHost):
         rubric = build_rubric(setup.reward)
         tokenizer = load_tokenizer(setup.tokenizer)
         prompts, journal = self._open_rows(tokenizer)
+        environment = build_environment(setup.environment)
         held_out = {evaluation.name: self._open_evaluation(evaluation, tokenizer) for evaluation in setup.evaluations}
         if setup.engine is None:
             engine = Router(timeout_s=setup.engine_timeout_s, on_left_out=lambda left: self.worker.note_left_out(left))
@@ -150,13 +152,14 @@ class RolloutActor(EngineHost):
         self._hosted = engine  # From here on, `close` ends the engine even if the next lines fail.
         self._worker = RolloutWorker(
             engine=engine,
-            environment=self._host_environment(tokenizer),
+            environment=self._host(environment, tokenizer),
             tokenizer=tokenizer,
             rubric=rubric,
             prompts=prompts,
             held_out=held_out,
             client=connect_async(setup.data_plane, name=setup.name),
             journal=journal,
+            turns=self._open_turns(environment, journal),
             reward_timeout_s=setup.reward.timeout_s,
             mask_truncated=setup.mask_truncated,
             keeps_old_kv=setup.keeps_old_kv,
@@ -202,7 +205,20 @@ class RolloutActor(EngineHost):
         scheme = FigureScheme(setup.prefix, setup.correct)
         return HeldOut(prompts, min(sizes), rubric, setup.reward.timeout_s, scheme)
 
-    def _host_environment(self, tokenizer: Any) -> EpisodeHost:
+    def _open_turns(self, environment: Any, journal: KnownGroups | None) -> TurnJournal | None:
+        """Open the journal of turns. None if the run keeps no journal, or has no turns to record."""
+        setup, config = self._setup, self._setup.environment
+        if setup.journal is None or not isinstance(journal, GroupJournal) or journal.purpose == "replay":
+            return None
+        mode = recovery_mode(config, environment)
+        if mode != config.recover:
+            self._data_notes += (f"environment.recover={mode}, because {config.kind} cannot be played again",)
+        if mode == "restart" or (mode == "turn" and isinstance(environment, SingleTurn)):
+            return None
+        piece_tokens = config.recover_tokens if mode == "prefix" else 0
+        return TurnJournal(setup.journal, setup.name, journal, piece_tokens)
+
+    def _host(self, environment: Any, tokenizer: Any) -> EpisodeHost:
         setup = self._setup
 
         @functools.cache
@@ -212,7 +228,7 @@ class RolloutActor(EngineHost):
             )
 
         return EpisodeHost(
-            build_environment(setup.environment),
+            environment,
             setup.environment,
             chat=chat,
             max_prompt_tokens=setup.data.max_prompt_tokens,

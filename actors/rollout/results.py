@@ -11,6 +11,7 @@ import numpy as np
 
 from ...dataplane.traffic import Traffic
 from ..engines.router import LeftOut
+from ..environments.recovery import RecoveringEngine
 from ..process.user_errors import storable
 from ..protocols import Sample, Score, Span, SpanTable
 from .prompts import SOURCE
@@ -80,6 +81,12 @@ class RolloutReport(GroupFigures):
     """Number of rows taken from the journal instead of generated. The other counts and sums include these rows."""
     restored_tokens: int = 0
     """Number of response tokens of the rows taken from the journal."""
+    recovered_turns: int = 0
+    """Number of turns of unfinished groups that were taken from the journal, in whole or in part."""
+    recovered_tokens: int = 0
+    """Number of tokens of these turns that were taken from the journal."""
+    unmatched_turns: int = 0
+    """Number of recorded turns that were not used, because the environment asked for something else."""
 
     @property
     def first_error(self) -> str:
@@ -113,6 +120,12 @@ def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(part.get(name, 0) for part in parts) for name in names}
 
 
+def _from_journal(parts: Sequence[RolloutReport | RolloutTally]) -> dict[str, Any]:
+    """Return the sums of the counts that say what was taken from the journal, by field."""
+    counts = ("restored", "restored_tokens", "recovered_turns", "recovered_tokens", "unmatched_turns")
+    return {name: sum(getattr(part, name) for part in parts) for name in counts}
+
+
 def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
     """Merge the reports of actors that worked at the same time. Counts, sums and traffic are added; for `generate_s`
     and `response_length_max` the largest value is taken."""
@@ -122,8 +135,7 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
         traffic=Traffic.sum_of(r.traffic for r in reports).to_bytes(),
         spans=SpanTable.of([span for r in reports for span in r.spans.to_spans()]),
         left_out=tuple(dict.fromkeys(engine for r in reports for engine in r.left_out)),
-        restored=sum(r.restored for r in reports),
-        restored_tokens=sum(r.restored_tokens for r in reports),
+        **_from_journal(reports),
     )
 
 
@@ -195,6 +207,9 @@ class RolloutTally:
     spans: list[Span] = field(default_factory=list)
     restored: int = 0
     restored_tokens: int = 0
+    recovered_turns: int = 0
+    recovered_tokens: int = 0
+    unmatched_turns: int = 0
 
     def add(self, group: GroupFigures, *, restored: bool = False) -> None:
         """Add the counts and sums of a group. restored: True if the group comes from the journal."""
@@ -202,6 +217,12 @@ class RolloutTally:
         if restored:
             self.restored += group.rows
             self.restored_tokens += group.response_tokens
+
+    def add_recovered(self, engine: RecoveringEngine) -> None:
+        """Add the counts of a group whose recorded turns were taken from the journal."""
+        self.recovered_turns += engine.recovered_turns
+        self.recovered_tokens += engine.recovered_tokens
+        self.unmatched_turns += engine.unmatched
 
     def report(self, traffic: Traffic, left_out: Sequence[LeftOut] = ()) -> RolloutReport:
         """Return the values collected so far as a RolloutReport."""
@@ -211,6 +232,5 @@ class RolloutTally:
             traffic=traffic.to_bytes(),
             spans=SpanTable.of(self.spans),
             left_out=tuple(left_out),
-            restored=self.restored,
-            restored_tokens=self.restored_tokens,
+            **_from_journal([self]),
         )

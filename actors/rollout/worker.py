@@ -46,6 +46,7 @@ from .rows import (
     rollout_rows,
     sample_keys,
 )
+from .turn_journal import TurnJournal
 
 _log = logging.getLogger(__name__)
 _RESTORED_TOGETHER = 16
@@ -95,6 +96,7 @@ class RolloutWorker:
         held_out: Mapping[str, HeldOut],
         client: AsyncDataPlaneClient,
         journal: KnownGroups | None = None,
+        turns: TurnJournal | None = None,
         reward_timeout_s: float = 60.0,
         mask_truncated: bool = False,
         keeps_old_kv: bool = False,
@@ -105,7 +107,8 @@ class RolloutWorker:
         teachers: TeacherSources | None = None,
     ) -> None:
         """held_out: evaluations that `evaluate` can make, by name. journal: keeps finished groups (all rows of one
-        prompt) on disk; None keeps none. reward_timeout_s: time limit in seconds for the reward functions of one row.
+        prompt) on disk; None keeps none. turns: keeps the turns of unfinished groups on disk; None keeps none.
+        reward_timeout_s: time limit in seconds for the reward functions of one row.
         mask_truncated, keeps_old_kv, max_rows, columns, teachers: see `rollout_rows`. routes: the routes that the
         engine records and rows carry, where an episode is one row; None without router replay. samples: file of
         episodes for people to read; None writes none."""
@@ -117,6 +120,7 @@ class RolloutWorker:
         self._held_out = held_out
         self._client = client
         self._journal = journal
+        self._turns = turns
         self._left_out: list[LeftOut] = []
         self._open: set[_OpenCall] = set()
         self.progress = 0
@@ -190,9 +194,11 @@ class RolloutWorker:
         wall, clock = time.time(), time.perf_counter()
         restored = [] if fresh else await self._journaled(positions)  # A replay restores all groups.
         known = {group.position for group in restored}
+        if self._turns is not None and not fresh:
+            await self._turns.refresh()
         episodes = call.begin(
             {
-                asyncio.create_task(self._episodes(self._prompts, position, params)): position
+                asyncio.create_task(self._train_episodes(position, params, tally, fresh)): position
                 for position in positions
                 if position not in known
             }
@@ -232,7 +238,7 @@ class RolloutWorker:
 
         async def play(position: int) -> None:
             async with places:
-                group = await self._episodes(held_out.prompts, position, params)
+                group = await self._episodes(held_out.prompts[position], self._engine, params)
             self._step()
             scores = await self._score(group, held_out.rubric, held_out.reward_timeout_s)
             tally.add(group, scores)
@@ -251,6 +257,8 @@ class RolloutWorker:
         `first`, except the positions in `outstanding` (see `GroupJournal.trim`). Does nothing without a journal."""
         if self._journal is not None:
             await asyncio.to_thread(self._journal.trim, first, outstanding)
+        if self._turns is not None:
+            await self._turns.trim(first, outstanding)
 
     async def close(self) -> None:
         """Close the environment, the journal and the data-plane client; the engine is closed by its creator.
@@ -261,16 +269,28 @@ class RolloutWorker:
                 if rubric.apart is not None:
                     await rubric.apart.close()
         finally:  # This block runs even if a user's environment raises an error.
+            if self._turns is not None:
+                await self._turns.close()
             if self._journal is not None:
                 self._journal.close()
             await self._client.close()
 
     # ---------------- These methods are private.
 
-    async def _episodes(self, prompts: PromptStream, position: int, params: SamplingParams) -> list[Sample]:
-        prompt = prompts[position]
+    async def _train_episodes(
+        self, position: int, params: SamplingParams, tally: RolloutTally, fresh: bool
+    ) -> list[Sample]:
+        """Play the episodes of a training prompt, which continue from the turns in the journal."""
+        if self._turns is None:
+            return await self._episodes(self._prompts[position], self._engine, params)
+        engine = await self._turns.engine(position, self._engine, fresh=fresh)
+        samples = await self._episodes(self._prompts[position], engine, params)
+        tally.add_recovered(engine)
+        return samples
+
+    async def _episodes(self, prompt: Prompt, engine: Generator, params: SamplingParams) -> list[Sample]:
         try:
-            return await self._environment.run(prompt, self._engine, self._tokenizer, params)
+            return await self._environment.run(prompt, engine, self._tokenizer, params)
         except EPISODE_ERRORS as error:
             return _failed_samples(prompt, self._tokenizer, params.n, f"{type(error).__name__}: {error}")
 

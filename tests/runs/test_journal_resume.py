@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.actors.rollout.journal import read_heads
+from headrace.actors.rollout.journal_segments import read_heads
 from headrace.tests.runs import cli_runs as runs
 from headrace.tests.runs.test_end_to_end import FIGURES
 

@@ -113,6 +113,9 @@ _LATER_REWARD = ("per", "runs", "timeout_s", "retries")
 """Keys of section `reward` that are newer than the first journals. The fingerprint contains them only if they differ
 from their defaults."""
 
+_RECOVERY = {"recover", "recover_tokens"}
+"""Keys of section `environment` that do not change what a group is."""
+
 
 def fingerprint(config: Config) -> str:
     """Return a JSON text with all settings that determine what the rollouts generate.
@@ -161,7 +164,8 @@ def _environment(environment: EnvironmentConfig) -> dict[str, Any]:
     environment, its tools and its turns were keys of section `rollout`.
     """
     played: list[Any] = ["single_turn", ["calculator"], 4]
-    own, defaults = environment.model_dump(), {**EnvironmentConfig().model_dump(), "kind": None}
+    own, defaults = (one.model_dump(exclude=_RECOVERY) for one in (environment, EnvironmentConfig()))
+    defaults["kind"] = None
     if environment.kind == "tool_use" and list(environment.options) == ["tools", "max_turns"]:
         played, own["options"], own["kind"] = [environment.kind, *environment.options.values()], {}, None
     elif environment.kind == "single_turn":

@@ -144,6 +144,7 @@ SAVES = Need(
     lambda config: config.run.saves_checkpoints,
     switch=True,
 )
+JOURNALED = Need("run.journal", "run.journal=true and checkpoints", lambda config: config.run.keeps_journal)
 MAY_WARM_UP = Need(
     "model.path", "the built-in model, or a file", lambda config: config.model.builtin or config.warmup.on_file
 )
@@ -158,6 +159,8 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "run.keep_checkpoints": (SAVES,),
     "run.journal": (SAVES, _is("run.record", False), _unset("run.replay")),
     "run.keep_best": (VALIDATES,),
+    "environment.recover": (JOURNALED,),
+    "environment.recover_tokens": (JOURNALED, _is("environment.recover", "prefix")),
     "run.trace_num_steps": (_above_zero("run.trace_step"),),
     "model.dtype": (MODEL_ENGINES,),
     "warmup.corpus": (MAY_WARM_UP,),
@@ -297,7 +300,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
 """Conditions of the keys that have an effect only in some runs: config key -> conditions. All conditions of a key must
 hold."""
 
-OFF: Mapping[str, Any] = {"run.journal": False, "logging.samples.every": 0}
+OFF: Mapping[str, Any] = {"run.journal": False, "environment.recover": "restart", "logging.samples.every": 0}
 """Values that turn a part of the run off: config key -> value. They are no mistake in a run without that part."""
 
 _DEFAULTS = Config()

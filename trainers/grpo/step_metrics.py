@@ -147,13 +147,16 @@ def rollout_metrics(fed: FeedTally) -> dict[str, float]:
     # Calls outlast steps, so the tokens are divided by the generating time since the last call of earlier steps.
     until_s = max((busy.end_s for busy in fed.generated if busy.end_s < math.inf), default=fed.since_s)
     generating_s = covered_s(fed.generated, fed.since_s, until_s)
-    tokens = rollout.response_tokens - rollout.restored_tokens
+    tokens = max(0, rollout.response_tokens - rollout.restored_tokens - rollout.recovered_tokens)
     return {
         **source_metrics(rollout.source_rows, rollout.source_rewards),
         "rollout/truncated_rows": float(rollout.truncated),
         "rollout/truncated_share": rollout.truncated / rollout.rows if rollout.rows else math.nan,
         "rollout/ended_length_mean": rollout.ended_tokens / rollout.ended if rollout.ended else math.nan,
         "rollout/restored_rows": float(rollout.restored),
+        "episodes/recovered_turns": float(rollout.recovered_turns),
+        "episodes/recovered_tokens": float(rollout.recovered_tokens),
+        "episodes/unmatched_turns": float(rollout.unmatched_turns),
         **route_metrics(rollout.routes),
         "rollout/tokens_per_s": tokens / generating_s if generating_s > 0 else math.nan,
     }

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from headrace.actors.rollout.journal import read_heads
+from headrace.actors.rollout.journal_segments import read_heads
 from headrace.tests.actors.rollout.journal_runs import Life, keys_of, open_journal, segments
 
 GROUPS = 80

@@ -13,14 +13,8 @@ import pytest
 import torch
 
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA
-from headrace.actors.rollout.journal import (
-    HEAD_BYTES,
-    DamagedJournal,
-    JournaledGroup,
-    _remove_unless_written,
-    encode_record,
-    read_heads,
-)
+from headrace.actors.rollout.journal import JournaledGroup, encode_record
+from headrace.actors.rollout.journal_segments import HEAD_BYTES, DamagedJournal, _remove_unless_written, read_heads
 from headrace.actors.rollout.results import GroupFigures
 from headrace.actors.rollout.rows import RolloutRows, join
 from headrace.codecs.jagged import pack, unpack
@@ -122,7 +116,7 @@ def test_the_next_writer_goes_on_behind_a_torn_tail(tmp_path: Path) -> None:
 
 def test_a_record_being_written_is_seen_once_it_is_whole(tmp_path: Path) -> None:
     reader = open_journal(tmp_path, "rollout 1")
-    record = encode_record(group(4), reader._fingerprint, 1)
+    record = encode_record(group(4), reader._segments.fingerprint, 1)
     path = tmp_path / "rollout-0-1.journal"
     for size in (0, 10, HEAD_BYTES, len(record) - 1):
         path.write_bytes(record[:size])
@@ -154,8 +148,8 @@ def test_every_changed_byte_of_a_record_is_noticed(tmp_path: Path) -> None:
     journal.close()
     [path] = segments(tmp_path)
     start = path.stat().st_size
-    middle = encode_record(group(1), journal._fingerprint, 1 << 62)
-    whole = path.read_bytes() + middle + encode_record(group(2), journal._fingerprint, (1 << 62) + 1)
+    middle = encode_record(group(1), journal._segments.fingerprint, 1 << 62)
+    whole = path.read_bytes() + middle + encode_record(group(2), journal._segments.fingerprint, (1 << 62) + 1)
     for at in range(start, start + len(middle)):
         changed = bytearray(whole)
         changed[at] ^= 0x40
@@ -292,6 +286,6 @@ def test_files_of_many_lives_stay_bounded_by_what_is_not_covered(tmp_path: Path)
             journal.append(map(group, range(first, first + 4)))
             journal.trim(first - 4, [])
             sizes.append(sum(os.path.getsize(path) for path in segments(tmp_path)))
-        journal._end_segment()
+        journal._segments.end()
     record = len(encode_record(group(0), 0, 0))
     assert max(sizes) <= 9 * (record + 16)

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from headrace.actors.protocols import Prompt
-from headrace.actors.rollout.journal import GroupJournal, JournalConfig, Purpose, read_heads
+from headrace.actors.rollout.journal import GroupJournal, JournalConfig, Purpose
+from headrace.actors.rollout.journal_segments import read_heads
 from headrace.actors.rollout.results import RolloutReport
 from headrace.dataplane.config import StoreKind
 from headrace.tests.actors.rollout import journal_drill

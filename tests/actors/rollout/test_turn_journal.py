@@ -1,0 +1,158 @@
+"""The journal of turns: episodes go on after a death, with the tokens, log-probs, versions and routes that they had."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.actors.engines.protocol import Completion, SamplingParams
+from headrace.actors.environments.episode import Episode
+from headrace.actors.environments.factory import SingleTurn
+from headrace.actors.environments.recovery import TurnRecord
+from headrace.actors.rollout.journal_segments import DamagedJournal
+from headrace.codecs.tokens.routes import RouteSpec
+from headrace.tests.actors.rollout.test_journal import group
+from headrace.tests.actors.rollout.turn_lives import TOKENIZER, TURNS, Life, MortalEngine, check_rows, game, open_turns
+from headrace.tests.full_disk import file_size_limit
+
+ROUTES = RouteSpec((0, 2), 2, 8, 3)
+
+
+def segments(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.turns"))
+
+
+def test_an_episode_goes_on_from_its_last_turn(tmp_path: Path) -> None:
+    first = Life(tmp_path, MortalEngine(1, answers=7, routes=ROUTES))
+    assert first.samples is None and len(first.engine.made) == 7
+    second = Life(tmp_path, MortalEngine(2, routes=ROUTES))
+    assert second.samples is not None
+    assert len(second.engine.made) == 2 * TURNS - 7, "each turn was made once"
+    check_rows(second.samples, [first, second])
+    assert (second.policy.recovered_turns, second.policy.unmatched) == (7, 0)
+    assert second.policy.recovered_tokens == sum(len(answer) for _, _, answer in first.engine.made)
+    versions = [np.unique(sample.versions).tolist() for sample in second.samples]
+    assert versions == [[-1, 1, 2], [-1, 1, 2]]
+    whole = Life(tmp_path / "other", MortalEngine(1, routes=ROUTES))
+    assert whole.samples is not None
+    for sample, other in zip(second.samples, whole.samples, strict=True):
+        assert sample.rewards["environment" if "environment" in sample.rewards else "reward"] > 0
+        known = sample.versions == 1
+        end = np.flatnonzero(known)[-1] + 1
+        for name in ("input_ids", "logprobs", "response_mask", "versions"):
+            assert (getattr(sample, name)[:end] == getattr(other, name)[:end]).all()
+        assert [start for start, _ in sample.routes] == sorted(start for start, _ in sample.routes)
+        for (start, routes), (begin, expected) in zip(sample.routes[:3], other.routes[:3], strict=True):
+            assert start == begin and np.array_equal(routes, expected) and routes.dtype == expected.dtype
+
+
+def test_a_third_life_makes_nothing_again(tmp_path: Path) -> None:
+    lives = [Life(tmp_path, MortalEngine(life, answers=3)) for life in range(3)]
+    last = Life(tmp_path, MortalEngine(3))
+    assert last.samples is not None
+    check_rows(last.samples, [*lives, last])
+    assert sum(len(life.engine.made) for life in (*lives, last)) == 2 * TURNS
+    again = Life(tmp_path, MortalEngine(4, answers=0))
+    assert again.tokens == last.tokens, "it ended before its group was in the journal"
+
+
+def test_a_torn_turn_is_made_again(tmp_path: Path) -> None:
+    first = Life(tmp_path, MortalEngine(1, answers=4), n=1)
+    [path] = segments(tmp_path)
+    os.truncate(path, path.stat().st_size - 3)
+    second = Life(tmp_path, MortalEngine(2), n=1)
+    assert second.samples is not None and (second.policy.recovered_turns, len(second.engine.made)) == (3, 2)
+    check_rows(second.samples, [first, second])
+
+
+def test_a_changed_byte_is_an_error(tmp_path: Path) -> None:
+    Life(tmp_path, MortalEngine(1, answers=4), n=1)
+    [path] = segments(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DamagedJournal, match=rf"^journal: {path}, record at byte "):
+        Life(tmp_path, MortalEngine(2), n=1)
+
+
+def test_an_environment_that_asks_something_else_gets_a_new_turn(tmp_path: Path) -> None:
+    async def moody(episode: Episode) -> None:
+        for number in range(TURNS):
+            await episode.generate(max_new_tokens=40)
+            episode.add_text(f"{mood if number == 2 else 'x'} ")
+
+    mood = "sunny"
+    first = Life(tmp_path, MortalEngine(1, answers=5), moody, n=1)
+    mood = "rainy"
+    second = Life(tmp_path, MortalEngine(2), moody, n=1)
+    assert second.samples is not None and second.policy.recovered_turns == 3
+    assert second.policy.unmatched == 2 and len(second.engine.made) == 2
+    check_rows(second.samples, [first, second])
+
+
+def test_the_same_question_asked_twice_gets_both_answers(tmp_path: Path) -> None:
+    async def votes(episode: Episode) -> None:
+        async def vote() -> None:
+            completion, text = await episode.sample_turn([7, 8], 40)
+            answers.append(completion.token_ids.tolist())
+
+        await asyncio.gather(*(vote() for _ in range(3)))
+        await episode.generate()
+
+    answers: list[list[int]] = []
+    first = Life(tmp_path, MortalEngine(1, answers=3), votes, n=1)
+    before, answers = sorted(answers), []
+    second = Life(tmp_path, MortalEngine(2), votes, n=1)
+    assert second.samples is not None and len(second.engine.made) == 1 and len(first.engine.made) == 3
+    assert sorted(answers) == before
+
+
+def test_of_two_writers_each_turn_is_in_a_row_once(tmp_path: Path) -> None:
+    """An actor that was thought dead still plays while its successor does."""
+
+    async def main() -> None:
+        hung, successor = open_turns(tmp_path), open_turns(tmp_path, "rollout 1")
+        for journal, life in ((hung, 1), (successor, 2)):
+            completion = Completion(np.full(3, life, np.int32), np.zeros(3, np.float32), "stop", np.full(3, life))
+            await journal.write(0, TurnRecord("p.0/0", 5, [completion]))
+            await journal.close()
+
+    asyncio.run(main())
+    third = Life(tmp_path, MortalEngine(3), n=1)
+    assert third.policy.unmatched == 1, "the second answer to the same request is left out"
+
+
+def test_files_of_finished_groups_are_removed(tmp_path: Path) -> None:
+    def answer() -> TurnRecord:
+        return TurnRecord("p.0/0", 5, [Completion(np.ones(3, np.int32), np.zeros(3, np.float32), "stop", np.ones(3))])
+
+    async def main() -> None:
+        turns = open_turns(tmp_path)
+        for position in (0, 1, 2):
+            await turns.write(position, answer())
+            await turns.trim(0, ())
+        assert len(segments(tmp_path)) == 3
+        turns._groups.append([group(1)])
+        turns._groups.refresh()
+        await turns.trim(0, ())
+        assert len(segments(tmp_path)) == 2, "the group at 1 is in the journal"
+        await turns.trim(3, [2])
+        assert len(segments(tmp_path)) == 1 and list(turns._places) == [2]
+        await turns.write(3, answer())
+        await turns.trim(5, ())
+        assert segments(tmp_path) == [] and not turns._places
+        await turns.close()
+        turns._groups.close()
+
+    asyncio.run(main())
+
+
+def test_a_full_disk_ends_the_rollout_by_name(tmp_path: Path) -> None:
+    with file_size_limit(300), pytest.raises(OSError, match=r"journal: .*\.turns cannot be written"):
+        Life(tmp_path, MortalEngine(1))
+    assert Life(tmp_path, MortalEngine(2)).samples is not None
