@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from ...codecs import messages
 from ..columns import ColumnConfig, TokenValues, column_named
 from ..engines.chat import ChatFormat, Reply
 from ..engines.protocol import SESSION_SEPARATOR, Completion, Generator, SamplingParams, Which
@@ -28,9 +29,11 @@ from ..engines.tokenizer import encode_prompts, response_texts
 from ..process.user_errors import storable
 from ..process.user_function_timeouts import TooManyHang, UserThreads
 from ..protocols import EPISODE_ERRORS, Prompt, Sample, Turn
+from .recovery import RecoveringEngine, SavedTurn, tokens_hash
 from .turns import Transcript, generate_whole
 
 T = TypeVar("T")
+_ANYTHING: Any = Any
 REWARD = "reward"
 """Name of the reward that `play` returns."""
 
@@ -95,6 +98,9 @@ class Environment(Protocol):
 
     An environment that can play all episodes of a prompt at once has a coroutine `play_group(episodes)` instead of
     `play`. An environment may have a coroutine `close`, which is awaited when the run ends.
+
+    An environment with `play` may also have the methods `save(episode)`, which returns its state as bytes or JSON
+    values, and `load(episode, state)`, after which `play` continues from there (`environment.recover`).
     """
 
     async def play(self, episode: Episode) -> float | None:
@@ -165,6 +171,10 @@ class Episode:
         self._token_values: list[TokenValues] = []
         self._num_requests = 0
         self._error = ""
+        self.save_state: Callable[[Episode], Any] | None = None
+        """Function that returns the state of the environment, to be recorded with each turn; None if there is none."""
+        self._asked: list[int] = []
+        """Token ids that the policy continued from in its last turn."""
 
     @property
     def name(self) -> str:
@@ -221,12 +231,7 @@ class Episode:
         max_new_tokens: largest number of tokens of the turn; None allows all tokens that are left. Raises OutOfTokens
         if no token is left, and ValueError if the tokens exceed the model's context.
         """
-        row = self._row()
-        routes_from = row.num_routes  # The routes of earlier tokens came with earlier turns.
-        completion, text = await self.sample_turn(
-            row.ids, self._room(row), stop=stop, max_new_tokens=max_new_tokens, routes_from=routes_from
-        )
-        return self.record(row, completion, text, routes_from)
+        return (await self._take_turn(self._row(), stop=stop, max_new_tokens=max_new_tokens))[1]
 
     async def say(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
         """Append chat messages, let the policy answer, and return its answer as a message.
@@ -247,12 +252,7 @@ class Episode:
                     f"roles {[message.get('role') for message in messages]} without changing earlier tokens"
                 )
             self.add_tokens(more[len(ids) :])
-        row = self._row()
-        routes_from = row.num_routes
-        completion, text = await self.sample_turn(
-            row.ids, self._room(row), stop_token_ids=chat.stop_token_ids, routes_from=routes_from
-        )
-        self.record(row, completion, text, routes_from)
+        completion, _ = await self._take_turn(self._row(), stop_token_ids=chat.stop_token_ids)
         return chat.parse(completion.token_ids.tolist(), tools)
 
     # ---------------- These methods set rewards and columns, and run blocking functions.
@@ -329,11 +329,13 @@ class Episode:
         stop_token_ids: Sequence[int] = (),
         routes_from: int = 0,
         adapter: Which = "",
+        saved: SavedTurn | None = None,
     ) -> tuple[Completion, str]:
         """Let the policy continue from `prompt_ids`, and return its tokens with their text, without recording them.
 
         room: number of tokens that may be added. routes_from: index of the first token whose route is wanted, where the
-        engine records routes. adapter: see `SamplingParams.adapter`. Raises the errors of `generate`.
+        engine records routes. adapter: see `SamplingParams.adapter`. saved: state that is recorded with the turn.
+        Raises the errors of `generate`.
         """
         if room < 1:
             self.out_of_tokens = self.out_of_tokens or not adapter
@@ -347,18 +349,77 @@ class Episode:
             routes_from=routes_from,
             adapter=adapter,
         )
-        services = self._services
+        services, request_id = self._services, self.next_request()
+        if saved is not None and isinstance(services.engine, RecoveringEngine):
+            services.engine.save(request_id, saved)
         with self.clock.stopped():
             try:
-                [completion] = await generate_whole(
-                    services.engine, services.tokenizer, self.next_request(), prompt_ids, params
-                )
+                [completion] = await generate_whole(services.engine, services.tokenizer, request_id, prompt_ids, params)
             except EPISODE_ERRORS:
                 raise
             except Exception as error:  # The engine failed, not this episode.
                 self.fatal = error
                 raise
         return completion, response_texts(services.tokenizer, [completion], params)[0]
+
+    async def _take_turn(
+        self,
+        row: Transcript,
+        *,
+        stop: Sequence[str] = (),
+        max_new_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> tuple[Completion, Turn]:
+        """Let the policy continue a row, and record its turn, with the state of an environment that saves it."""
+        ids, routes_from = row.ids, row.num_routes  # The routes of earlier tokens came with earlier turns.
+        saved = None
+        if self.save_state is not None:
+            saved = SavedTurn(
+                index=len(self._turns),
+                prompt=tokens_hash(ids),
+                before=tokens_hash(self._asked) if self._turns else 0,
+                tail=np.array(ids[len(self._asked) :], np.int32),
+                num_prompt=row.num_prompt,
+                stop=tuple(stop),
+                max_new_tokens=max_new_tokens,
+                stop_token_ids=tuple(stop_token_ids),
+                rewards=dict(self._rewards),
+                columns=dict(self._columns),
+                token_values=list(self._token_values),
+                answer=self.answer,
+                state=_encoded(self.save_state(self)),
+            )
+        self._asked = ids
+        completion, text = await self.sample_turn(
+            ids, self._room(row), stop=stop, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids,
+            routes_from=routes_from, saved=saved,
+        )  # fmt: skip
+        return completion, self.record(row, completion, text, routes_from)
+
+    async def rebuild(self) -> Any:
+        """Build the episode up to its last recorded turn with a saved state, and return that state; None if there is
+        none. The policy's answer to that turn is not part of the episode yet."""
+        engine = self._services.engine
+        chain = engine.take_saved(self.name) if isinstance(engine, RecoveringEngine) else []
+        ids: list[int] = []
+        for saved in chain:
+            ids = [*ids, *saved.tail.tolist()]
+            if not self._rows:
+                self._rows.append(Transcript(ids[: saved.num_prompt]))
+            row = self._row()
+            if row.ids != ids[: len(row)]:  # The recorded answers are not those of the saved turns.
+                self._rows, self._turns, self._asked, self._num_requests = [], [], [], 0
+                return None
+            row.give(ids[len(row) :])
+            if saved is not chain[-1]:
+                await self._take_turn(
+                    row, stop=saved.stop, max_new_tokens=saved.max_new_tokens, stop_token_ids=saved.stop_token_ids
+                )
+                continue
+            self._rewards, self._columns = dict(saved.rewards), dict(saved.columns)
+            self._token_values, self.answer = list(saved.token_values), saved.answer
+            return messages.decode(saved.state, _ANYTHING)
+        return None
 
     def record(self, row: Transcript, completion: Completion, text: str, routes_from: int = 0) -> Turn:
         """Append a turn of the policy to `row`, and return the turn. routes_from: the value that was passed to
@@ -409,6 +470,16 @@ class Episode:
             (prompt_ids,) = encode_prompts(self._services.tokenizer, [self.prompt.text], [self.prompt.rendered])
             self._rows.append(Transcript(prompt_ids))
         return self._rows[0]
+
+
+def _encoded(state: Any) -> bytes:
+    """Return the state of an environment as bytes. Raises TypeError if it cannot be encoded."""
+    try:
+        return messages.encode(state)
+    except TypeError as error:
+        raise TypeError(
+            f"the environment's `save` returned a {type(state).__name__}, expected bytes or JSON values: {error}"
+        ) from None
 
 
 async def generate_together(episodes: Sequence[Episode]) -> None:

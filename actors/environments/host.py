@@ -217,7 +217,14 @@ class EpisodeHost:
     async def _call(self, episodes: Sequence[Episode]) -> Any:
         if hasattr(self._environment, "play_group"):
             return await awaited(self._environment.play_group, episodes)
-        return await awaited(getattr(self._environment, "play", self._environment), episodes[0])
+        [episode] = episodes
+        save, load = (getattr(self._environment, name, None) for name in ("save", "load"))
+        if callable(save) and callable(load):
+            state = await episode.rebuild()
+            if state is not None:
+                await awaited(_load, load, episode, state)
+            episode.save_state = save
+        return await awaited(getattr(self._environment, "play", self._environment), episode)
 
     def _take(self, task: asyncio.Task[Any], episodes: Sequence[Episode]) -> None:
         """Record what the environment returned or raised. Raises errors that end the rollout."""
@@ -266,6 +273,12 @@ def _end_late(episodes: Sequence[Episode], words: str, *, partial: bool) -> None
             episode.finish_reason = "timeout"
         else:
             episode.fail(f"TimeoutError: {words}")
+
+
+async def _load(load: Callable[[Episode, Any], Any], episode: Episode, state: Any) -> None:
+    given = load(episode, state)
+    if inspect.isawaitable(given):
+        await given
 
 
 def _no_chat() -> ChatFormat:

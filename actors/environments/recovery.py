@@ -5,6 +5,9 @@
 
 An episode whose process died is played again from its start. As long as the environment asks what it asked before, the
 record answers, and each recorded answer is used once. If the environment asks something else, the engine answers.
+
+An environment that can save its state need not be played again from its start. Its episode is built up to the last
+recorded turn, the environment loads its state, and is then played.
 """
 
 from __future__ import annotations
@@ -17,8 +20,39 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
+from ..columns import TokenValues
 from ..engines.protocol import SESSION_SEPARATOR, Completion, Generator, SamplingParams
 from ..engines.router import Router
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTurn:
+    """State of an episode and its environment when the policy was asked for a turn."""
+
+    index: int
+    """Index of the turn in the episode."""
+    prompt: int
+    """Hash of the tokens that the policy continued from."""
+    before: int
+    """Hash of the tokens that the policy continued from in the turn before; 0 for the first turn."""
+    tail: np.ndarray
+    """Tokens that the policy continued from, without those of the turn before, int32 1-D."""
+    num_prompt: int
+    """Number of tokens that the episode began with."""
+    stop: tuple[str, ...]
+    max_new_tokens: int | None
+    stop_token_ids: tuple[int, ...]
+    rewards: dict[str, float]
+    columns: dict[str, float]
+    token_values: list[TokenValues]
+    answer: str | None
+    state: bytes
+    """State of the environment, encoded by `codecs.messages`."""
+
+
+def tokens_hash(ids: Sequence[int]) -> int:
+    """Return a hash of token ids, which is not 0."""
+    return xxhash.xxh3_64_intdigest(np.asarray(ids, np.int32).tobytes()) or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +65,8 @@ class TurnRecord:
     """Hash of what was asked (`_key`). Requests with equal keys can have the same answer."""
     completions: list[Completion]
     """Answer to the request: its completions in order."""
+    saved: SavedTurn | None = None
+    """State of the episode at the request; None if the environment does not save its state."""
 
 
 class TurnLog(Protocol):
@@ -45,8 +81,6 @@ class TurnLog(Protocol):
 class RecoveringEngine:
     """The engine of one group's episodes, which answers recorded requests from the record and records all others."""
 
-    died = ""
-
     def __init__(
         self, engine: Generator, log: TurnLog | None, records: Sequence[TurnRecord] = (), piece_tokens: int = 0
     ) -> None:
@@ -57,18 +91,40 @@ class RecoveringEngine:
         self._log = log
         self._piece_tokens = piece_tokens
         self._records: defaultdict[int, list[TurnRecord]] = defaultdict(list)
+        self._saved: defaultdict[str, list[SavedTurn]] = defaultdict(list)
+        self._to_save: dict[str, SavedTurn] = {}
+        """States to be recorded with the answers to requests that are about to begin: request id -> state."""
         seen = set[tuple[int, str]]()
         for record in records:
             # Two processes may have made the same request, because a process that was thought dead still played.
             if (record.key, record.request_id) not in seen:
                 seen.add((record.key, record.request_id))
                 self._records[record.key].append(record)
+            if record.saved is not None:
+                self._saved[_session(record.request_id)].append(record.saved)
         self._asked: dict[str, str] = {}
         """Requests that were answered by the record of another request id: request id -> recorded request id."""
         self._recovered = set[tuple[str, int]]()
         """Turns that came from the record: id of the turn's first request, index of the sample in it."""
         self.recovered_tokens = 0
         """Number of tokens that came from the record."""
+
+    def save(self, request_id: str, saved: SavedTurn) -> None:
+        """Record the state of the episode with the answer to its next request."""
+        self._to_save[request_id] = saved
+
+    def take_saved(self, name: str) -> list[SavedTurn]:
+        """Return the recorded states of the episode `name`, from its first turn to the last one recorded; [] if there
+        are none. They are given out once."""
+        found = self._saved.pop(name, [])
+        chain = found[-1:]
+        while chain and chain[0].before:
+            first = chain[0]
+            earlier = (one for one in found if one.prompt == first.before and one.index == first.index - 1)
+            chain.insert(0, next(earlier, first))
+            if chain[0] is first:
+                return []  # The record of a turn is missing.
+        return chain
 
     @property
     def recovered_turns(self) -> int:
@@ -93,6 +149,7 @@ class RecoveringEngine:
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return the recorded answer to the request, else the engine's. Raises the errors of `Generator.generate`, and
         OSError if the answer cannot be recorded."""
+        saved = self._to_save.pop(request_id, None)
         key = self._key(request_id, prompt_ids, params)
         record = self._take(key, request_id)
         if record is not None:
@@ -103,7 +160,7 @@ class RecoveringEngine:
             return list(record.completions)
         completions = await self._generated(request_id, prompt_ids, params)
         if self._log is not None and any(len(completion.token_ids) for completion in completions):
-            await self._log.write(TurnRecord(request_id, key, completions))
+            await self._log.write(TurnRecord(request_id, key, completions, saved))
         return completions
 
     async def abort(self, request_id: str) -> None:
@@ -119,7 +176,7 @@ class RecoveringEngine:
         """
         begun = params.continues
         if begun is None:
-            source = request_id.partition(SESSION_SEPARATOR)[0]
+            source = _session(request_id)
         else:  # Another sample with the same tokens so far has another rest.
             source = f"{self._asked.get(begun.request_id, begun.request_id)} {begun.sample}"
         limits = (params.n, params.max_new_tokens, params.stop, params.stop_token_ids, params.adapter)
@@ -145,3 +202,7 @@ class RecoveringEngine:
         asked = replace(params, max_new_tokens=piece)
         completions = await self._engine.generate(request_id, prompt_ids, asked)
         return [replace(one, finish_reason="abort") if one.finish_reason == "length" else one for one in completions]
+
+
+def _session(request_id: str) -> str:
+    return request_id.partition(SESSION_SEPARATOR)[0]

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.actors.engines.protocol import Completion, SamplingParams
+from headrace.actors.engines.protocol import Completion
 from headrace.actors.environments.episode import Episode
-from headrace.actors.environments.factory import SingleTurn
 from headrace.actors.environments.recovery import TurnRecord
 from headrace.actors.rollout.journal_segments import DamagedJournal
 from headrace.codecs.tokens.routes import RouteSpec
 from headrace.tests.actors.rollout.test_journal import group
-from headrace.tests.actors.rollout.turn_lives import TOKENIZER, TURNS, Life, MortalEngine, check_rows, game, open_turns
+from headrace.tests.actors.rollout.turn_lives import TURNS, Life, MortalEngine, check_rows, open_turns
 from headrace.tests.full_disk import file_size_limit
 
 ROUTES = RouteSpec((0, 2), 2, 8, 3)
@@ -156,3 +155,55 @@ def test_a_full_disk_ends_the_rollout_by_name(tmp_path: Path) -> None:
     with file_size_limit(300), pytest.raises(OSError, match=r"journal: .*\.turns cannot be written"):
         Life(tmp_path, MortalEngine(1))
     assert Life(tmp_path, MortalEngine(2)).samples is not None
+
+
+# ---------------------------------------------------------------- environments that save their state
+
+
+class Saving:
+    """A game whose questions cannot be asked again, but which saves where it is."""
+
+    def __init__(self, form: str = "json") -> None:
+        self.form, self.loads = form, []
+        self.places: dict[str, int] = {}
+
+    async def play(self, episode: Episode) -> float:
+        at = self.places.setdefault(episode.name, 0)
+        while at < TURNS:
+            turn = await episode.generate(max_new_tokens=40)
+            episode.reward(float(at), "so far")
+            at = self.places[episode.name] = at + 1
+            episode.add_text(f" {id(self)} [{len(turn.text)}] ")
+        return 1.0
+
+    def save(self, episode: Episode) -> object:
+        at = self.places[episode.name]
+        return str(at).encode() if self.form == "bytes" else {"at": [at, "x"]} if self.form == "json" else self
+
+    async def load(self, episode: Episode, state: Any) -> None:
+        self.loads.append(len(episode.turns))
+        self.places[episode.name] = int(state) if self.form == "bytes" else state["at"][0]
+
+
+@pytest.mark.parametrize(("form", "piece_tokens"), [("bytes", 0), ("json", 3)])
+def test_a_saved_state_is_loaded_and_the_episode_goes_on(tmp_path: Path, form: str, piece_tokens: int) -> None:
+    environments = [Saving(form) for _ in range(3)]
+    lives = [
+        Life(tmp_path, MortalEngine(number, answers), one, n=1, piece_tokens=piece_tokens)
+        for number, (answers, one) in enumerate(zip((2, 2, 99), environments, strict=True))
+    ]
+    assert lives[1].samples is None and lives[2].samples is not None and lives[2].policy.unmatched == 0
+    [sample] = lives[2].samples
+    assert len(sample.turns) == TURNS and sample.rewards == {"so far": TURNS - 1.0, "reward": 1.0}
+    assert environments[0].loads == [] and len(environments[1].loads) == len(environments[2].loads) == 1
+    if not piece_tokens:
+        assert (environments[1].loads, environments[2].loads) == ([1], [3])
+        check_rows(lives[2].samples, lives)
+    tokens = sum(len(answer) for life in lives for _, _, answer in life.engine.made)
+    assert np.count_nonzero(sample.response_mask) == tokens, "each token was made once"
+
+
+def test_a_state_that_cannot_be_kept_fails_the_episode_in_a_sentence(tmp_path: Path) -> None:
+    life = Life(tmp_path, MortalEngine(1), Saving("wrong"), n=1)
+    assert life.samples is not None
+    assert "the environment's `save` returned a Saving, expected bytes or JSON values" in life.samples[0].error
