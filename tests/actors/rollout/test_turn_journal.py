@@ -10,13 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.actors.engines.protocol import Completion
+from headrace.actors.engines.protocol import Completion, SamplingParams
 from headrace.actors.environments.episode import Episode
+from headrace.actors.environments.factory import SingleTurn
 from headrace.actors.environments.recovery import TurnRecord
 from headrace.actors.rollout.journal_segments import DamagedJournal
 from headrace.codecs.tokens.routes import RouteSpec
 from headrace.tests.actors.rollout.test_journal import group
-from headrace.tests.actors.rollout.turn_lives import TURNS, Life, MortalEngine, check_rows, open_turns
+from headrace.tests.actors.rollout.turn_lives import (
+    TURNS,
+    Life,
+    MortalEngine,
+    check_rows,
+    open_turns,
+)
 from headrace.tests.full_disk import file_size_limit
 
 ROUTES = RouteSpec((0, 2), 2, 8, 3)
@@ -207,3 +214,54 @@ def test_a_state_that_cannot_be_kept_fails_the_episode_in_a_sentence(tmp_path: P
     life = Life(tmp_path, MortalEngine(1), Saving("wrong"), n=1)
     assert life.samples is not None
     assert "the environment's `save` returned a Saving, expected bytes or JSON values" in life.samples[0].error
+
+
+# ---------------------------------------------------------------- pieces of turns
+
+
+def test_a_long_answer_goes_on_from_its_last_piece(tmp_path: Path) -> None:
+    """Eight samples of one prompt, over three lives with another version of the weights each. Some answers end with a
+    stop text that begins in one piece and ends in the next."""
+    params = SamplingParams(n=8, max_new_tokens=37, stop=("ab", "cd"))
+
+    def life(number: int, answers: int = 1 << 30, piece_tokens: int = 4) -> Life:
+        engine = MortalEngine(number, answers, length=60, seed=4, routes=ROUTES)
+        folder = tmp_path / ("pieces" if piece_tokens else "whole")
+        return Life(folder, engine, SingleTurn(), params=params, piece_tokens=piece_tokens)
+
+    whole = life(0, piece_tokens=0)
+    lives = [life(1, 11), life(2, 9), life(3)]
+    assert lives[0].samples is lives[1].samples is None
+    assert lives[2].tokens == whole.tokens
+    assert whole.samples is not None and lives[2].samples is not None
+    requests = [one[0] for each in lives for one in each.engine.made if "again" in one[0]]
+    assert 18 < len(requests) == len(set(requests)), "a piece was made twice"
+    borders = 0
+    for sample, other in zip(lives[2].samples, whole.samples, strict=True):
+        assert (sample.finish_reason, sample.text) == (other.finish_reason, other.text)
+        [[start, routes]], [[begin, expected]] = sample.routes, other.routes
+        assert start == begin and np.array_equal(routes, expected)
+        chosen = sample.versions[sample.response_mask == 1]
+        assert chosen[0] == 1 and (np.diff(chosen) >= 0).all()
+        count = len(chosen)
+        borders += sample.text.endswith(("ab", "cd")) and count % 4 == 1
+    assert borders, "no stop text crossed a border"
+    assert {1, 2, 3} <= {version for sample in lives[2].samples for version in sample.versions.tolist()}
+
+
+def test_the_pieces_of_an_agents_turns_answer_whatever_the_order_of_its_calls(tmp_path: Path) -> None:
+    async def agent(episode: Episode) -> None:
+        async def call(prompt: int) -> None:
+            await asyncio.sleep(0.01 * (prompt - 10) if len(lives) % 2 else 0.01 * (14 - prompt))
+            completion, _ = await episode.sample_turn([prompt], 40)
+            answers[prompt] = completion.token_ids.tolist()
+
+        await asyncio.gather(*map(call, range(11, 14)))
+
+    lives: list[Life] = []
+    answers: dict[int, list[int]] = {}
+    lives.append(Life(tmp_path, MortalEngine(1, 7, length=40), agent, n=1, piece_tokens=5))
+    lives.append(Life(tmp_path, MortalEngine(2, length=40), agent, n=1, piece_tokens=5))
+    assert lives[0].samples is None and lives[1].samples is not None and lives[1].policy.unmatched == 0
+    assert lives[1].policy.recovered_tokens == sum(len(one[2]) for one in lives[0].engine.made)
+    assert sum(map(len, answers.values())) == sum(len(one[2]) for each in lives for one in each.engine.made)

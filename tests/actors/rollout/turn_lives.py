@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.actors.engines.chat import build_chat_format
 from headrace.actors.engines.protocol import Completion, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
-from headrace.actors.environments.config import EnvironmentConfig
+from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
 from headrace.actors.environments.episode import Episode
 from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.environments.recovery import RecoveringEngine
@@ -29,18 +30,19 @@ class Killed(RuntimeError):
 
 
 class MortalEngine(ScriptedEngine):
-    """Answers with random letters that depend on the request and the life. It dies after `answers` answers."""
+    """Answers with random letters that depend on the request and the seed. It dies after `answers` answers. Its policy
+    version says which life it is of."""
 
-    def __init__(self, life: int, answers: int = 1 << 30, length: int = 6, **settings: Any) -> None:
+    def __init__(self, life: int, answers: int = 1 << 30, length: int = 12, seed: Any = None, **settings: Any) -> None:
         super().__init__(self._letters, version=life, tokenizer=TOKENIZER, **settings)
-        self._left, self._length, self._life = answers, length, life
+        self._left, self._length, self._letters_of = answers, length, life if seed is None else seed
         self.made: list[tuple[str, list[int], list[int]]] = []
         """Request id, prompt and tokens of each completion."""
 
     def _letters(self, request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
-        rng = random.Random(f"{self._life}/{request_id}/{sample}")
-        text = "".join(rng.choice("abcdefgh") for _ in range(rng.randrange(1, 2 * self._length)))
-        return [*TOKENIZER(text, add_special_tokens=False)["input_ids"], END]
+        rng = random.Random(f"{self._letters_of}/{request_id}/{sample}")
+        letters = [rng.choice("abcdefgh") for _ in range(rng.randrange(1, self._length))]
+        return [*(one for letter in letters for one in TOKENIZER(letter, add_special_tokens=False)["input_ids"]), END]
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         if self._left == 0:
@@ -72,26 +74,33 @@ class Life:
         piece_tokens: int = 0,
         config: EnvironmentConfig | None = None,
         params: SamplingParams | None = None,
+        endpoint: bool = False,
     ) -> None:
         self.samples: list[Sample] | None = None
         self.policy: RecoveringEngine
         self.engine = engine
-        asyncio.run(self._live(folder, environment, n, piece_tokens, config or EnvironmentConfig(), params))
+        params = params or SamplingParams(n=n, max_new_tokens=400)
+        asyncio.run(self._live(folder, environment, params, piece_tokens, config or EnvironmentConfig(), endpoint))
 
     async def _live(
         self,
         folder: Path,
         environment: Any,
-        n: int,
+        params: SamplingParams,
         piece_tokens: int,
         config: EnvironmentConfig,
-        params: SamplingParams | None,
+        endpoint: bool,
     ) -> None:
         turns = open_turns(folder, piece_tokens=piece_tokens)
-        host = EpisodeHost(environment, config)
+        settings: dict[str, Any] = {}
+        if endpoint:
+            from headrace.actors.environments.endpoint_server import EndpointServer
+
+            chat = build_chat_format(TOKENIZER, "qwen3", {}, {})
+            settings = {"endpoint": EndpointServer(EndpointConfig(enabled=True)), "chat": lambda: chat}
+        host = EpisodeHost(environment, config, **settings)
         await turns.refresh()
         self.policy = await turns.engine(0, self.engine)
-        params = params or SamplingParams(n=n, max_new_tokens=400)
         try:
             self.samples = await host.run(Prompt("p", "q", "", {}), self.policy, TOKENIZER, params)
         except Killed:
