@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.actors.engines.protocol import Generator, SamplingParams
+from headrace.actors.engines.protocol import Completion, Generator, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments.factory import SingleTurn
 from headrace.actors.environments.host import EpisodeHost
@@ -21,6 +21,7 @@ from headrace.actors.rollout.journal import GroupJournal, JournalConfig, Journal
 from headrace.actors.rollout.prompt_sources import TaskSource
 from headrace.actors.rollout.prompts import PromptStream, base36
 from headrace.actors.rollout.results import RolloutReport
+from headrace.actors.rollout.turn_journal import TurnJournal
 from headrace.actors.rollout.worker import RolloutWorker
 from headrace.codecs.jagged import unpack
 from headrace.dataplane.config import StoreKind
@@ -67,13 +68,31 @@ class CutJournal(GroupJournal):
 class _Noted(EpisodeHost):
     """Tells of each prompt before it is generated."""
 
-    def __init__(self, note: Callable[[Prompt], None]) -> None:
-        super().__init__(SingleTurn())
+    def __init__(self, note: Callable[[Prompt], None], environment: Any) -> None:
+        super().__init__(environment)
         self._note = note
 
     async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
         self._note(prompt)
         return await super().run(prompt, engine, tokenizer, params)
+
+
+class _Mortal(ScriptedEngine):
+    """Dies after `answers` answers."""
+
+    def __init__(self, answers: int, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._left = answers
+        self.made: list[tuple[str, list[int]]] = []
+        """Request id and tokens of each completion."""
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        if not self._left:
+            raise Killed
+        self._left -= 1
+        completions = await super().generate(request_id, prompt_ids, params)
+        self.made += [(request_id, one.token_ids.tolist()) for one in completions]
+        return completions
 
 
 class Life:
@@ -89,12 +108,20 @@ class Life:
         rewards: Sequence[tuple[str, Any, float]] = (),
         latency_s: float = 0.0,
         log: Path | None = None,
+        environment: Any = None,
+        piece_tokens: int | None = None,
+        answers: int = 1 << 30,
     ) -> None:
-        """latency_s: median of a group's, log-normal. log: where each position is written that is generated."""
+        """latency_s: median of a group's, log-normal. log: where each position is written that is generated.
+        environment: plays the episodes; None plays single turns. piece_tokens: see `TurnJournal`; None keeps no turns.
+        answers: number of answers after which the engine dies."""
         self.generated: list[int] = []
         """Positions whose groups were begun to be generated."""
         self.cut_put = ""
         """When it is killed: `before` a put, or `behind` it; "": not there."""
+        self.made: list[tuple[str, list[int]]] = []
+        """Request id and tokens of each completion of its last rollout."""
+        self._environment, self._piece_tokens, self._answers = environment or SingleTurn(), piece_tokens, answers
         self._latency_s = latency_s
         self._log = None if log is None else os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._tokenizer = tokenizer
@@ -121,20 +148,30 @@ class Life:
             return receipt
 
         setattr(client, "put", cut_put)  # noqa: B010
+        engine = _Mortal(
+            self._answers, self._script, latency_s=self._latency_s, latency_sigma=1.0, seed=self._version,
+            version=self._version,
+        )  # fmt: skip
+        self.made, journal, turns = engine.made, self._journal, None
+        if self._piece_tokens is not None:
+            assert journal is not None
+            config = JournalConfig(str(journal._folder), "one")
+            turns = TurnJournal(config, "rollout 0", journal, self._piece_tokens)
         worker = RolloutWorker(
-            engine=ScriptedEngine(
-                self._script, latency_s=self._latency_s, latency_sigma=1.0, seed=self._version, version=self._version
-            ),
-            environment=_Noted(self._note),
+            engine=engine,
+            environment=_Noted(self._note, self._environment),
             tokenizer=self._tokenizer,
             rubric=self._rubric,
             prompts=PromptStream(TaskSource("reverse", held_out=False)),
             held_out={},
             client=client,
-            journal=self._journal,
+            journal=journal,
+            turns=turns,
         )
         try:
-            return await worker.rollout(positions, PARTITION, SamplingParams(n=SAMPLES, max_new_tokens=9), fresh)
+            report = await worker.rollout(positions, PARTITION, SamplingParams(n=SAMPLES, max_new_tokens=9), fresh)
+            await worker.trim_journal(0, ())
+            return report
         finally:
             await worker.close()
 

@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from headrace.actors.environments.episode import Episode
 from headrace.actors.protocols import Prompt
 from headrace.actors.rollout.journal import GroupJournal, JournalConfig, Purpose
 from headrace.actors.rollout.journal_segments import read_heads
@@ -164,6 +166,64 @@ def test_other_settings_make_other_groups(tokenizer: Any, tmp_path: Path) -> Non
     second = Life(tokenizer, open_journal(tmp_path, fingerprint="two"), version=1)
     assert second.rollout(range(3)).restored == 0 and sorted(second.generated) == [0, 1, 2]
     second.end()
+
+
+async def two_turns(episode: Episode) -> float:
+    await episode.generate(max_new_tokens=3)
+    episode.add_text("7")
+    return float((await episode.generate(max_new_tokens=3)).num_tokens)
+
+
+@pytest.mark.parametrize("piece_tokens", [0, 2])
+def test_unfinished_groups_go_on_from_their_turns(tokenizer: Any, tmp_path: Path, piece_tokens: int) -> None:
+    """The groups at positions 0 and 1 are finished; those at 2 and 3 are not, when the actor dies."""
+    environment = two_turns if not piece_tokens else None
+    options: dict[str, Any] = {"environment": environment, "piece_tokens": piece_tokens}
+    lives = [Life(tokenizer, open_journal(tmp_path), **options)]
+    lives[0].rollout([0, 1])
+    made = [*lives[0].made]
+    lives[0].end()
+    for version in (1, 2):
+        lives.append(Life(tokenizer, open_journal(tmp_path), version=version, answers=3, **options))
+        with pytest.raises(Killed):
+            lives[-1].rollout(range(4))
+        made += lives[-1].made
+        lives[-1].end()
+    last = Life(tokenizer, open_journal(tmp_path), version=3, **options)
+    report = last.rollout(range(4))
+    made += last.made
+    rows = last.rows()
+    last.end()
+    assert sorted(rows) == sorted(keys_of(range(4))) and report.restored == 2 * SAMPLES
+    assert (report.recovered_turns > 0, report.recovered_tokens > 5, report.unmatched_turns) == (True, True, 0)
+    tokens = sum(sum(row["response_mask"]) for row in rows.values())
+    assert tokens == sum(len(answer) for _, answer in made), "each token of the rows was made once"
+    assert {int(v) for row in rows.values() for v in np.reshape(row["version_spans"], (-1, 2))[:, 1]} == {
+        -1,
+        0,
+        1,
+        2,
+        3,
+    }
+    assert not list(tmp_path.glob("*.turns")), "turns of finished groups are removed"
+    again = Life(tokenizer, open_journal(tmp_path), version=4, answers=0, **options)
+    assert again.rollout(range(4)).recovered_turns == 0 and again.rows() == rows
+    again.end()
+
+
+def test_a_group_generated_afresh_neither_reads_nor_writes_turns(tokenizer: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"environment": two_turns, "piece_tokens": 0}
+    first = Life(tokenizer, open_journal(tmp_path), answers=2, **options)
+    with pytest.raises(Killed):
+        first.rollout([0])
+    first.end()
+    [path] = tmp_path.glob("*.turns")
+    size = path.stat().st_size
+    second = Life(tokenizer, open_journal(tmp_path), answers=3, version=1, **options)
+    with pytest.raises(Killed):
+        second.rollout([0], fresh=True)
+    second.end()
+    assert [one.stat().st_size for one in tmp_path.glob("*.turns")] == [size] and len(second.made) == 3
 
 
 @pytest.mark.drill
