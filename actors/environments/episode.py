@@ -397,8 +397,9 @@ class Episode:
         return completion, self.record(row, completion, text, routes_from)
 
     async def rebuild(self) -> Any:
-        """Build the episode up to its last recorded turn with a saved state, and return that state; None if there is
-        none. The policy's answer to that turn is not part of the episode yet."""
+        """Build the episode up to its last turn with a saved state, and return that state; None if there is none.
+
+        The policy's answer to that turn is not part of the episode yet."""
         engine = self._services.engine
         chain = engine.take_saved(self.name) if isinstance(engine, RecoveringEngine) else []
         ids: list[int] = []

@@ -11,7 +11,7 @@ from ...dataplane.imports import MissingExtra, import_object
 from ..process.user_errors import made
 from .config import EndpointConfig, EnvironmentConfig
 from .episode import Episode, generate_together
-from .host import EpisodeEndpoint
+from .host import EpisodeEndpoint, EpisodeHost
 from .tool_use import ToolUse
 from .verifiers_process import VerifiersEnvironment
 
@@ -55,6 +55,13 @@ def build_endpoint(config: EndpointConfig, *, adapters: bool = False) -> Episode
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "uvicorn", "rollout.endpoint.enabled=true", "endpoint") from None
     return EndpointServer(config, adapters=adapters)
+
+
+def build_host(
+    environment: Any, config: EnvironmentConfig, endpoint: EndpointConfig, *, adapters: bool = False, **services: Any
+) -> EpisodeHost:
+    """Build the host of an environment, with its endpoint. services: further arguments of `EpisodeHost`."""
+    return EpisodeHost(environment, config, endpoint=build_endpoint(endpoint, adapters=adapters), **services)
 
 
 def check_environment(config: EnvironmentConfig, endpoint: EndpointConfig) -> None:

@@ -114,8 +114,9 @@ class RecoveringEngine:
         self._to_save[request_id] = saved
 
     def take_saved(self, name: str) -> list[SavedTurn]:
-        """Return the recorded states of the episode `name`, from its first turn to the last one recorded; [] if there
-        are none. They are given out once."""
+        """Return the recorded states of the episode `name`, from its first turn to the last; [] if there are none.
+
+        They are given out once."""
         found = self._saved.pop(name, [])
         chain = found[-1:]
         while chain and chain[0].before:

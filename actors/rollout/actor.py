@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,7 @@ from ..engines.router import Router, Suspension
 from ..engines.stop_tokens import end_note, end_tokens
 from ..engines.tokenizer import load_tokenizer
 from ..environments.config import EndpointConfig, EnvironmentConfig
-from ..environments.factory import SingleTurn, build_endpoint, build_environment, recovery_mode
-from ..environments.host import EpisodeHost
+from ..environments.factory import SingleTurn, build_environment, build_host, recovery_mode
 from ..rewards.config import RewardConfig
 from ..rewards.rubric import build_rubric
 from ..sample_file import SampleFile
@@ -152,7 +151,15 @@ class RolloutActor(EngineHost):
         self._hosted = engine  # From here on, `close` ends the engine even if the next lines fail.
         self._worker = RolloutWorker(
             engine=engine,
-            environment=self._host(environment, tokenizer),
+            environment=build_host(
+                environment,
+                setup.environment,
+                setup.endpoint,
+                adapters=setup.adapters,
+                chat=self._chat(tokenizer),
+                max_prompt_tokens=setup.data.max_prompt_tokens,
+                columns=setup.data.columns,
+            ),
             tokenizer=tokenizer,
             rubric=rubric,
             prompts=prompts,
@@ -218,23 +225,9 @@ class RolloutActor(EngineHost):
         piece_tokens = config.recover_tokens if mode == "prefix" else 0
         return TurnJournal(setup.journal, setup.name, journal, piece_tokens)
 
-    def _host(self, environment: Any, tokenizer: Any) -> EpisodeHost:
-        setup = self._setup
-
-        @functools.cache
-        def chat() -> ChatFormat:
-            return build_chat_format(
-                tokenizer, setup.model.renderer, setup.model.renderer_options, setup.data.chat_template_kwargs
-            )
-
-        return EpisodeHost(
-            environment,
-            setup.environment,
-            chat=chat,
-            max_prompt_tokens=setup.data.max_prompt_tokens,
-            endpoint=build_endpoint(setup.endpoint, adapters=setup.adapters),
-            columns=setup.data.columns,
-        )
+    def _chat(self, tokenizer: Any) -> Callable[[], ChatFormat]:
+        model, options = self._setup.model, self._setup.data.chat_template_kwargs
+        return functools.cache(lambda: build_chat_format(tokenizer, model.renderer, model.renderer_options, options))
 
     def data_notes(self) -> tuple[str, ...]:
         """Return sentences for the user about the prompt sources that `build` opened, and about the ends of answers.

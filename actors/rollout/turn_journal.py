@@ -53,10 +53,9 @@ class TurnJournal:
         await asyncio.to_thread(self._locked_refresh)
 
     async def engine(self, position: int, engine: Generator, *, fresh: bool = False) -> RecoveringEngine:
-        """Return an engine for the group at `position`, which answers with the recorded answers that were there at the
-        last `refresh`. fresh: True if nothing is read and nothing recorded.
+        """Return an engine for the group at `position`, with the answers that were recorded at the last `refresh`.
 
-        Raises DamagedJournal if a record is damaged.
+        fresh: True if nothing is read and nothing recorded. Raises DamagedJournal if a record is damaged.
         """
         if fresh:
             return RecoveringEngine(engine, None, (), self._piece_tokens)
@@ -73,8 +72,9 @@ class TurnJournal:
         await done
 
     async def trim(self, first: int, outstanding: Collection[int]) -> None:
-        """Remove files, of any writer, of groups that are in the journal or that a checkpoint covers (see
-        `GroupJournal.trim`). The file that is being written is closed first."""
+        """Remove files, of any writer, of groups that are in the journal or that a checkpoint covers.
+
+        The file that is being written is closed first. first, outstanding: see `GroupJournal.trim`."""
         await asyncio.to_thread(self._trim, first, outstanding)
 
     async def close(self) -> None:

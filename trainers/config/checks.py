@@ -238,7 +238,7 @@ def meaning_problems(config: Config) -> Iterator[str]:
         )
     yield from update_problems(config.algorithm, config.trainer, config.overlap)
     yield from _label_problems(config.reward)
-    yield from admission_problems(config.algorithm, config.run)
+    yield from admission_problems(config.algorithm, config.run, config.environment)
     if config.run.replay is not None:
         yield from replay_problems(config.run, config.validation, config.algorithm, window=config.overlap.window)
     if not config.sft.train:
@@ -412,9 +412,9 @@ def evaluation_problems(sets: Mapping[str, EvaluationConfig], reward: RewardConf
             yield f"{key}.every: got {one.every} with run.replay set, expected 0, because a replay has no engine"
 
 
-def admission_problems(algorithm: AlgorithmConfig, run: RunConfig) -> Iterator[str]:
-    """Yield one sentence for each setting that conflicts with the order of a step's groups. The settings are samplers
-    and oversampling."""
+def admission_problems(algorithm: AlgorithmConfig, run: RunConfig, environment: EnvironmentConfig) -> Iterator[str]:
+    """Yield one sentence for each setting that conflicts with the order of a step's groups, or with exact repetition.
+    The settings are samplers, oversampling and pieces of turns."""
     over, in_order = algorithm.dynamic_sampling.oversample > 1, algorithm.sampler in ("in_order", "windowed")
     key = "algorithm.dynamic_sampling.oversample"
     if over and (in_order or run.deterministic):
@@ -422,6 +422,11 @@ def admission_problems(algorithm: AlgorithmConfig, run: RunConfig) -> Iterator[s
         yield (
             f"{key}: got {algorithm.dynamic_sampling.oversample:g} with {what}, expected 1, because a step "
             "with more prompts takes the groups that are ready first"
+        )
+    if run.deterministic and environment.recover == "prefix":
+        yield (
+            "environment.recover: got 'prefix' with run.deterministic=true, expected 'turn', because the log-probs of "
+            "a piece depend on the pieces that are generated at the same time"
         )
     if run.deterministic and algorithm.sampler not in ("auto", "in_order"):
         yield (

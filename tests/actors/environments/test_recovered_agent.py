@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("renderers")
 
-from headrace.actors.engines.protocol import Completion
+from headrace.actors.engines.protocol import Completion, SamplingParams
 from headrace.testing import TalkingEngine
 from headrace.tests.actors.environments.endpoint_world import CALL
 from headrace.tests.actors.environments.test_endpoint import use_tools
@@ -21,10 +21,12 @@ def test_an_agent_at_the_endpoint_goes_on(tmp_path: Path) -> None:
     """Its calls of tools get other ids in each life, which are not among the tokens."""
 
     class Talking(TalkingEngine):
-        async def generate(self, request_id: str, *asked: Any) -> list[Completion]:
+        async def generate(
+            self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams
+        ) -> list[Completion]:
             if len(self.seen) == (2 if self.version == 1 else 9):
                 raise Killed
-            return await super().generate(request_id, *asked)
+            return await super().generate(request_id, prompt_ids, params)
 
     first, second = (
         Life(tmp_path, Talking(TOKENIZER, CALL, CALL, "it is 3", version=life), use_tools, n=1, endpoint=True)

@@ -121,8 +121,7 @@ def open_turns(folder: Path, writer: str = "rollout 0", piece_tokens: int = 0) -
 
 
 def check_rows(samples: Sequence[Sample], lives: Sequence[Life]) -> None:
-    """Every turn in the rows is an answer that an engine made to exactly the tokens before it, and each answer is used
-    once."""
+    """Every turn in the rows is an engine's answer to exactly the tokens before it, and each answer is there once."""
     made = [one for life in lives for one in life.engine.made]
     for sample in samples:
         for turn in sample.turns:
