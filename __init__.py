@@ -14,6 +14,7 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from . import rewards as rewards
     from .actors.engines.protocol import Completion, GenerationEngine, SamplingParams
+    from .actors.failures import JudgeFailed, LimitExceeded, SandboxFailed
     from .actors.protocols import MicroBatch, TrainBackend
     from .actors.train.microbatch_plan import Budget, ShardPlan, plan_shards
     from .actors.train.topology import Topology
@@ -83,11 +84,13 @@ __all__ = [
     "IntegrityError",
     "InvalidArgument",
     "Jagged",
+    "JudgeFailed",
     "KVBatchMeta",
     "KeysNotFound",
     "Kind",
     "LeaseLost",
     "LeaseStatus",
+    "LimitExceeded",
     "LossInputs",
     "MicroBatch",
     "PartitionRows",
@@ -96,6 +99,7 @@ __all__ = [
     "RunEvent",
     "SamplerError",
     "SamplingParams",
+    "SandboxFailed",
     "Schema",
     "SchemaMismatch",
     "ShardPlan",
@@ -125,6 +129,7 @@ __all__ = [
 
 _MODULES = {
     "actors.engines.protocol": "Completion GenerationEngine SamplingParams",
+    "actors.failures": "JudgeFailed LimitExceeded SandboxFailed",
     "actors.protocols": "MicroBatch TrainBackend",
     "actors.train.microbatch_plan": "Budget ShardPlan plan_shards",
     "actors.train.topology": "Topology",

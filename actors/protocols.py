@@ -18,6 +18,7 @@ from ..codecs.tokens.routes import ROUTES, RouteSpec
 from .adapters.spec import AdapterSpec
 from .columns import ColumnConfig, TokenValues
 from .engines.protocol import Generator, SamplingParams
+from .failures import FailureKind
 
 # ---------------- Spans are timed pieces of work, for the trace of a run.
 
@@ -256,8 +257,12 @@ class Sample:
     versions: np.ndarray
     """Policy version that produced each token, int32 `[L]`; -1 where the policy did not choose it (prompt, tools)."""
     error: str = ""
-    """Message of the error that made the episode fail; "" if it did not fail. The row of a failed sample is not trained
-    on."""
+    """Message of the error that made the episode fail; "" if it did not fail. `environment.on_failure` says what
+    becomes of the rows of a failed sample."""
+    failure: FailureKind | None = None
+    """Kind of the failure; None if the episode did not fail."""
+    retries: int = 0
+    """Number of times that the episode was played before, because it had failed."""
     routes: tuple[tuple[int, np.ndarray], ...] = ()
     """Routes of the first row (see `RowTokens.routes`)."""
     turns: tuple[Turn, ...] = ()
@@ -296,7 +301,10 @@ class Score:
     """True if the sample can be trained on; False if a reward function or the episode failed, or if generation was
     aborted."""
     error: str = ""
-    """Description of the failure in one line; "" when `valid` is True."""
+    """Description of the failure in one line; "" if nothing failed. A sample that failed can still be valid, with the
+    reward 0 (`zero` in `environment.on_failure`)."""
+    failure: FailureKind | None = None
+    """Kind of the failure; None if nothing failed."""
     answer: str | None = None
     """Answer for which the response counts in a majority vote; None if the response has no answer, or if there is no
     vote."""

@@ -152,6 +152,7 @@ def episode_line(
         "rewards": {reward: _number(value) for reward, value in score.components.items()},
         "reward": _number(score.reward) if score.valid else None,
         "error": score.error,
+        "failure": score.failure,
         "finish_reason": sample.finish_reason,
         "version": versions[0] if versions else -1,
         "versions": versions,

@@ -93,14 +93,18 @@ def sample(
     return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
 
 
+class ContextExceeded(ValueError):
+    """Raised for a request whose prompt and new tokens do not fit into the model's context."""
+
+
 def checked_prompt(
     request_id: str, prompt_ids: Sequence[int], params: SamplingParams, *, context: int | None, vocab_size: int
 ) -> np.ndarray:
     """Check a prompt and return its token ids as int64 `[L]`.
 
-    Raises ValueError if a token of the prompt or a stop token is outside the vocabulary, or if the prompt is empty,
-    does not reach `params.routes_from`, or is too long: prompt plus `params.max_new_tokens` must fit into `context`
-    tokens. With `context=None` no prompt is too long.
+    Raises ValueError if a token of the prompt or a stop token is outside the vocabulary, or if the prompt is empty or
+    does not reach `params.routes_from`, and ContextExceeded if it is too long: prompt plus `params.max_new_tokens` must
+    fit into `context` tokens. With `context=None` no prompt is too long.
     """
     prompt = np.asarray(prompt_ids, dtype=np.int64)
     if prompt.ndim != 1 or not len(prompt):
@@ -111,7 +115,7 @@ def checked_prompt(
             f"{len(prompt)} prompt tokens, counted from 0"
         )
     if context is not None and len(prompt) + params.max_new_tokens > context:
-        raise ValueError(
+        raise ContextExceeded(
             f"request {request_id!r}: {len(prompt)} prompt tokens + {params.max_new_tokens} new tokens exceed "
             f"the model's context of {context}"
         )

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from ...dataplane.config import Count, Positive, Section
+from ...dataplane.config import Count, CountOrZero, Positive, Section
+from ..failures import FailureKind
 
 ENVIRONMENT_KINDS = ("single_turn", "tool_use", "verifiers")
 
@@ -36,6 +37,43 @@ class EndpointConfig(Section):
     """Seconds within which a request's body must arrive."""
 
 
+Treatment = Literal["mask", "retry", "zero", "stop"]
+
+
+class OnFailure(Section):
+    """What becomes of an episode that failed, by the kind of failure.
+
+    `mask`: its rows are not trained on. `retry`: it is played again, at most `environment.retries` times, and then
+    masked. `zero`: it is trained on with the reward 0. `stop`: the run ends with an error.
+    """
+
+    environment: Treatment = "mask"
+    """Treatment of an episode in which the environment's own code raised an error."""
+    sandbox: Treatment = "retry"
+    """Treatment of an episode in which something that the environment runs failed: a process, a server, a container.
+    The environment says so by raising `headrace.SandboxFailed` or a ConnectionError."""
+    judge: Treatment = "mask"
+    """Treatment of an episode whose reward functions failed or took too long. With `retry`, the samples of the prompt
+    are scored again; the episode itself is played again only if its environment raised `headrace.JudgeFailed`."""
+    engine: Treatment = "retry"
+    """Treatment of an episode in which the engine refused a request or aborted it. An engine that has died is replaced,
+    and no episode fails by that."""
+    limit: Literal["mask", "retry", "zero", "stop", "partial"] = "mask"
+    """Treatment of an episode that exceeded a limit of time, rows or context. `partial`: it ends at once and keeps its
+    rows and rewards so far."""
+
+    @property
+    def treatments(self) -> dict[FailureKind, str]:
+        """Kind of failure -> treatment."""
+        return {
+            "environment": self.environment,
+            "sandbox": self.sandbox,
+            "judge": self.judge,
+            "engine": self.engine,
+            "limit": self.limit,
+        }
+
+
 class EnvironmentConfig(Section):
     """The environment that the policy acts in, and the limits of its episodes."""
 
@@ -59,9 +97,10 @@ class EnvironmentConfig(Section):
     does not count."""
     episode_timeout_s: Positive = 600.0
     """Seconds that the environment can take in an episode, without the time in which the policy generates."""
-    on_timeout: Literal["fail", "partial"] = "fail"
-    """Treatment of episodes that take too long. `fail`: they are not trained on, and are counted as failed. `partial`:
-    they end at once and keep the rewards so far."""
+    on_failure: OnFailure = OnFailure()
+    """What becomes of an episode that failed, by the kind of failure: a section with the keys below."""
+    retries: CountOrZero = 2
+    """Largest number of times that an episode is played again, where `environment.on_failure` says `retry`."""
     recover: Literal["turn", "prefix", "restart"] = "turn"
     """Point from which an episode continues after the death of its rollout actor or of the run, if a journal is kept
     (`run.journal`). `turn`: from its last turn; it is played again, and the recorded turns answer. `prefix`: also from

@@ -26,6 +26,7 @@ from ..columns import ColumnConfig, TokenValues, column_named
 from ..engines.chat import ChatFormat, Reply
 from ..engines.protocol import SESSION_SEPARATOR, Completion, Generator, SamplingParams, Which
 from ..engines.tokenizer import encode_prompts, response_texts
+from ..failures import FailureKind
 from ..process.user_errors import storable
 from ..process.user_function_timeouts import TooManyHang, UserThreads
 from ..protocols import EPISODE_ERRORS, Prompt, Sample, Turn
@@ -158,6 +159,10 @@ class Episode:
         """Reason why the episode ended; None is that of the last turn."""
         self.fatal: BaseException | None = None
         """Error of the engine that ends the rollout, not only this episode; None if there was none."""
+        self.engine_error: Exception | None = None
+        """Last error of an engine that fails only this episode; None if there was none."""
+        self.retries = 0
+        """Number of times that the episode was played before."""
         self.out_of_tokens = False
         """True if the policy was asked for a turn when it had no tokens left."""
         self.address: EndpointAddress | None = None
@@ -171,6 +176,7 @@ class Episode:
         self._token_values: list[TokenValues] = []
         self._num_requests = 0
         self._error = ""
+        self._failure: FailureKind | None = None
         self.save_state: Callable[[Episode], Any] | None = None
         """Function that returns the state of the environment, to be recorded with each turn; None if there is none."""
         self._asked: list[int] = []
@@ -355,7 +361,8 @@ class Episode:
         with self.clock.stopped():
             try:
                 [completion] = await generate_whole(services.engine, services.tokenizer, request_id, prompt_ids, params)
-            except EPISODE_ERRORS:
+            except EPISODE_ERRORS as error:
+                self.engine_error = error
                 raise
             except Exception as error:  # The engine failed, not this episode.
                 self.fatal = error
@@ -432,15 +439,17 @@ class Episode:
         self._turns.append(turn)
         return turn
 
-    def fail(self, error: str) -> None:
-        """Record that the episode failed, so that its rows are not trained on. error: description of the failure."""
-        self._error = self._error or storable(error)
+    def fail(self, error: str, kind: FailureKind = "environment") -> None:
+        """Record that the episode failed; later calls change nothing. error: description of the failure."""
+        if not self._error:
+            self._error, self._failure = storable(error), kind
 
-    def finish(self, max_rows: int) -> Sample:
-        """Return the finished episode. An episode of more than `max_rows` rows counts as failed."""
+    def finish(self, max_rows: int, *, partial: bool = False) -> Sample:
+        """Return the finished episode. An episode of more than `max_rows` rows counts as failed, or with `partial` has
+        only the first of them."""
         rows = [row.row() for row in (self._rows or [self._row()])]
-        if len(rows) > max_rows:
-            self.fail(f"the episode has {len(rows)} rows, more than environment.max_rows={max_rows}")
+        if len(rows) > max_rows and not partial:
+            self.fail(f"the episode has {len(rows)} rows, more than environment.max_rows={max_rows}", "limit")
         if not isinstance(self.answer, str | None):
             self.fail(f"the environment set the answer to a {type(self.answer).__name__}, expected text or None")
             self.answer = None
@@ -458,6 +467,8 @@ class Episode:
             versions=first.versions,
             routes=first.routes,
             error=self._error,
+            failure=self._failure,
+            retries=self.retries,
             turns=tuple(self._turns),
             rewards=dict(self._rewards),
             columns=dict(self._columns),
@@ -493,7 +504,8 @@ async def generate_together(episodes: Sequence[Episode]) -> None:
             completions = await generate_whole(
                 services.engine, services.tokenizer, first.prompt.uid, prompt_ids.tolist(), params
             )
-        except EPISODE_ERRORS:
+        except EPISODE_ERRORS as error:
+            first.engine_error = error
             raise
         except Exception as error:
             first.fatal = error

@@ -1,24 +1,29 @@
 """`EpisodeHost` plays the episodes of prompts with an environment, and bounds their number and their time.
 
 prompt -> n episodes -> Gate (so many at once) -> environment.play(episode), a task of its own -> samples
-                                                      |  an error, or no time left
-                                                      +--> this episode has failed, the others continue
+             ^                                        |  an error, or no time left
+             |                                        +--> this episode has failed, the others continue
+             +------------- played again, where `environment.on_failure` says `retry` ----+
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from ..columns import ColumnConfig
 from ..engines.chat import ChatFormat
 from ..engines.protocol import Generator, SamplingParams
 from ..engines.router import Router
+from ..engines.token_sampling import ContextExceeded
+from ..failures import FailureKind, FailureStopsRun, kind_of_error
 from ..process.user_errors import awaited, described
 from ..process.user_function_timeouts import MAX_HUNG, TooManyHang, UserThreads
 from ..protocols import Prompt, Sample
@@ -29,6 +34,9 @@ from .recovery import RecoveringEngine
 GRACE_S = 5.0
 """Seconds that an environment has to end a cancelled episode. After that, the episode counts as hanging and is no
 longer awaited."""
+RETRY_WAIT_S, LONGEST_RETRY_WAIT_S = 1.0, 30.0
+"""Seconds before an episode whose sandbox failed is played again for the first time, and the longest such wait. Each
+wait is twice as long as the one before."""
 NUM_THREADS = 64
 """Largest number of blocking functions of environments that run in threads at the same time in a rollout actor."""
 
@@ -144,25 +152,25 @@ class EpisodeHost:
         """Play `params.n` episodes of the prompt and return their samples, in order.
 
         If the environment raises an error or takes too long in an episode, only that episode fails; with `play_group`,
-        all episodes of the prompt fail together. Errors of the engine are raised, unless their type is in
-        EPISODE_ERRORS. Raises TooManyHang if too many episodes or blocking functions hang.
+        all episodes of the prompt fail together. An episode that failed is played again if `environment.on_failure`
+        says so. Errors of the engine are raised, unless their type is in EPISODE_ERRORS. Raises TooManyHang if too many
+        episodes or blocking functions hang, and FailureStopsRun for a failure that is to end the run.
         """
         services = EpisodeServices(engine, tokenizer, self._chat, self._threads, self._max_prompt_tokens, self._columns)
-        own = replace(params, n=1)
-        if together := hasattr(self._environment, "play_group"):
-            clock = self._new_clock()
-            episodes = [Episode(prompt, index, own, services, clock) for index in range(params.n)]
-        else:
-            episodes = [Episode(prompt, index, own, services, self._new_clock()) for index in range(params.n)]
-        parts = [episodes] if together else [[episode] for episode in episodes]
-        tasks = [asyncio.create_task(self._play(part, engine)) for part in parts]
+        own, indices = replace(params, n=1), range(params.n)
+
+        def begin(part: Sequence[int]) -> list[Episode]:
+            clock = Clock(self._config.turn_timeout_s, self._config.episode_timeout_s)
+            return [Episode(prompt, index, own, services, clock) for index in part]
+
+        parts = [indices] if hasattr(self._environment, "play_group") else [[index] for index in indices]
+        tasks = [asyncio.create_task(self._play_until_settled(partial(begin, part), engine)) for part in parts]
         try:
-            await asyncio.gather(*tasks)
+            return [sample for samples in await asyncio.gather(*tasks) for sample in samples]
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return [episode.finish(self._config.max_rows) for episode in episodes]
 
     async def close(self) -> None:
         """Close the endpoint, and the environment if it has a method `close`. Idempotent."""
@@ -175,8 +183,32 @@ class EpisodeHost:
 
     # ---------------- These methods are private.
 
-    def _new_clock(self) -> Clock:
-        return Clock(self._config.turn_timeout_s, self._config.episode_timeout_s)
+    async def _play_until_settled(self, begin: Callable[[], list[Episode]], engine: Generator) -> list[Sample]:
+        """Play the episodes that `begin` makes, and return their samples. Episodes that failed and may be played again
+        are replaced by new ones."""
+        wait_s = RETRY_WAIT_S
+        for retries in itertools.count():
+            episodes = begin()
+            for episode in episodes:
+                episode.retries = retries
+            await self._play(episodes, engine)
+            samples = [episode.finish(self._config.max_rows, partial=self._keeps_partial) for episode in episodes]
+            failed = next((sample for sample in samples if sample.failure), None)
+            if failed is None or failed.failure is None:
+                break
+            treatment = self._config.on_failure.treatments[failed.failure]
+            if treatment == "stop":
+                raise FailureStopsRun(failed.failure, f"prompt {failed.prompt.uid!r}: {failed.error}")
+            if treatment != "retry" or retries >= self._config.retries:
+                break
+            if failed.failure == "sandbox":  # A container or server that is just starting again needs a while.
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, LONGEST_RETRY_WAIT_S)
+        return samples
+
+    @property
+    def _keeps_partial(self) -> bool:
+        return self._config.on_failure.limit == "partial"
 
     async def _play(self, episodes: Sequence[Episode], engine: Generator) -> None:
         async with self._gate.place(engine):
@@ -199,7 +231,8 @@ class EpisodeHost:
                 if not task.done():
                     words = first.clock.exceeded
                     await self._stop(task)
-                    _end_late(episodes, words, partial=self._config.on_timeout == "partial")
+                    for episode in episodes:
+                        self._end(episode, f"TimeoutError: {words}", "limit", "timeout")
                     return
                 self._take(task, episodes)
             finally:
@@ -229,6 +262,7 @@ class EpisodeHost:
     def _take(self, task: asyncio.Task[Any], episodes: Sequence[Episode]) -> None:
         """Record what the environment returned or raised. Raises errors that end the rollout."""
         fatal = next((episode.fatal for episode in episodes if episode.fatal is not None), None)
+        engine_error = next((episode.engine_error for episode in episodes if episode.engine_error is not None), None)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if fatal is not None:
             raise fatal
@@ -247,7 +281,17 @@ class EpisodeHost:
             if isinstance(error, OutOfTokens) or (error is not None and episode.out_of_tokens):
                 episode.finish_reason = "length"
             elif error is not None:
-                episode.fail(described(error))
+                kind = kind_of_error(error)
+                if engine_error is not None:  # An agent can have hidden it behind an error of its own.
+                    kind = "limit" if isinstance(engine_error, ContextExceeded) else "engine"
+                self._end(episode, described(error), kind, "length")
+
+    def _end(self, episode: Episode, error: str, kind: FailureKind, reason: str) -> None:
+        """Record that an episode failed. One that exceeded a limit may keep its rewards and have a finish reason."""
+        if kind == "limit" and self._keeps_partial:
+            episode.finish_reason = reason
+        else:
+            episode.fail(error, kind)
 
     async def _stop(self, task: asyncio.Task[Any]) -> None:
         """Cancel the environment's task. A task that does not end within GRACE_S is no longer awaited, and counts as
@@ -264,15 +308,6 @@ class EpisodeHost:
         self._hung.discard(task)
         if not task.cancelled():
             task.exception()
-
-
-def _end_late(episodes: Sequence[Episode], words: str, *, partial: bool) -> None:
-    """End episodes that ran out of time. They fail, or with `partial` keep the rewards that they have."""
-    for episode in episodes:
-        if partial:
-            episode.finish_reason = "timeout"
-        else:
-            episode.fail(f"TimeoutError: {words}")
 
 
 async def _load(load: Callable[[Episode, Any], Any], episode: Episode, state: Any) -> None:

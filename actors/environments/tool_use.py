@@ -18,8 +18,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from ...dataplane.imports import import_object
+from ..failures import SandboxFailed
 from ..process.user_errors import awaited, said_by, storable
-from ..process.user_function_timeouts import TooManyHang, UserProcesses, UserThreads
+from ..process.user_function_timeouts import TooManyHang, UserProcessDied, UserProcesses, UserThreads
 from .episode import Episode
 
 Tool = Callable[[str], str | Awaitable[str]]
@@ -205,7 +206,7 @@ class ToolUse:
 
     async def _answer(self, name: str, arguments: str) -> str:
         """Run a tool and return its result as text. If the call is wrong or fails, return a text that describes the
-        error, so that the policy can react to it."""
+        error, so that the policy can react to it. Raises SandboxFailed if the tool's process died."""
         tool = self._tools.get(name)
         if tool is None:
             return f"error: there is no tool {name}, expected {', '.join(self._tools)}"
@@ -225,6 +226,8 @@ class ToolUse:
             return storable(str(result))
         except TooManyHang:
             raise
+        except UserProcessDied as error:
+            raise SandboxFailed(f"tool {name!r}: {error}") from error
         except Exception as error:
             return f"error: {said_by(error) or type(error).__name__}"
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..failures import LimitExceeded, SandboxFailed
 from ..process.process_keeper import end_kept, kept_command
 from .episode import Episode
 
@@ -60,8 +61,8 @@ class VerifiersEnvironment:
 
     async def play(self, episode: Episode) -> float | None:
         """Play one task. The episode gets the environment's rewards, by name, and their weighted sum. Raises
-        RuntimeError if verifiers reports that the episode failed, and TimeoutError if one of its own time limits was
-        exceeded."""
+        RuntimeError if verifiers reports that the episode failed, LimitExceeded if one of its own time limits was
+        exceeded, and SandboxFailed if the child process died."""
         number = episode.prompt.fields.get(TASK)
         if not isinstance(number, int):
             raise ValueError(f"prompt {episode.prompt.uid!r} has no task number, expected data.train=environment")
@@ -74,7 +75,7 @@ class VerifiersEnvironment:
         if said["error"]:
             raise RuntimeError(said["error"])
         if said["timeout"]:
-            raise TimeoutError("a time limit of the verifiers environment was exceeded")
+            raise LimitExceeded("a time limit of the verifiers environment was exceeded")
         episode.answer = said["text"]
         return said["reward"]
 
@@ -91,7 +92,7 @@ class VerifiersEnvironment:
                     await self._child.close()
                 if self._starts >= MAX_STARTS:
                     assert self._child is not None
-                    raise RuntimeError(f"the verifiers process ended {self._starts} times; {self._child.words}")
+                    raise SandboxFailed(f"the verifiers process ended {self._starts} times; {self._child.words}")
                 self._starts += 1
                 self._child = await _Child.start(self._python, self._path, self._env)
             return self._child
@@ -146,7 +147,7 @@ class _Child:
         return " | ".join(self._last_words)[-1000:] or "it said nothing"
 
     async def play(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Let the process play an episode, and return its report on the episode. Raises RuntimeError if the process
+        """Let the process play an episode, and return its report on the episode. Raises SandboxFailed if the process
         dies."""
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -180,7 +181,7 @@ class _Child:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             await self._process.stdin.drain()
         except (ConnectionError, RuntimeError) as error:
-            raise RuntimeError(f"the verifiers process has ended: {self.words}") from error
+            raise SandboxFailed(f"the verifiers process has ended: {self.words}") from error
 
     async def _read_answers(self) -> None:
         assert self._process.stdout is not None
@@ -192,7 +193,7 @@ class _Child:
         await self._process.wait()
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(RuntimeError(f"the verifiers process has ended: {self.words}"))
+                answer.set_exception(SandboxFailed(f"the verifiers process has ended: {self.words}"))
 
     async def _read_errors(self) -> None:
         assert self._process.stderr is not None

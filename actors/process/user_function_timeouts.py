@@ -46,6 +46,10 @@ class UserFunctionFailed(RuntimeError):
     message says which of these happened."""
 
 
+class UserProcessDied(UserFunctionFailed):
+    """Raised when the process of the user's function died, or did not start in time."""
+
+
 class UserProcesses:
     """Calls one function, named by its import path, in at most `num_processes` processes. Must be used from one event
     loop."""
@@ -96,7 +100,7 @@ class UserProcesses:
             if isinstance(error, TimeoutError):
                 raise UserFunctionFailed(f"{self._name!r} did not return within {timeout_s:g} s") from None
             if isinstance(error, (ConnectionError, ValueError)):
-                raise UserFunctionFailed(f"the process of {self._name!r} died: {error}") from None
+                raise UserProcessDied(f"the process of {self._name!r} died: {error}") from None
             raise
         self._free.append(process)
         if "error" in said:
@@ -128,7 +132,7 @@ class UserProcesses:
             await self._kill(process)
             if isinstance(error, (TimeoutError, ConnectionError, ValueError)):
                 why = f" within {START_S:g} s" if isinstance(error, TimeoutError) else f": {error}"
-                raise UserFunctionFailed(f"the process of {self._name!r} did not start{why}") from None
+                raise UserProcessDied(f"the process of {self._name!r} did not start{why}") from None
             raise
         if "failed" in said:
             await self._kill(process)

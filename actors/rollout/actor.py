@@ -175,6 +175,8 @@ class RolloutActor(EngineHost):
             max_rows=setup.environment.max_rows,
             columns=setup.data.columns,
             teachers=setup.teachers,
+            on_failure=setup.environment.on_failure,
+            retries=setup.environment.retries,
         )
         return engine
 

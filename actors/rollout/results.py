@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -51,7 +52,7 @@ class GroupFigures:
     component_sums: dict[str, float] = field(default_factory=dict)
     """For each reward function, by name, the sum of its unweighted values over the rows that did not fail."""
     errors: tuple[str, ...] = ()
-    """Errors of the failed rows: at most MAX_ERRORS of them, each with at most MAX_ERROR_LENGTH characters."""
+    """Errors of the episodes that failed: at most MAX_ERRORS of them, each with at most MAX_ERROR_LENGTH characters."""
     routes: RouteCounts = RouteCounts()
     """Counts of the rows' expert routes; all are 0 without router replay."""
     ended: int = 0
@@ -62,6 +63,10 @@ class GroupFigures:
     """For each data source (the prompts' field `data_source`), by name, the number of rows that did not fail."""
     source_rewards: dict[str, float] = field(default_factory=dict)
     """For each data source, by name, the sum of the total rewards of the rows that did not fail."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """For each kind of failure, the number of episodes, those included that are trained on with the reward 0."""
+    retries: int = 0
+    """Number of times that episodes were played again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +110,11 @@ class RolloutReport(GroupFigures):
 
 def added_figures(parts: Sequence[GroupFigures]) -> dict[str, Any]:
     """Return the values of the GroupFigures of all rows of `parts`, by field."""
-    totals = ("rows", "failed", "truncated", "ended", "ended_tokens", "prompt_tokens", "response_tokens", "reward_sum")
-    by_name = ("component_sums", "source_rows", "source_rewards")
+    totals = (
+        "rows", "failed", "truncated", "ended", "ended_tokens", "prompt_tokens", "response_tokens", "reward_sum",
+        "retries",
+    )  # fmt: skip
+    by_name = ("component_sums", "source_rows", "source_rewards", "failures")
     return {name: sum(getattr(part, name) for part in parts) for name in totals} | {
         "response_length_max": max((part.response_length_max for part in parts), default=0),
         **{name: _added([getattr(part, name) for part in parts]) for name in by_name},
@@ -183,7 +191,7 @@ def group_figures(
     return GroupFigures(
         rows=len(samples),
         failed=len(failed),
-        errors=bounded(score.error for score in failed),
+        errors=bounded(score.error for score in scores if not score.valid or score.failure),
         truncated=sum(sample.finish_reason == "length" for sample in samples),
         prompt_tokens=sum(len(sample.input_ids) for sample in samples) - sum(lengths),
         response_tokens=sum(lengths),
@@ -195,6 +203,8 @@ def group_figures(
         ended_tokens=sum(ended),
         source_rows=source_rows,
         source_rewards=source_rewards,
+        failures=dict(Counter(score.failure for score in scores if score.failure)),
+        retries=sum(sample.retries for sample in samples),
     )
 
 

@@ -81,7 +81,7 @@ def checked_scores(columns: Sequence[ColumnConfig], samples: Sequence[Sample], s
                     sample_number(column, sample)
             except ValueError as error:
                 text = f"prompt {sample.prompt.uid!r}: {error}"
-                score = replace(score, reward=0.0, components={}, valid=False, error=text)
+                score = replace(score, reward=0.0, components={}, valid=False, error=text, failure="environment")
         checked.append(score)
     return checked
 
@@ -423,7 +423,7 @@ def checked_routes(samples: Sequence[Sample], scores: Sequence[Score], rules: Ro
                 f"route, more than router_replay.max_missing_share={config.max_missing_share:g} allows"
             )
         if error:
-            score = Score(reward=0.0, components={}, valid=False, error=error)
+            score = Score(reward=0.0, components={}, valid=False, error=error, failure="engine")
             routes = spec.missing(len(sample.input_ids))
         columns.append(routes)
         checked.append(score)

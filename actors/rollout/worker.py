@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +26,8 @@ from ..columns import ColumnConfig
 from ..engines.protocol import Generator, SamplingParams
 from ..engines.router import LeftOut
 from ..engines.tokenizer import encode_prompts
+from ..environments.config import OnFailure
+from ..failures import FailureStopsRun
 from ..process.user_function_timeouts import UserThreads
 from ..protocols import EPISODE_ERRORS, GroupPlayer, Prompt, Sample, Score, Span
 from ..rewards.apart import ApartValues
@@ -105,13 +107,15 @@ class RolloutWorker:
         max_rows: int = 1,
         columns: Sequence[ColumnConfig] = (),
         teachers: TeacherSources | None = None,
+        on_failure: OnFailure | None = None,
+        retries: int = 0,
     ) -> None:
         """held_out: evaluations that `evaluate` can make, by name. journal: keeps finished groups (all rows of one
         prompt) on disk; None keeps none. turns: keeps the turns of unfinished groups on disk; None keeps none.
         reward_timeout_s: time limit in seconds for the reward functions of one row.
         mask_truncated, keeps_old_kv, max_rows, columns, teachers: see `rollout_rows`. routes: the routes that the
         engine records and rows carry, where an episode is one row; None without router replay. samples: file of
-        episodes for people to read; None writes none."""
+        episodes for people to read; None writes none. on_failure, retries: see `EnvironmentConfig`."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -137,6 +141,8 @@ class RolloutWorker:
         self._max_rows = max_rows
         self._columns = tuple(columns)
         self._teachers = teachers
+        self._on_failure = on_failure or OnFailure()
+        self._retries = retries
 
     def note_left_out(self, engine: LeftOut) -> None:
         """Record that the router removed `engine` from routing, so that the next report mentions it."""
@@ -160,7 +166,8 @@ class RolloutWorker:
 
         A row fails if its rewards fail or take too long, if its generation is aborted, or if its episode fails with one
         of EPISODE_ERRORS. A failed row is also written, but masked: its response_mask, its log-probs and its tags
-        `valid` and `reward` are 0. If an episode fails with another error, a write fails, or the call is cancelled, the
+        `valid` and `reward` are 0. `environment.on_failure` can have it trained on with the reward 0 instead, or have
+        FailureStopsRun raised. If an episode fails with another error, a write fails, or the call is cancelled, the
         remaining episodes are ended before the error is raised; groups already written stay in the data plane.
         """
         tally, call = RolloutTally(), _OpenCall()
@@ -391,6 +398,24 @@ class RolloutWorker:
         return np.where(versions < 0, self._engine.version, versions)
 
     async def _score(self, samples: list[Sample], rubric: Rubric, timeout_s: float) -> list[Score]:
+        """Score samples, and treat those that failed as `environment.on_failure` says. The samples of a prompt are
+        scored again together, because a reward can compare them. Raises FailureStopsRun."""
+        scores = await self._score_once(samples, rubric, timeout_s)
+        for _ in range(self._retries if self._on_failure.judge == "retry" else 0):
+            uids = {s.prompt.uid for s, score in zip(samples, scores, strict=True) if score.failure == "judge"}
+            again = [at for at, sample in enumerate(samples) if sample.prompt.uid in uids]
+            fresh = await self._score_once([samples[at] for at in again], rubric, timeout_s) if again else []
+            for at, score in zip(again, fresh, strict=True):
+                scores[at] = score
+        return [self._treated(score) for score in scores]
+
+    def _treated(self, score: Score) -> Score:
+        treatment = "mask" if score.failure is None else self._on_failure.treatments[score.failure]
+        if treatment == "stop":
+            raise FailureStopsRun(str(score.failure), score.error)
+        return replace(score, valid=True, components={}) if treatment == "zero" else score
+
+    async def _score_once(self, samples: list[Sample], rubric: Rubric, timeout_s: float) -> list[Score]:
         """Score samples one after another, after the rewards that are computed apart. If the rewards of a sample take
         longer than `timeout_s` seconds, the sample counts as failed, and another thread continues with the next
         sample."""
@@ -467,7 +492,7 @@ class _Scoring:
             return scores
         uid = self._samples[len(scores)].prompt.uid
         error = f"prompt {uid!r}: reward {self._reward!r} did not return within {bound} s"
-        return [*scores, Score(reward=0.0, components={}, valid=False, error=error)]
+        return [*scores, Score(reward=0.0, components={}, valid=False, error=error, failure="judge")]
 
 
 def _failed_samples(prompt: Prompt, tokenizer: Any, count: int, error: str) -> list[Sample]:
@@ -485,6 +510,7 @@ def _failed_samples(prompt: Prompt, tokenizer: Any, count: int, error: str) -> l
             finish_reason="error",
             versions=np.full(len(ids), -1, np.int32),
             error=error,
+            failure="environment",
         )
         for index in range(count)
     ]
@@ -493,12 +519,14 @@ def _failed_samples(prompt: Prompt, tokenizer: Any, count: int, error: str) -> l
 def _score_one(rubric: Rubric, sample: Sample, known: ApartValues | None, begin: Callable[[str], None]) -> Score:
     if sample.error:
         error = f"prompt {sample.prompt.uid!r}: the episode failed: {' '.join(sample.error.split())}"
-        return Score(reward=0.0, components={}, valid=False, error=error)
+        return Score(reward=0.0, components={}, valid=False, error=error, failure=sample.failure or "environment")
     if sample.finish_reason == "abort":
         # The run cut this response off, so its reward says nothing about the policy.
-        return Score(reward=0.0, components={}, valid=False, error=f"prompt {sample.prompt.uid!r}: generation aborted")
+        error = f"prompt {sample.prompt.uid!r}: generation aborted"
+        return Score(reward=0.0, components={}, valid=False, error=error, failure="engine")
     tokens = int(np.count_nonzero(sample.response_mask))
-    return rubric.score(sample.prompt, sample.text, sample.finish_reason, tokens, sample, begin, known)
+    score = rubric.score(sample.prompt, sample.text, sample.finish_reason, tokens, sample, begin, known)
+    return score if score.valid else replace(score, failure="judge")
 
 
 class _EvaluationTally:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from ...actors.engines.protocol import SamplingParams
-from ...actors.environments.config import EnvironmentConfig
+from ...actors.environments.config import EnvironmentConfig, OnFailure
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.actor import EvaluationSetup, RolloutSetup
 from ...actors.rollout.config import RolloutConfig
@@ -164,13 +164,23 @@ def _environment(environment: EnvironmentConfig) -> dict[str, Any]:
     environment, its tools and its turns were keys of section `rollout`.
     """
     played: list[Any] = ["single_turn", ["calculator"], 4]
-    own, defaults = (one.model_dump(exclude=_RECOVERY) for one in (environment, EnvironmentConfig()))
-    defaults["kind"] = None
+    own = _as_in_first_journals(environment)
+    defaults = {**_as_in_first_journals(EnvironmentConfig()), "kind": None}
     if environment.kind == "tool_use" and list(environment.options) == ["tools", "max_turns"]:
         played, own["options"], own["kind"] = [environment.kind, *environment.options.values()], {}, None
     elif environment.kind == "single_turn":
         own["kind"] = None
     return {"environment": played} | ({} if own == defaults else {"own_environment": own})
+
+
+def _as_in_first_journals(environment: EnvironmentConfig) -> dict[str, Any]:
+    """Return the section `environment` with the former key `on_timeout`, and without newer keys at their defaults."""
+    later = ("on_failure", "retries")
+    own = {key: value for key, value in _without_defaults(environment, later).items() if key not in _RECOVERY}
+    partial = environment.on_failure.limit == "partial"
+    if environment.on_failure == OnFailure(limit="partial"):
+        del own["on_failure"]
+    return {**own, "on_timeout": "partial" if partial else "fail"}
 
 
 def _without_defaults(section: Section, later: Sequence[str]) -> dict[str, Any]:

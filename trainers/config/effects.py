@@ -207,7 +207,10 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "model.renderer_options": (EPISODES, _unlike("model.renderer", "template")),
     **{
         f"environment.{name}": (EPISODES,)
-        for name in ("max_rows", "turn_timeout_s", "episode_timeout_s", "on_timeout", "max_episodes")
+        for name in (
+            "max_rows", "turn_timeout_s", "episode_timeout_s", "max_episodes", "on_failure.environment",
+            "on_failure.sandbox",
+        )
     },
     "algorithm.max_staleness": (AHEAD,),
     "algorithm.stale_groups": (AHEAD, OVERTAKING),

@@ -184,10 +184,21 @@ def renamed_keys(data: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[st
 def _environment_keys(data: dict[str, Any], of_old_run: bool) -> dict[str, Any]:
     """Move the keys of section `rollout` that once named the environment to section `environment`, in place. Warns
     about each of these keys. They had an effect only while `environment.kind` was unset, `tools` and `max_turns` only
-    with `tool_use`. Raises ConfigError if `environment.kind` is set too, unless the configuration is that of an old run
-    (`of_old_run`), which lists all keys.
+    with `tool_use`. Raises ConfigError if `environment.kind` is set too, and for the former key
+    `environment.on_timeout`, unless the configuration is that of an old run (`of_old_run`), which lists all keys.
     """
     rollout, environment = data.get("rollout"), data.get("environment")
+    if isinstance(environment, dict) and "on_timeout" in environment:
+        late = environment.pop("on_timeout")
+        if not of_old_run:
+            raise ConfigError(
+                [
+                    f"environment.on_timeout: got {_shown(late)}, expected the key environment.on_failure.limit, which "
+                    "has replaced it (mask, or partial to keep the rewards so far)"
+                ]
+            )
+        if late == "partial":
+            environment["on_failure"] = {"limit": "partial", **(environment.get("on_failure") or {})}
     if isinstance(environment, dict) and environment.get("kind", "") is None:
         del environment["kind"]  # In older versions, null left the kind to `rollout.environment`.
     if not isinstance(rollout, dict):

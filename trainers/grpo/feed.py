@@ -485,9 +485,12 @@ class Feed:
 
     def _expect_few_errors(self) -> None:
         """Raise TooManyFailedRows if the share of failed rows in the current step exceeds reward.max_error_share. The
-        share refers to the rows reported so far or to the rows of a full step, whichever number is larger."""
+        share refers to the rows reported so far or to the rows of a full step, whichever number is larger. Rows that
+        failed and have the reward 0 count too, except those that exceeded a limit, which a policy can do in each."""
         reports, share = self._tally.reports, self._config.reward.max_error_share
-        failed = sum(report.failed for report in reports)
+        treatments = self._config.environment.on_failure.treatments
+        zeroed = [kind for kind, treatment in treatments.items() if treatment == "zero" and kind != "limit"]
+        failed = sum(report.failed + sum(report.failures.get(kind, 0) for kind in zeroed) for report in reports)
         rows = max(self._config.rows_per_step, sum(report.rows for report in reports))
         if failed > share * rows:
             first = next(report.first_error for report in reports if report.first_error)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ...actors.failures import FAILURE_KINDS
 from ...actors.rewards.rubric import reward_tag
 from ...actors.rollout.results import merge_reports
 from ...actors.rollout.rows import KV_STALENESS, RouteCounts
@@ -154,6 +155,8 @@ def rollout_metrics(fed: FeedTally) -> dict[str, float]:
         "rollout/truncated_share": rollout.truncated / rollout.rows if rollout.rows else math.nan,
         "rollout/ended_length_mean": rollout.ended_tokens / rollout.ended if rollout.ended else math.nan,
         "rollout/restored_rows": float(rollout.restored),
+        **{f"episodes/failed/{kind}": float(rollout.failures.get(kind, 0)) for kind in FAILURE_KINDS},
+        "episodes/retried": float(rollout.retries),
         "episodes/recovered_turns": float(rollout.recovered_turns),
         "episodes/recovered_tokens": float(rollout.recovered_tokens),
         "episodes/unmatched_turns": float(rollout.unmatched_turns),

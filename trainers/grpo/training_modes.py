@@ -313,7 +313,7 @@ def run_steps(run: Run, state: State, feed: Feed, after_step: AfterStep) -> Gene
 def note_failed_rows(run: Run, step: int, reports: Sequence[RolloutReport]) -> None:
     """Record the failed rows of rollout calls that ended in `step`."""
     for report in reports:
-        run.observers.reward_errors.note(step, report.failed, report.rows, report.errors)
+        run.observers.reward_errors.note(step, sum(report.failures.values()), report.rows, report.errors)
 
 
 def _run_steps(run: Run, state: State, feed: Feed, steps: Steps) -> Generator[dict[str, float], None, None]:

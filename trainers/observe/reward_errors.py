@@ -26,8 +26,8 @@ class RewardErrors:
         self._told: set[str] = set()
 
     def note(self, step: int, failed: int, rows: int, errors: Sequence[str]) -> None:
-        """Record that `failed` of the `rows` rows of a rollout call had no valid reward. The call ended in `step`.
-        errors: the errors of the failed rows; only some of them if there are very many. A no-op if `failed` is 0.
+        """Record that `failed` of the `rows` episodes of a rollout call failed. The call ended in `step`. errors: their
+        errors; only some of them if there are very many. A no-op if `failed` is 0.
         """
         if not failed:
             return
@@ -41,7 +41,7 @@ class RewardErrors:
             if kind not in self._told and len(self._told) < MAX_TOLD:
                 self._told.add(kind)
                 _log.warning(
-                    "step %d: %d of %d rows are not trained on, the first of this kind: %s (told once; all such errors "
+                    "step %d: %d of %d episodes failed, the first of this kind: %s (told once; all such errors "
                     "are in %s)", step, failed, rows, error, self._path,
                 )  # fmt: skip
 

@@ -151,7 +151,8 @@ def facts(row: Row) -> str:
 def _print(row: Row, console: Console) -> None:
     console.print(Text(facts(row), style="bold"))
     if row["error"]:
-        console.print(Text(f"error: {row['error']}", style="red"))
+        kind = row.get("failure")  # Lines of earlier versions have none.
+        console.print(Text(f"error{f' ({kind})' if kind else ''}: {row['error']}", style="red"))
     console.print(Text.assemble(("prompt> ", "bright_black"), row["prompt"]))
     for turn in row["turns"]:
         style = "bright_blue" if turn["role"] == "policy" else "magenta"

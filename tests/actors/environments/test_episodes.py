@@ -13,7 +13,7 @@ from headrace.actors.engines.chat import TemplateFormat, build_chat_format
 from headrace.actors.engines.protocol import EngineDied, SamplingParams
 from headrace.actors.engines.router import Router
 from headrace.actors.environments import host as hosting
-from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
+from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig, OnFailure
 from headrace.actors.environments.episode import Clock, Episode
 from headrace.actors.environments.factory import build_environment, check_environment
 from headrace.actors.environments.host import EpisodeHost, Gate
@@ -161,7 +161,7 @@ def test_an_episode_out_of_time_may_keep_its_rewards() -> None:
             await asyncio.sleep(0.06)
         return 1.0
 
-    config = EnvironmentConfig(episode_timeout_s=0.2, on_timeout="partial")
+    config = EnvironmentConfig(episode_timeout_s=0.2, on_failure=OnFailure(limit="partial"))
     [sample] = play(slow, TalkingEngine(TOKENIZER, "ab", latency_s=0.05), config=config)
     assert sample.finish_reason == "timeout" and not sample.error
     assert sample.rewards == {"reward": len(sample.turns) / 10} and 2 <= len(sample.turns) <= 5

@@ -131,9 +131,9 @@ def test_a_task_is_played_over_the_endpoint_and_its_rewards_come_back(fake: str)
     ("said", "words"),
     [
         ("bad", "RuntimeError: EnvError: it was bad"),
-        ("late", "TimeoutError: a time limit of the verifiers environment was exceeded"),
+        ("late", "LimitExceeded: a time limit of the verifiers environment was exceeded"),
         ("hang", "TimeoutError: the environment took longer than environment.turn_timeout_s=3 s"),
-        ("die", "RuntimeError: the verifiers process has ended"),
+        ("die", "SandboxFailed: the verifiers process has ended"),
     ],
 )
 def test_an_episode_that_fails_over_there_fails_here_and_the_next_is_played(fake: str, said: str, words: str) -> None:

@@ -51,7 +51,8 @@ def test_the_file_is_written_also_when_the_run_ends_in_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run: Any = SimpleNamespace(config=build_config({}), observers=SimpleNamespace(reward_errors=RewardErrors(tmp_path)))
-    failed = SimpleNamespace(failed=2, rows=16, errors=("the episode failed: KeyError: 'room' (my.py line 3)",))
+    errors = ("the episode failed: KeyError: 'room' (my.py line 3)",)
+    failed = SimpleNamespace(failures={"environment": 2}, rows=16, errors=errors)
     feed: Any = SimpleNamespace(reports=(failed,))
 
     def ends(*_: Any) -> None:
