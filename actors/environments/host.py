@@ -29,7 +29,7 @@ from ..process.user_function_timeouts import MAX_HUNG, TooManyHang, UserThreads
 from ..protocols import Prompt, Sample
 from .config import EnvironmentConfig
 from .episode import Clock, EndpointAddress, Episode, EpisodeServices, OutOfTokens
-from .recovery import RecoveringEngine
+from .recovery import RecoveringEngine, TurnRecord
 
 GRACE_S = 5.0
 """Seconds that an environment has to end a cancelled episode. After that, the episode counts as hanging and is no
@@ -93,6 +93,16 @@ class Gate:
             if not turn.done():
                 turn.set_result(None)
                 return
+
+
+class _Turns:
+    """Keeps the answers of the engine in the attempts at an episode (a `TurnLog`)."""
+
+    def __init__(self) -> None:
+        self.records: list[TurnRecord] = []
+
+    async def write(self, record: TurnRecord) -> None:
+        self.records.append(record)
 
 
 class EpisodeEndpoint(Protocol):
@@ -159,9 +169,10 @@ class EpisodeHost:
         services = EpisodeServices(engine, tokenizer, self._chat, self._threads, self._max_prompt_tokens, self._columns)
         own, indices = replace(params, n=1), range(params.n)
 
-        def begin(part: Sequence[int]) -> list[Episode]:
+        def begin(part: Sequence[int], answers: Generator) -> list[Episode]:
             clock = Clock(self._config.turn_timeout_s, self._config.episode_timeout_s)
-            return [Episode(prompt, index, own, services, clock) for index in part]
+            shared = replace(services, engine=answers)
+            return [Episode(prompt, index, own, shared, clock) for index in part]
 
         parts = [indices] if hasattr(self._environment, "play_group") else [[index] for index in indices]
         tasks = [asyncio.create_task(self._play_until_settled(partial(begin, part), engine)) for part in parts]
@@ -183,12 +194,16 @@ class EpisodeHost:
 
     # ---------------- These methods are private.
 
-    async def _play_until_settled(self, begin: Callable[[], list[Episode]], engine: Generator) -> list[Sample]:
+    async def _play_until_settled(self, begin: Callable[[Generator], list[Episode]], engine: Generator) -> list[Sample]:
         """Play the episodes that `begin` makes, and return their samples. Episodes that failed and may be played again
-        are replaced by new ones."""
-        wait_s = RETRY_WAIT_S
+        are replaced by new ones.
+
+        The turns of the earlier attempts answer again. Otherwise attempts that happen to avoid a failure would be drawn
+        until one does, and the others would be missing among the rows.
+        """
+        wait_s, turns = RETRY_WAIT_S, _Turns()
         for retries in itertools.count():
-            episodes = begin()
+            episodes = begin(RecoveringEngine(engine, turns, tuple(turns.records)))
             for episode in episodes:
                 episode.retries = retries
             await self._play(episodes, engine)

@@ -28,8 +28,9 @@ TASK = "task"
 """Name of the prompt's field that holds the task number; see `data.train=environment`."""
 START_S = 600.0
 """Time limit in seconds for loading the environment in the child process."""
-MAX_STARTS = 3
-"""Number of times that the child process is started before the environment raises an error."""
+MAX_STARTS = 10
+"""Number of times in a row that the child process is started, without an episode that it plays to its end, before the
+environment raises an error."""
 _SCRIPT = Path(__file__).with_name("verifiers_child.py")
 _LINE_BYTES = 1 << 24
 
@@ -70,6 +71,7 @@ class VerifiersEnvironment:
             child = await self._started()
         address = episode.endpoint
         said = await child.play({TASK: number, "url": address.url, "secret": address.secret, "model": address.model})
+        self._starts = 0
         for name, value in said["rewards"].items():
             episode.reward(value, name)
         if said["error"]:
@@ -92,7 +94,7 @@ class VerifiersEnvironment:
                     await self._child.close()
                 if self._starts >= MAX_STARTS:
                     assert self._child is not None
-                    raise SandboxFailed(f"the verifiers process ended {self._starts} times; {self._child.words}")
+                    raise SandboxFailed(f"the verifiers process ended {self._starts} times in a row; {self._child.words}")
                 self._starts += 1
                 self._child = await _Child.start(self._python, self._path, self._env)
             return self._child

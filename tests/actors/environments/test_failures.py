@@ -116,11 +116,12 @@ def test_what_the_engine_refuses_is_its_failure_and_a_full_context_a_limit() -> 
     assert (kept.failure, kept.finish_reason) == (None, "length")
 
 
-def test_a_retry_plays_a_fresh_episode_with_the_same_requests_and_is_bounded() -> None:
+def test_a_retry_plays_a_fresh_episode_with_the_same_turns_and_is_bounded() -> None:
     moody, engine = Moody(SandboxFailed("gone"), failures=2), TalkingEngine(TOKENIZER, "ab")
     samples = play(moody, engine, n=3)
     assert [(s.failure, s.retries, len(s.turns), s.rewards["reward"]) for s in samples] == [(None, 2, 1, 1.0)] * 3
-    assert Counter(request for request, *_ in engine.seen) == {f"p.{index}/0": 3 for index in range(3)}
+    asked = Counter(request for request, *_ in engine.seen)
+    assert asked == {f"p.{index}/0": 1 for index in range(3)}, "the first attempt's turns answer again"
     moody = Moody(SandboxFailed("gone"))
     [sample] = play(moody)
     assert (sample.failure, sample.retries, moody.plays[0]) == ("sandbox", 2, 3)
