@@ -34,7 +34,7 @@ from headrace.tests.drills.chaos.faults import (
     more,
     schedule,
 )
-from headrace.tests.drills.chaos.injured_run import GROUP_SIZE, PROMPTS_PER_STEP, InjuredRun
+from headrace.tests.drills.chaos.injured_run import GROUP_SIZE, PROMPTS_PER_STEP, InjuredRun, run_config
 from headrace.tests.drills.chaos.ledger import Balance, balance
 from headrace.tests.drills.chaos.memory import Growth
 from headrace.tests.drills.chaos.surgeon import Fault, Hung, Surgeon
@@ -161,7 +161,7 @@ def _injure(
 ) -> Injured:
     folder = options.out / store
     folder.mkdir()
-    run = InjuredRun(folder.absolute(), store, options.engine, options.seed)
+    run = InjuredRun(folder.absolute(), lambda path: run_config(path, store, options.engine, options.seed))
     surgeon = Surgeon(run, lambda line: tell(f"{store}: {line}"))
     try:
         surgeon.operate(_endless(store, planned, options.seed), until_s)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +76,18 @@ def run_config(folder: Path, store: StoreKind, engine: str, seed: int) -> dict[s
 class InjuredRun:
     """One run of the chaos drill: its run folder, its control folder and its current driver process."""
 
-    def __init__(self, folder: Path, store: StoreKind, engine: str, seed: int) -> None:
-        """Create the run's folders and files in `folder`. Starts no process."""
+    def __init__(self, folder: Path, config: Callable[[Path], dict[str, Any]], site: str = SITE) -> None:
+        """Create the run's folders and files in `folder`. Starts no process. config: function that returns the run's
+        configuration for its run folder. site: content of `sitecustomize.py` in the run's processes."""
         self.folder = folder / "run"
         self.control = Control(folder / "control")
         self.control.create()
         self.output_path = folder / "output.txt"
         self._config_path = folder / "chaos.yaml"
-        self._config_path.write_text(yaml.safe_dump(run_config(self.folder, store, engine, seed), sort_keys=False))
+        self._config_path.write_text(yaml.safe_dump(config(self.folder), sort_keys=False))
         self._site = folder / "site"
         self._site.mkdir()
-        (self._site / "sitecustomize.py").write_text(SITE)
+        (self._site / "sitecustomize.py").write_text(site)
         self._process: subprocess.Popen[bytes] | None = None
         self._said = 0
         """Number of bytes that earlier drivers wrote to the output file. The current driver's output follows them."""
