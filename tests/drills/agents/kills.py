@@ -77,7 +77,7 @@ def config_of(plan: Plan, folder: Path) -> dict[str, Any]:
     """Return the configuration of a run."""
     return {
         "run": {
-            "dir": str(folder), "name": plan.name, "seed": plan.seed, "checkpoint_every": 3, "max_restarts": 1_000_000,
+            "dir": str(folder), "name": plan.name, "seed": plan.seed, "checkpoint_every": 1, "max_restarts": 1_000_000,
             "trace_step": 0,
         },
         "algorithm": {
@@ -140,11 +140,13 @@ def make_long_model(folder: Path) -> None:
 
 
 def _lives(run: InjuredRun, dice: random.Random) -> bool:
-    """Wait until the run has made answers in this life, and up to eight seconds more. Returns False once it ended by
-    itself."""
+    """Wait until the run has a checkpoint, without which it cannot be resumed, and has made answers in this life, and
+    up to eight seconds more. Returns False once it ended by itself."""
     tail, deadline = NotesTail(run.control), time.monotonic() + START_S
     tail.new()
-    while not any("made" in note for note in tail.new()):
+    made = False
+    while not made or not any(run.folder.glob("checkpoints/step_??????.json")):
+        made = made or any("made" in note for note in tail.new())
         if run.returncode == 0:
             return False
         _goes_on(run)
