@@ -6,6 +6,7 @@
 # make families   checks tiny models of 60 families and writes their table, docs/reference/models.md (FAMILIES="llama qwen3" for two)
 # make drills     kills, soaks and long random runs, for hours; `make drill-ten_minutes` runs those with that in their name
 # make drill-chaos  two minutes of random faults in real runs; ARGS=--minutes=30 for longer
+# make drill-agents  kills real runs of long episodes and compares them with one without kills; ARGS=--only=chaos for a part
 # make list-slow  prints what only `make test-all` tests
 # make lint       style, types, import contracts
 # make docs       builds the documentation site, strictly, into build/site
@@ -31,7 +32,7 @@ QUICK := not processes and not long and not slow and not drill and not gpu and n
 # Compiled files are kept: without them each of the many processes that tests start compiles the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train pool check check-tests test test-all test-other families drills drill-chaos list-slow lint docs docs-sources vllm clean
+.PHONY: help train pool check check-tests test test-all test-other families drills drill-chaos drill-agents list-slow lint docs docs-sources vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -71,6 +72,9 @@ drills: .venv/test.stamp .venv/vllm.stamp
 
 drill-chaos: .venv/test.stamp
 	$(BIN)/python -m headrace.tests.drills.chaos.drill $(ARGS)
+
+drill-agents: .venv/test.stamp
+	$(BIN)/python -m headrace.tests.drills.agents.kills $(ARGS)
 
 drill-%: .venv/test.stamp .venv/vllm.stamp
 	$(PYTEST) -m drill -k "$*" $(ARGS)
