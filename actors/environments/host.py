@@ -198,12 +198,13 @@ class EpisodeHost:
         """Play the episodes that `begin` makes, and return their samples. Episodes that failed and may be played again
         are replaced by new ones.
 
-        The turns of the earlier attempts answer again. Otherwise attempts that happen to avoid a failure would be drawn
-        until one does, and the others would be missing among the rows.
+        The turns of the earlier attempts answer again, unless the environment cannot be played again. Otherwise turns
+        would be drawn until some avoid the failure, and those that do not would be missing among the rows.
         """
         wait_s, turns = RETRY_WAIT_S, _Turns()
         for retries in itertools.count():
-            episodes = begin(RecoveringEngine(engine, turns, tuple(turns.records)))
+            records = () if getattr(self._environment, "recover", None) == "restart" else tuple(turns.records)
+            episodes = begin(RecoveringEngine(engine, turns, records))
             for episode in episodes:
                 episode.retries = retries
             await self._play(episodes, engine)

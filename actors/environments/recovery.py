@@ -102,6 +102,8 @@ class RecoveringEngine:
                 self._records[record.key].append(record)
             if record.saved is not None:
                 self._saved[_session(record.request_id)].append(record.saved)
+        self._restored: dict[int, SavedTurn] = {}
+        """States from the journal, to be recorded again with their turns: hash of the tokens before the turn -> state."""
         self._asked: dict[str, str] = {}
         """Requests that were answered by the record of another request id: request id -> recorded request id."""
         self._recovered = set[tuple[str, int]]()
@@ -116,7 +118,11 @@ class RecoveringEngine:
     def take_saved(self, name: str) -> list[SavedTurn]:
         """Return the recorded states of the episode `name`, from its first turn to the last; [] if there are none.
 
-        They are given out once."""
+        They are given out once. Those of earlier attempts in this process are newer than those of the journal."""
+        if name not in self._saved and isinstance(self._engine, RecoveringEngine):
+            chain = self._engine.take_saved(name)
+            self._restored.update({saved.prompt: saved for saved in chain})
+            return chain
         found = self._saved.pop(name, [])
         chain = found[-1:]
         while chain and chain[0].before:
@@ -151,6 +157,8 @@ class RecoveringEngine:
         """Return the recorded answer to the request, else the engine's. Raises the errors of `Generator.generate`, and
         OSError if the answer cannot be recorded."""
         saved = self._to_save.pop(request_id, None)
+        if saved is None and self._restored:
+            saved = self._restored.get(tokens_hash(prompt_ids))
         key = self._key(request_id, prompt_ids, params)
         record = self._take(key, request_id)
         if record is not None:
@@ -159,6 +167,8 @@ class RecoveringEngine:
             self._recovered.update((request_id if begun is None else begun.request_id, sample) for sample in samples)
             self.recovered_tokens += sum(len(completion.token_ids) for completion in record.completions)
             return list(record.completions)
+        if saved is not None and isinstance(self._engine, RecoveringEngine):
+            self._engine.save(request_id, saved)
         completions = await self._generated(request_id, prompt_ids, params)
         if self._log is not None and any(len(completion.token_ids) for completion in completions):
             await self._log.write(TurnRecord(request_id, key, completions, saved))

@@ -94,7 +94,9 @@ class VerifiersEnvironment:
                     await self._child.close()
                 if self._starts >= MAX_STARTS:
                     assert self._child is not None
-                    raise SandboxFailed(f"the verifiers process ended {self._starts} times in a row; {self._child.words}")
+                    raise SandboxFailed(
+                        f"the verifiers process ended {self._starts} times in a row; {self._child.words}"
+                    )
                 self._starts += 1
                 self._child = await _Child.start(self._python, self._path, self._env)
             return self._child

@@ -19,6 +19,7 @@ from headrace.actors.environments import host as hosting
 from headrace.actors.environments.config import EnvironmentConfig, OnFailure
 from headrace.actors.environments.episode import Episode
 from headrace.actors.environments.host import EpisodeHost
+from headrace.actors.environments.recovery import RecoveringEngine
 from headrace.actors.environments.tool_use import ToolUse
 from headrace.actors.environments.turns import Transcript
 from headrace.actors.failures import FailureStopsRun, kind_of_error
@@ -54,6 +55,7 @@ class Moody:
 
     def __init__(self, error: BaseException | None, failures: int = 99) -> None:
         self.error, self.failures, self.plays = error, failures, Counter()
+        self.recover: str | None = None
 
     async def play(self, episode: Episode) -> float:
         await episode.generate(max_new_tokens=1)
@@ -127,6 +129,49 @@ def test_a_retry_plays_a_fresh_episode_with_the_same_turns_and_is_bounded() -> N
     assert (sample.failure, sample.retries, moody.plays[0]) == ("sandbox", 2, 3)
     moody = Moody(ValueError("a bug"))
     assert play(moody)[0].retries == 0 and moody.plays[0] == 1, "retry is not for every kind"
+
+
+def test_what_cannot_be_played_again_is_drawn_anew() -> None:
+    moody, engine = Moody(SandboxFailed("gone"), failures=1), TalkingEngine(TOKENIZER, "ab")
+    moody.recover = "restart"
+    assert play(moody, engine)[0].retries == 1 and len(engine.seen) == 2
+
+
+class Saves:
+    """Counts its turns, and fails once in the third."""
+
+    def __init__(self) -> None:
+        self.turns, self.failed, self.loaded = dict[str, int](), set[str](), list[int]()
+
+    async def play(self, episode: Episode) -> float:
+        for turn in range(self.turns.setdefault(episode.name, 0), 4):
+            self.turns[episode.name] = turn
+            await episode.generate(max_new_tokens=1)
+            if turn == 2 and episode.name not in self.failed:
+                self.failed.add(episode.name)
+                raise SandboxFailed("gone")
+            episode.add_text("q")
+        return 1.0
+
+    def save(self, episode: Episode) -> int:
+        return self.turns[episode.name]
+
+    def load(self, episode: Episode, state: int) -> None:
+        self.loaded.append(state)
+        self.turns[episode.name] = state
+
+
+def test_a_retry_and_a_journal_give_an_environment_its_saved_state() -> None:
+    saves, engine = Saves(), TalkingEngine(TOKENIZER, "ab")
+    [sample] = play(saves, engine)
+    assert (sample.failure, sample.retries, len(sample.turns), saves.loaded) == (None, 1, 4, [2])
+    assert len(engine.seen) == 4, "no turn was generated twice"
+    journal = hosting._Turns()
+    play(Saves(), RecoveringEngine(engine, journal))
+    assert len(journal.records) == 4 and all(record.saved is not None for record in journal.records)
+    after, died = Saves(), RecoveringEngine(TalkingEngine(TOKENIZER, "zz"), None, journal.records[:3])
+    [again] = play(after, died)
+    assert after.loaded[0] == 2 and again.input_ids[:6].tolist() == sample.input_ids[:6].tolist()
 
 
 def test_more_rows_than_allowed_are_a_limit_or_left_out() -> None:
