@@ -103,7 +103,7 @@ class RecoveringEngine:
             if record.saved is not None:
                 self._saved[_session(record.request_id)].append(record.saved)
         self._restored: dict[int, SavedTurn] = {}
-        """States from the journal, which are recorded again with their turns: hash of the tokens before a turn -> state."""
+        """States from the journal, which are recorded again with their turns: hash of the tokens before -> state."""
         self._asked: dict[str, str] = {}
         """Requests that were answered by the record of another request id: request id -> recorded request id."""
         self._recovered = set[tuple[str, int]]()
