@@ -145,7 +145,7 @@
       facts.append(tokens);
     }
     box.append(facts);
-    if (row.error) box.append(make("div", "bad", row.error));
+    if (row.error) box.append(make("div", "bad", row.failure ? `${row.failure}: ${row.error}` : row.error));
     box.append(turnBox("prompt", row.prompt));
     let at = 0;
     for (const turn of row.turns) {
