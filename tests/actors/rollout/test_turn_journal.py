@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from headrace.actors.environments.factory import SingleTurn
 from headrace.actors.environments.recovery import TurnRecord
 from headrace.actors.rollout.journal_segments import DamagedJournal
 from headrace.codecs.tokens.routes import RouteSpec
+from headrace.tests.actors.rollout import turn_drill
 from headrace.tests.actors.rollout.test_journal import group
 from headrace.tests.actors.rollout.turn_lives import (
     TURNS,
@@ -265,3 +268,13 @@ def test_the_pieces_of_an_agents_turns_answer_whatever_the_order_of_its_calls(tm
     assert lives[0].samples is None and lives[1].samples is not None and lives[1].policy.unmatched == 0
     assert lives[1].policy.recovered_tokens == sum(len(one[2]) for one in lives[0].engine.made)
     assert sum(map(len, answers.values())) == sum(len(one[2]) for each in lives for one in each.engine.made)
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(180)
+def test_kill_9_at_random_moments_of_an_episode(tmp_path: Path) -> None:
+    """Real processes, killed while they play; see turn_drill.py."""
+    command = [sys.executable, turn_drill.__file__, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("killed") == turn_drill.KILLS and "all turns once" in done.stdout
