@@ -180,10 +180,8 @@ def _kill(run: InjuredRun, victim: str, dice: random.Random) -> bool:
     for target in targets:
         with suppress(psutil.NoSuchProcess):
             target.send_signal(signal.SIGKILL)
-    if victim == "driver" and targets:
-        psutil.wait_procs(targets, timeout=30)
-        while run.returncode is None:
-            time.sleep(0.05)
+    while victim == "driver" and targets and run.returncode is None:
+        time.sleep(0.05)  # `psutil.wait_procs` would take the exit code from the driver's own handle.
     return bool(targets)
 
 
