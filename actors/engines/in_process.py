@@ -16,7 +16,16 @@ from ...codecs.weights.parameter_digests import ParameterDigests
 from ..adapters.spec import AdapterSpec
 from ..weight_sync.inbox import WeightInbox
 from ..weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
-from .protocol import CommitReport, EngineBroken, EngineStats, KeysAndValues, PauseMode, Prepared
+from .protocol import (
+    BadSchema,
+    CommitReport,
+    EngineBroken,
+    EngineStats,
+    KeysAndValues,
+    PauseMode,
+    Prepared,
+    SamplingParams,
+)
 
 Ready = TypeVar("Ready")
 Check = Callable[[Mapping[str, torch.Tensor], AdapterSpec | None], Ready]
@@ -194,6 +203,11 @@ class InProcessEngine(ABC, Generic[Ready]):
             raise EngineBroken(f"request {request_id!r}: {self._broken}")
         if request_id in in_flight:
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
+
+    def _expect_free(self, params: SamplingParams) -> None:
+        """Raise BadSchema if a request has a JSON schema, which engines in this process cannot follow."""
+        if params.schema:
+            raise BadSchema("this engine cannot restrict answers to a JSON schema, expected rollout.engine=vllm")
 
     def _fall_asleep(self, level: int) -> None:
         """Refuse requests until `wake`. Raises ValueError for an unknown level."""

@@ -86,6 +86,9 @@ class SamplingParams:
     an earlier one asks only for the routes that are still missing."""
     adapter: Which = ""
     """The model that the tokens are sampled from."""
+    schema: str = ""
+    """JSON schema that the text of the completions must match; "" leaves it free. Tokens that do not fit are excluded
+    at each step, so log-probs are those of the tokens that are left. Only the `vllm` engine can do this."""
     continues: CutOff | None = None
     """The sample that this request continues; the sample's tokens so far are the end of the prompt. None for a request
     that begins a sample."""
@@ -157,6 +160,10 @@ class CommitReport:
     """Number of requests in flight that continued with the new weights."""
     aborted: int
     """Number of requests that the commit ended."""
+
+
+class BadSchema(ValueError):
+    """Raised when an engine cannot restrict a completion to a JSON schema (`SamplingParams.schema`)."""
 
 
 class EngineBroken(RuntimeError):

@@ -123,6 +123,7 @@ class ScriptedEngine(InProcessEngine[dict[str, torch.Tensor]]):
         self._expect_usable(request_id, self._requests)
         if not len(prompt_ids):
             raise ValueError(f"request {request_id!r}: the prompt has no tokens, expected at least one")
+        self._expect_free(params)
         params = resolve_stops(params, self._tokenizer)
         responses, latency_s = self._responses(request_id, prompt_ids, params)
         request = self._requests[request_id] = _Request(latency_s)

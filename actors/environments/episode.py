@@ -117,11 +117,16 @@ class EndpointAddress:
     """Address at which the client of an agent reaches the policy in one episode."""
 
     url: str
-    """Base URL of the OpenAI-compatible API, such as `http://127.0.0.1:40123/v1`."""
+    """Base URL as OpenAI's clients want it, such as `http://127.0.0.1:40123/v1`."""
     secret: str = field(repr=False)
     """API key of this episode alone. It is refused once the episode has ended."""
     model: str
     """Name of the model."""
+
+    @property
+    def root_url(self) -> str:
+        """Base URL without the version, as Anthropic's clients want it."""
+        return self.url.removesuffix("/v1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,11 +341,12 @@ class Episode:
         routes_from: int = 0,
         adapter: Which = "",
         saved: SavedTurn | None = None,
+        schema: str = "",
     ) -> tuple[Completion, str]:
         """Let the policy continue from `prompt_ids`, and return its tokens with their text, without recording them.
 
         room: number of tokens that may be added. routes_from: index of the first token whose route is wanted, where the
-        engine records routes. adapter: see `SamplingParams.adapter`. saved: state that is recorded with the turn.
+        engine records routes. adapter, schema: see `SamplingParams`. saved: state that is recorded with the turn.
         Raises the errors of `generate`.
         """
         if room < 1:
@@ -354,6 +360,7 @@ class Episode:
             stop_token_ids=(*self.params.stop_token_ids, *stop_token_ids),
             routes_from=routes_from,
             adapter=adapter,
+            schema=schema,
         )
         services, request_id = self._services, self.next_request()
         if saved is not None and isinstance(services.engine, RecoveringEngine):
@@ -429,13 +436,15 @@ class Episode:
             return messages.decode(saved.state, _ANYTHING)
         return None
 
-    def record(self, row: Transcript, completion: Completion, text: str, routes_from: int = 0) -> Turn:
+    def record(
+        self, row: Transcript, completion: Completion, text: str, routes_from: int = 0, *, trained: bool = True
+    ) -> Turn:
         """Append a turn of the policy to `row`, and return the turn. routes_from: the value that was passed to
-        `sample_turn`."""
+        `sample_turn`. trained: whether the tokens are trained on."""
         if row not in self._rows:
             self._rows.append(row)
         turn = Turn(text, completion.finish_reason, len(row), len(completion.token_ids), self._rows.index(row))
-        row.choose(completion, routes_from)
+        row.choose(completion, routes_from, trained=trained)
         self._turns.append(turn)
         return turn
 

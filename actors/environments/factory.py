@@ -51,7 +51,7 @@ def build_endpoint(config: EndpointConfig, *, adapters: bool = False) -> Episode
     if not config.enabled:
         return None
     try:
-        from .endpoint_server import EndpointServer
+        from .endpoint.server import EndpointServer
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "uvicorn", "rollout.endpoint.enabled=true", "endpoint") from None
     return EndpointServer(config, adapters=adapters)

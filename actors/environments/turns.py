@@ -53,6 +53,8 @@ async def _to_the_end(
     attempt, stops = 0, StopTexts(tokenizer, params.stop) if params.stop else None
     while completion.finish_reason == "abort":
         attempt += 1
+        if params.schema:  # A continuation would begin at the start of the schema, so the answer begins anew.
+            completion = Completion.empty()
         done = len(completion.token_ids)
         ids = [*prompt_ids, *completion.token_ids.tolist()]
         known = 0 if completion.routes is None else len(completion.routes)
@@ -61,7 +63,7 @@ async def _to_the_end(
             n=1,
             max_new_tokens=params.max_new_tokens - done,
             routes_from=params.routes_from + known,
-            continues=CutOff(request_id, index, done),
+            continues=CutOff(request_id, index, done) if done else None,
         )
         [more] = await engine.generate(f"{request_id}.{index}{SESSION_SEPARATOR}again{attempt}", ids, rest)
         completion = _joined(completion, more)
@@ -132,11 +134,15 @@ class Transcript:
         """Number of the first tokens whose routes are known; 0 if the engine records none."""
         return max((start + len(routes) for start, routes in self._routes), default=0)
 
-    def choose(self, completion: Completion, routes_from: int = 0) -> None:
+    def choose(self, completion: Completion, routes_from: int = 0, *, trained: bool = True) -> None:
         """Append the tokens of one turn of the policy, and the routes that came with them. routes_from: index of the
-        first token whose route was requested."""
+        first token whose route was requested. trained: False for tokens that count like a user's, because they were
+        not drawn from the policy's own distribution."""
         if completion.routes is not None:
             self._routes.append((routes_from, completion.routes))
+        if not trained:
+            self.give(completion.token_ids)
+            return
         ids = np.asarray(completion.token_ids, np.int32)
         self._append(ids, np.ones(len(ids), np.uint8), completion.logprobs, completion.versions)
 

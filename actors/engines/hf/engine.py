@@ -155,6 +155,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
 
     def checked(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, served: Served) -> Pending:
         """Return a request that fits the model. Raises ValueError as `generate` does. served: what answers it."""
+        self._expect_free(params)
         params = resolve_stops(params, self._tokenizer)
         prompt = checked_prompt(request_id, prompt_ids, params, context=self._context, vocab_size=self._vocab_size)
         keys = row_keys(self._seed if params.seed is None else params.seed, request_id, params.n)

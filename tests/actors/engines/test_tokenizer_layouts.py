@@ -58,12 +58,12 @@ async def in_environment(episode: Episode) -> None:
 
 async def over_endpoint(episode: Episode) -> None:
     """Ask as an OpenAI client does, without HTTP."""
-    from headrace.actors.environments.endpoint_session import Session
-    from headrace.actors.environments.endpoint_wire import read_call
+    from headrace.actors.environments.endpoint.chat_completions import CHAT, TEXT
+    from headrace.actors.environments.endpoint.session import Session
 
     prompt, session = episode.prompt, Session(episode, "conversation")
     asked: dict[str, Any] = {"messages": prompt.messages} if prompt.messages else {"prompt": prompt.text}
-    call = session.begin(read_call(json.dumps({"model": "m", **asked}).encode(), chat=bool(prompt.messages)), "", "d")
+    call = session.begin((CHAT if prompt.messages else TEXT).read({"model": "m", **asked}), "", "d")
     await call.task
     await session.close()
 

@@ -7,10 +7,12 @@ import platform
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
+
 from headrace.actors.engines.chat import build_chat_format
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
-from headrace.actors.environments.endpoint_server import EndpointServer
+from headrace.actors.environments.endpoint.server import EndpointServer
 from headrace.actors.environments.episode import Episode
 from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.protocols import Prompt, Sample
@@ -76,3 +78,16 @@ def played(play: Callable[[Episode], Awaitable[Any]], engine: Any, **settings: A
             assert world.server.num_sessions == 0 and world.server.num_calls == 0
 
     return asyncio.run(main())
+
+
+def check_rows(sample: Any, engine: Recorder) -> None:
+    """Each turn's tokens, and those before it, are in its row exactly as the engine saw them."""
+    for turn, (_, prompt_ids, answer_ids) in zip(sample.turns, engine.seen, strict=True):
+        row = sample.rows[turn.row].input_ids.tolist()
+        assert row[: turn.start] == prompt_ids and row[turn.start : turn.start + turn.num_tokens] == answer_ids
+    chosen = np.concatenate([row.response_mask for row in sample.rows]) == 1
+    assert chosen.sum() == sum(len(answer) for *_, answer in engine.seen)
+    versions = np.concatenate([row.versions for row in sample.rows])
+    logprobs = np.concatenate([row.logprobs for row in sample.rows])
+    assert (versions[chosen] == 5).all() and (logprobs[chosen] == -1.0).all()
+    assert (versions[~chosen] == -1).all() and (logprobs[~chosen] == 0.0).all()

@@ -23,28 +23,25 @@ import openai
 
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import SamplingParams
-from headrace.actors.environments import endpoint_server, endpoint_session
 from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
+from headrace.actors.environments.endpoint import server as endpoint_server
+from headrace.actors.environments.endpoint import session as endpoint_session
 from headrace.actors.environments.episode import Episode
-from headrace.tests.actors.environments.endpoint_world import CALL, END, TOKENIZER, TOOLS, Recorder, World, played
+from headrace.tests.actors.environments.endpoint_world import (
+    CALL,
+    END,
+    TOKENIZER,
+    TOOLS,
+    Recorder,
+    World,
+    check_rows,
+    played,
+)
 
 
 def client_of(episode: Episode, **settings: Any) -> openai.AsyncOpenAI:
     address = episode.endpoint
     return openai.AsyncOpenAI(base_url=address.url, api_key=address.secret, max_retries=0, **settings)
-
-
-def check_rows(sample: Any, engine: Recorder) -> None:
-    """Each turn's tokens, and those before it, are in its row exactly as the engine saw them."""
-    for turn, (_, prompt_ids, answer_ids) in zip(sample.turns, engine.seen, strict=True):
-        row = sample.rows[turn.row].input_ids.tolist()
-        assert row[: turn.start] == prompt_ids and row[turn.start : turn.start + turn.num_tokens] == answer_ids
-    chosen = np.concatenate([row.response_mask for row in sample.rows]) == 1
-    assert chosen.sum() == sum(len(answer) for *_, answer in engine.seen)
-    versions = np.concatenate([row.versions for row in sample.rows])
-    logprobs = np.concatenate([row.logprobs for row in sample.rows])
-    assert (versions[chosen] == 5).all() and (logprobs[chosen] == -1.0).all()
-    assert (versions[~chosen] == -1).all() and (logprobs[~chosen] == 0.0).all()
 
 
 # ---------------------------------------------------------------- rows
@@ -228,7 +225,7 @@ def test_the_calls_of_an_episode_end_with_it() -> None:
         (b'{"model": "m", "messages": [{"role": "ghost", "content": "x"}]}', "messages"),
         (b'{"model":"m","messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": ""}}]}]}',
          "expected only parts of type 'text'"),
-        (body_of("x", n=3), "n: got 3"),
+        (body_of("x", n=17), "n: got 17, expected at most rollout.endpoint.max_episode_calls=16"),
         (body_of("x", max_tokens=0), "max_tokens: got 0"),
         (body_of("x", max_tokens="many"), "max_tokens"),
         (body_of("x", response_format={"type": "json_object"}), "response_format"),

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.environments import endpoint_server
 from headrace.actors.environments.config import EndpointConfig
-from headrace.actors.environments.endpoint_server import EndpointServer
+from headrace.actors.environments.endpoint import server as endpoint_server
+from headrace.actors.environments.endpoint.server import EndpointServer
 from headrace.actors.environments.episode import EndpointAddress
 from headrace.dataplane.security.authenticated_listener import MAX_STRANGERS, MOST_STRANGERS
 from headrace.tests.attacks.mutations import mutated

@@ -1,4 +1,4 @@
-"""`EndpointServer` serves the policy to agents over HTTP in OpenAI's format, with a session and a secret per episode.
+"""`EndpointServer` serves the policy to agents over HTTP in several dialects, with a session and a secret per episode.
 
 caller    must know the secret of an open episode, else 401
 calls     at most max_calls, and max_episode_calls of one episode, else 429, before the body is read
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import secrets
 import socket
@@ -26,18 +27,29 @@ from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ...dataplane.security.authenticated_listener import Strangers, has_unread
-from ...dataplane.security.few_lines import few_lines, limit_accept_errors
-from ..engines.protocol import BASE, Which
-from .config import EndpointConfig
-from .endpoint_session import Call, Session, digest_of
-from .endpoint_wire import BadRequest, CallAnswer, answer_body, answer_events, error_body, models_body, read_call
-from .episode import EndpointAddress, Episode
+from ....dataplane.security.authenticated_listener import Strangers, has_unread
+from ....dataplane.security.few_lines import few_lines, limit_accept_errors
+from ...engines.protocol import BASE, Which
+from ..config import EndpointConfig
+from ..episode import EndpointAddress, Episode
+from .chat_completions import CHAT, TEXT
+from .dialects import BadRequest, CallAnswer, Dialect, Json, json_object
+from .messages import MESSAGES
+from .responses import RESPONSES
+from .session import Call, Session, digest_of
 
 EPISODE_HEADER = "x-headrace-episode"
 """Header in which a client can name its episode. A call with the secret of another episode is then refused."""
 IGNORED_HEADER = "x-headrace-ignored"
 """Header of an answer that lists the fields of the request that had no effect."""
+UNTRAINED_HEADER = "x-headrace-untrained"
+"""Header of an answer whose tokens are not trained on; its value is the field of the request that is the reason."""
+COUNT_PATH = "/v1/messages/count_tokens"
+DIALECTS: dict[str, Dialect] = {
+    "/v1/chat/completions": CHAT, "/v1/completions": TEXT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES,
+    COUNT_PATH: MESSAGES,
+}  # fmt: skip
+"""Paths to which calls are posted, with the dialect of each."""
 HEAD_S = 10.0
 """Seconds within which a connection must send the head of its first request, and of the next one after an answer."""
 DRAIN_S = 2.0
@@ -139,49 +151,50 @@ class EndpointServer:
     def _app(self) -> Starlette:
         return Starlette(
             routes=[
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/completions", self._text, methods=["POST"]),
+                *(Route(path, self._answered, methods=["POST"]) for path in DIALECTS),
                 Route("/v1/models", self._models, methods=["GET"]),
+                Route("/", _alive, methods=["GET"]),
             ],
             exception_handlers={404: _no_such_path, 405: _no_such_path},
         )
 
     # ---------------- These private methods answer requests.
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._answered(request, chat=True)
-
-    async def _text(self, request: Request) -> Response:
-        return await self._answered(request, chat=False)
-
     async def _models(self, request: Request) -> Response:
         try:
             self._session_of(request)
         except BadRequest as refused:
-            return _refusal(refused)
-        return Response(models_body(self._names or (self._config.model,)), media_type="application/json")
+            return _refusal(request, refused)
+        return _json(_models_body(list(self._names or (self._config.model,)), _dialect_of(request)))
 
-    async def _answered(self, request: Request, *, chat: bool) -> Response:
+    async def _answered(self, request: Request) -> Response:
+        dialect = _dialect_of(request)
         try:
             session = self._session_of(request)
             with self._place(session):
                 body = await self._body(request)
-                call = self._call_of(request, session, body, chat=chat)
-                return self._shown(call, await self._wait(request, session, call))
+                if request.url.path == COUNT_PATH:
+                    return _json({"input_tokens": session.count(dialect.read(json_object(body)))})
+                call = self._call_of(request, session, body, dialect)
+                return _shown(dialect, call, await self._wait(request, session, call))
         except BadRequest as refused:
-            return _refusal(refused)
+            return _refusal(request, refused)
         except (_ClientGone, ClientDisconnect):
             return Response(status_code=499)  # The client has disconnected.
         except Exception as error:  # The engine failed. The rollout also reports its error.
             _log.warning("endpoint: a call failed: %s: %s", type(error).__name__, error)
-            return _refusal(BadRequest(f"the policy cannot answer: {type(error).__name__}", status=503, code="engine"))
+            failed = BadRequest(f"the policy cannot answer: {type(error).__name__}", status=503, code="engine")
+            return _refusal(request, failed)
 
     def _session_of(self, request: Request) -> Session:
-        kind, _, secret = request.headers.get("authorization", "").partition(" ")
-        session = self._sessions.get(_digest(secret.strip())) if kind.lower() == "bearer" else None
+        kind, _, bearer = request.headers.get("authorization", "").partition(" ")
+        secrets_given = [bearer if kind.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
+        found = [self._sessions.get(_digest(secret.strip())) for secret in secrets_given]
+        session = found[0] or found[1]
         if session is None:
             raise BadRequest(
-                "expected the header Authorization: Bearer with the secret of an episode that has not ended",
+                "expected the header Authorization: Bearer, or x-api-key, with the secret of an episode that has not "
+                "ended",
                 status=401, code="invalid_api_key",
             )  # fmt: skip
         named = request.headers.get(EPISODE_HEADER)
@@ -228,7 +241,7 @@ class EndpointServer:
             )
         return bytes(got)
 
-    def _call_of(self, request: Request, session: Session, body: bytes, *, chat: bool) -> Call:
+    def _call_of(self, request: Request, session: Session, body: bytes, dialect: Dialect) -> Call:
         key, digest = request.headers.get("idempotency-key", "")[:256], digest_of(request.url.path, body)
         retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         call = session.find(key, retry, digest)
@@ -236,9 +249,12 @@ class EndpointServer:
             return call
         if session.closed:
             raise _ended()
-        if session.num_open >= self._config.max_episode_calls:
+        asked, most = dialect.read(json_object(body)), self._config.max_episode_calls
+        if asked.n > most:
+            raise BadRequest(f"n: got {asked.n}, expected at most rollout.endpoint.max_episode_calls={most}")
+        if session.num_open + asked.n > most:
             raise _too_many(session.num_open)
-        return session.begin(read_call(body, chat=chat), key, digest)
+        return session.begin(asked, key, digest)
 
     async def _wait(self, request: Request, session: Session, call: Call) -> CallAnswer:
         """Wait for the answer of a call, and record it unless the client has disconnected."""
@@ -257,14 +273,6 @@ class EndpointServer:
         finally:
             gone.cancel()
             session.leave(call)
-
-    def _shown(self, call: Call, answer: CallAnswer) -> Response:
-        asked = call.request
-        headers = {IGNORED_HEADER: ",".join(asked.ignored)} if asked.ignored else {}
-        if asked.stream:
-            events = b"".join(answer_events(asked, answer, asked.model))
-            return Response(events, media_type="text/event-stream", headers=headers)
-        return Response(answer_body(asked, answer, asked.model), media_type="application/json", headers=headers)
 
 
 class _Server(uvicorn.Server):
@@ -341,11 +349,38 @@ def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "replace")).digest()
 
 
-def _refusal(refused: BadRequest) -> Response:
+def _dialect_of(request: Request) -> Dialect:
+    """Return the dialect of a path, and for other paths the one whose clients send such headers."""
+    return DIALECTS.get(request.url.path, MESSAGES if "anthropic-version" in request.headers else CHAT)
+
+
+def _json(body: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(json.dumps(body).encode(), status, headers=headers, media_type="application/json")
+
+
+def _shown(dialect: Dialect, call: Call, answer: CallAnswer) -> Response:
+    asked, headers = call.request, {}
+    if asked.ignored:
+        headers[IGNORED_HEADER] = ",".join(asked.ignored)
+    if asked.schema:
+        headers[UNTRAINED_HEADER] = asked.schema_field
+    if asked.stream:
+        return Response(b"".join(dialect.events(asked, answer)), media_type="text/event-stream", headers=headers)
+    return _json(dialect.body(asked, answer), headers=headers)
+
+
+def _models_body(names: list[str], dialect: Dialect) -> Json:
+    if dialect is MESSAGES:
+        about = {"type": "model", "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
+        shown = [{"id": name, "display_name": name, **about} for name in names]
+        return {"data": shown, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+    shown = [{"id": name, "object": "model", "created": 0, "owned_by": "headrace"} for name in names]
+    return {"object": "list", "data": shown}
+
+
+def _refusal(request: Request, refused: BadRequest) -> Response:
     headers = {"retry-after": "1"} if refused.status == 429 else {}
-    return Response(
-        error_body(str(refused), refused.code), refused.status, headers=headers, media_type="application/json"
-    )
+    return _json(_dialect_of(request).error(refused), refused.status, headers)
 
 
 def _too_many(num_open: int) -> BadRequest:
@@ -359,15 +394,15 @@ def _ended() -> BadRequest:
     return BadRequest("the episode has ended", status=410, code="episode_ended")
 
 
+async def _alive(request: Request) -> Response:
+    """Answer clients that look whether somebody listens before they call."""
+    return Response()
+
+
 async def _no_such_path(request: Request, error: Exception) -> Response:
-    return _refusal(
-        BadRequest(
-            f"{request.method} {request.url.path[:100]}: expected POST /v1/chat/completions, POST /v1/completions or "
-            "GET /v1/models",
-            status=getattr(error, "status_code", 404),
-            code="not_found",
-        )  # fmt: skip
-    )
+    paths = ", ".join(f"POST {path}" for path in DIALECTS)
+    words = f"{request.method} {request.url.path[:100]}: expected {paths} or GET /v1/models"
+    return _refusal(request, BadRequest(words, status=getattr(error, "status_code", 404), code="not_found"))
 
 
 async def _drain(request: Request, most: int) -> None:

@@ -13,19 +13,20 @@ import hashlib
 import json
 import re
 import secrets
+import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from ..engines.chat import Reply
-from ..engines.protocol import Completion, Which
-from ..engines.tokenizer import encode_prompts
-from .endpoint_wire import BadRequest, CallAnswer, CallRequest
-from .episode import Episode, OutOfTokens
-from .turns import Transcript
+from ...engines.chat import ChatFormat, Reply
+from ...engines.protocol import BadSchema, Which
+from ...engines.tokenizer import encode_prompts
+from ..episode import Episode, OutOfTokens
+from ..turns import Transcript
+from .dialects import BadRequest, CallAnswer, CallRequest, Choice
 
 LINGER_S = 10.0
 """Seconds for which a call is kept after its client has disconnected, so that a repeated request can join it."""
@@ -62,6 +63,8 @@ class _Prompt:
     """Row that the call continues; None if it begins a row."""
     length: int
     """Number of tokens of that row when the prompt was made."""
+    num_cached: int = 0
+    """Number of the first tokens that an earlier call had already."""
 
 
 @dataclass(eq=False)
@@ -72,7 +75,6 @@ class Call:
     request: CallRequest
     task: asyncio.Task[CallAnswer] = field(init=False)
     prompt: _Prompt | None = None
-    text: str = ""
     waiters: int = 0
     recorded: bool = False
 
@@ -89,6 +91,8 @@ class Session:
         self._rows = rows
         self._models = models
         self._recorded: list[_Recorded] = []
+        self._stored: dict[str, tuple[Mapping[str, Any], ...]] = {}
+        """Id of an answer -> its conversation without instructions, for `previous_response_id`."""
         self._calls: OrderedDict[str, Call] = OrderedDict()
         self._open: set[Call] = set()
         self._lingering: set[asyncio.Task[None]] = set()
@@ -98,8 +102,8 @@ class Session:
 
     @property
     def num_open(self) -> int:
-        """Number of calls that are not answered yet."""
-        return sum(not call.task.done() for call in self._open)
+        """Number of answers that the policy still has to give."""
+        return sum(call.request.n for call in self._open if not call.task.done())
 
     def find(self, key: str, retry: bool, digest: str) -> Call | None:
         """Return the call that a request repeats; None if it does not repeat a call.
@@ -116,7 +120,16 @@ class Session:
         return None if failed else call
 
     def begin(self, request: CallRequest, key: str, digest: str) -> Call:
-        """Begin a new call and start the task that answers it."""
+        """Begin a new call and start the task that answers it. Raises BadRequest if it names an unknown response."""
+        if request.previous:
+            before, own = self._stored.get(request.previous), request.num_instructions
+            if before is None:
+                raise BadRequest(
+                    f"previous_response_id: got {request.previous[:80]!r}, expected the id of a stored response of the "
+                    "same episode",
+                    status=404, code="previous_response_not_found",
+                )  # fmt: skip
+            request = replace(request, messages=(*request.messages[:own], *before, *request.messages[own:]))
         call = Call(digest, request)
         call.task = asyncio.create_task(self._answer(call))
         self._open.add(call)
@@ -162,16 +175,29 @@ class Session:
             return  # The policy has not answered.
         answer, prompt, request = call.task.result(), call.prompt, call.request
         assert prompt is not None
-        row = prompt.row
-        if row is None or len(row) != prompt.length:  # There is no row yet, or another call has continued it.
-            row = Transcript(prompt.ids)
-        else:
-            row.give(prompt.ids[len(row) :])
-        self.episode.record(row, answer.completion, call.text)
-        said = (*_said(request), _norm(answer.reply.as_message())) if request.is_chat else ()
-        text = request.prompt + call.text if isinstance(request.prompt, str) and not request.is_chat else ""
-        answer_ids = answer.completion.token_ids.tolist()
-        self._recorded.append(_Recorded(said, text, _key(request.tools), prompt.ids, answer_ids, row, len(row)))
+        for choice in answer.choices:
+            row = prompt.row
+            if row is None or len(row) != prompt.length:  # There is no row yet, or another answer has continued it.
+                row = Transcript(prompt.ids)
+            else:
+                row.give(prompt.ids[len(row) :])
+            # The tokens under a schema were drawn from another distribution than the one that is trained.
+            self.episode.record(row, choice.completion, choice.text, trained=not request.schema)
+            said = (*_said(request), _norm(choice.reply.as_message())) if request.is_chat else ()
+            text = request.prompt + choice.text if isinstance(request.prompt, str) and not request.is_chat else ""
+            answer_ids = choice.completion.token_ids.tolist()
+            self._recorded.append(_Recorded(said, text, _key(request.tools), prompt.ids, answer_ids, row, len(row)))
+        if request.store:
+            reply = answer.choices[0].reply
+            thoughts = {"reasoning_content": reply.reasoning} if reply.reasoning else {}
+            mine = request.messages[request.num_instructions :]
+            self._stored[answer.id] = (*mine, {**reply.as_message(), **thoughts})
+
+    def count(self, request: CallRequest) -> int:
+        """Return the number of tokens that the prompt of a call would have."""
+        self._chat_of(request)
+        with _refusing(request):
+            return len(self._prompt_of(request).ids)
 
     async def close(self) -> None:
         """End the session: calls in flight are ended and not recorded. Idempotent."""
@@ -186,41 +212,52 @@ class Session:
     # ---------------- These methods are private.
 
     async def _answer(self, call: Call) -> CallAnswer:
-        request, episode = call.request, self.episode
-        services = episode.services
+        request = call.request
         if self._models and request.model not in self._models:
             expected = " or ".join(map(repr, self._models))
             raise BadRequest(f"model: got {request.model!r}, expected {expected}", status=404, code="model_not_found")
         adapter = self._models.get(request.model, "")
-        chat = services.chat() if request.is_chat else None
+        chat = self._chat_of(request)
+        with _refusing(request):
+            prompt = call.prompt = _Prompt(self._rendered(request), None, 0) if adapter else self._prompt_of(request)
+            choices = [asyncio.create_task(self._choice(request, prompt, chat, adapter)) for _ in range(request.n)]
+            try:
+                answers = tuple(await asyncio.gather(*choices))
+            finally:
+                for choice in choices:
+                    choice.cancel()
+                await asyncio.gather(*choices, return_exceptions=True)
+        return CallAnswer(self._new_id(), int(time.time()), prompt.ids, prompt.num_cached, answers)
+
+    async def _choice(self, request: CallRequest, prompt: _Prompt, chat: ChatFormat | None, adapter: Which) -> Choice:
+        """Let the policy answer a call once."""
+        episode = self.episode
+        first = prompt.row.num_prompt if prompt.row is not None else len(prompt.ids)
+        completion, text = await episode.sample_turn(
+            prompt.ids,
+            episode.room(len(prompt.ids), first),
+            stop=request.stop,
+            max_new_tokens=request.max_new_tokens,
+            stop_token_ids=chat.stop_token_ids if chat else (),
+            adapter=adapter,
+            schema=request.schema,
+        )
+        ids, tokens = completion.token_ids.tolist(), []
+        if request.logprobs:
+            tokens = [episode.services.tokenizer.decode([token]) for token in ids]
+        reply, stopped_by = chat.parse(ids, request.tools) if chat else Reply(text), ""
+        if completion.finish_reason == "stop":
+            reply, stopped_by = _without_stop(reply, request.stop)
+        return Choice(completion, text, reply, stopped_by, tokens)
+
+    def _chat_of(self, request: CallRequest) -> ChatFormat | None:
+        """Return the chat format that reads the answers to a call; None for a text completion."""
+        chat = self.episode.services.chat() if request.is_chat else None
         if request.tools and not (chat and chat.reads_tools):
             raise BadRequest(
                 "tools: the model's chat format cannot read calls of tools, expected model.renderer to be set"
             )
-        try:
-            prompt = call.prompt = _Prompt(self._rendered(request), None, 0) if adapter else self._prompt_of(request)
-            first = prompt.row.num_prompt if prompt.row is not None else len(prompt.ids)
-            completion, call.text = await episode.sample_turn(
-                prompt.ids,
-                episode.room(len(prompt.ids), first),
-                stop=request.stop,
-                max_new_tokens=request.max_new_tokens,
-                stop_token_ids=chat.stop_token_ids if chat else (),
-                adapter=adapter,
-            )
-        except OutOfTokens as error:
-            raise BadRequest(str(error), code="context_length_exceeded") from None
-        except ValueError as error:  # The messages do not fit the template, or the prompt does not fit the context.
-            raise error if isinstance(error, BadRequest) else BadRequest(str(error)) from None
-        tokens = []
-        if request.logprobs:
-            tokens = [services.tokenizer.decode([token]) for token in completion.token_ids.tolist()]
-        return CallAnswer(self._new_id(), prompt.ids, completion, self._reply(call, completion), tokens)
-
-    def _reply(self, call: Call, completion: Completion) -> Reply:
-        if not call.request.is_chat:
-            return Reply(call.text)
-        return self.episode.services.chat().parse(completion.token_ids.tolist(), call.request.tools)
+        return chat
 
     def _prompt_of(self, request: CallRequest) -> _Prompt:
         """Return the tokens of a call's prompt. If the prompt continues an earlier call, its tokens begin with exactly
@@ -229,7 +266,8 @@ class Session:
             ids = self._continued(call, request)
             if ids is not None:
                 continues = self._rows == "conversation" and len(call.row) == call.end
-                return _Prompt(ids, call.row if continues else None, call.end)
+                known = len(call.prompt_ids) + len(call.answer_ids)
+                return _Prompt(ids, call.row if continues else None, call.end, known)
         return _Prompt(self._rendered(request), None, 0)
 
     def _continued(self, call: _Recorded, request: CallRequest) -> Sequence[int] | None:
@@ -258,6 +296,28 @@ class Session:
 
     def _new_id(self) -> str:
         return f"call-{self.episode.name}-{secrets.token_hex(6)}"
+
+
+@contextmanager
+def _refusing(request: CallRequest) -> Iterator[None]:
+    """Turn the errors of a request that does not fit the policy into refusals."""
+    try:
+        yield
+    except BadSchema as error:
+        raise BadRequest(f"{request.schema_field}: {error}") from None
+    except OutOfTokens as error:
+        raise BadRequest(str(error), code="context_length_exceeded") from None
+    except ValueError as error:  # The messages do not fit the template, or the prompt does not fit the context.
+        raise error if isinstance(error, BadRequest) else BadRequest(str(error)) from None
+
+
+def _without_stop(reply: Reply, stop: Sequence[str]) -> tuple[Reply, str]:
+    """Return a reply up to the stop text that ended it, and this text; "" if none of the texts is in the reply."""
+    ends = [(at, text) for text in stop if (at := reply.content.find(text)) >= 0]
+    if not ends:
+        return reply, ""
+    at, text = min(ends)
+    return replace(reply, content=reply.content[:at]), text
 
 
 def digest_of(path: str, body: bytes) -> str:

@@ -1,0 +1,275 @@
+"""A dialect is a wire format in which clients call the policy; this module has what the dialects share.
+
+body -> `json_object` -> dialect.read -> `CallRequest` -> the session -> `CallAnswer` -> dialect.body or dialect.events
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...engines.chat import Reply
+from ...engines.protocol import Completion
+
+Json = dict[str, Any]
+IGNORED = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "tool_choice", "parallel_tool_calls", "reasoning", "reasoning_effort", "thinking",
+)  # fmt: skip
+"""Fields of a request that have no effect, because the run decides how the policy samples."""
+MAX_DEPTH = 100
+"""Largest nesting depth of lists and objects in a body. It is limited because Python's JSON reader recurses."""
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Type of a part of a content -> its field that has the text."""
+
+
+class BadRequest(ValueError):
+    """Raised for a request that the endpoint refuses. The message says what is wrong."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
+        self.status = status
+        self.code = code
+        super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRequest:
+    """One call of the policy, as a client requests it, in whichever dialect."""
+
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """Chat messages in the form of chat completions; () for a text completion."""
+    prompt: str | tuple[int, ...] = ""
+    """Text or token ids of a text completion; "" for a chat."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Declarations of tools in the form of chat completions."""
+    model: str
+    """Name of the model as the client gave it."""
+    n: int = 1
+    """Number of answers that the client wants."""
+    max_new_tokens: int | None
+    """Largest number of tokens that the client wants; None if it sets no limit."""
+    stop: tuple[str, ...] = ()
+    schema: str = ""
+    """JSON schema that the answer must match; "" if there is none."""
+    schema_field: str = ""
+    """Name of the field that gave the schema."""
+    stream: bool
+    """Whether the answer is sent as server-sent events."""
+    usage_in_stream: bool = False
+    """Whether a stream of chat completions ends with the numbers of tokens."""
+    logprobs: bool = False
+    """Whether the answer has the log-prob of each token."""
+    token_ids: bool = False
+    """Whether the answer has the token ids of prompt and answer (`return_token_ids`, as in vLLM)."""
+    previous: str = ""
+    """Id of the response whose messages come before those of this call (`previous_response_id`); "" for none."""
+    num_instructions: int = 0
+    """Number of the first messages that are instructions, which belong to this call alone."""
+    store: bool = False
+    """Whether a later call of the episode can name this one as its previous response."""
+    ignored: tuple[str, ...]
+    """Names of the fields that the client has set and that have no effect."""
+
+    @property
+    def is_chat(self) -> bool:
+        """True unless the call is a text completion."""
+        return bool(self.messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer of the policy."""
+
+    completion: Completion
+    text: str
+    """Text of the completion, as the episode records it."""
+    reply: Reply
+    """The answer as a message. For a text completion, only its content is used."""
+    stopped_by: str = ""
+    """Stop text of the request that ended the answer, which the reply does not contain; "" if none did."""
+    tokens: Sequence[str] = ()
+    """Text of each token if the client requested log-probs; else ()."""
+
+    @property
+    def finish_reason(self) -> str:
+        """Reason why the answer ended, in the words of chat completions."""
+        return "tool_calls" if self.reply.tool_calls else self.completion.finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class CallAnswer:
+    """The policy's answers to one call."""
+
+    id: str
+    created: int
+    """Time of the answer in seconds since 1970."""
+    prompt_ids: Sequence[int]
+    """Token ids that the engine was given."""
+    num_cached: int
+    """Number of the first tokens of the prompt that an earlier call of the episode had already."""
+    choices: tuple[Choice, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all answers."""
+        return sum(len(choice.completion.token_ids) for choice in self.choices)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """The functions that read the requests and write the answers of one wire format."""
+
+    read: Callable[[Json], CallRequest]
+    """Reads the body of a request. Raises BadRequest if it is invalid or asks for what the endpoint does not have."""
+    body: Callable[[CallRequest, CallAnswer], Json]
+    """Returns the body of an answer that is not streamed."""
+    events: Callable[[CallRequest, CallAnswer], Iterator[bytes]]
+    """Yields the server-sent events of a streamed answer. The answer is complete before the first event is sent."""
+    error: Callable[[BadRequest], Json]
+    """Returns the body of a refusal."""
+
+
+def event(body: Mapping[str, Any], name: str = "") -> bytes:
+    """Return one server-sent event."""
+    return (f"event: {name}\n" if name else "").encode() + b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+# ---------------- These functions read parts of requests. They raise BadRequest with the place of what does not fit.
+
+
+def json_object(body: bytes) -> Json:
+    """Return the JSON object that a body consists of."""
+    if _depth(body) > MAX_DEPTH:
+        raise BadRequest(f"the body is nested deeper than {MAX_DEPTH} lists and objects")
+    try:
+        given = json.loads(body)
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {type(error).__name__}") from None
+    if not isinstance(given, dict):
+        raise BadRequest(f"the body is a {type(given).__name__}, expected a JSON object")
+    return given
+
+
+def _depth(body: bytes) -> int:
+    """Return the nesting depth of the lists and objects of a JSON text; 0 if there are at most MAX_DEPTH of them."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return 0
+    depth = deepest = 0
+    for found in _BRACKETS.finditer(body):
+        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found[0], 0)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def wrong(where: str, got: Any, expected: str) -> BadRequest:
+    """Return the refusal of a value."""
+    return BadRequest(f"{where}: got {repr(got)[:80]}, expected {expected}")
+
+
+def refuse(given: Json, *names: str, why: str) -> None:
+    """Refuse a request that sets one of these fields."""
+    for name in names:
+        if given.get(name):
+            raise BadRequest(f"{name}: {why}")
+
+
+def whole(given: Mapping[str, Any], name: str) -> int | None:
+    """Return a field that is a whole number above 0; None if it is not set."""
+    value = given.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        raise wrong(name, value, "a whole number >= 1")
+    return value
+
+
+def text_at(given: Mapping[str, Any], name: str, where: str = "") -> str:
+    """Return a field that is a text and not empty."""
+    value = given.get(name)
+    if not isinstance(value, str) or not value:
+        raise wrong(where + name, value, "a text")
+    return value
+
+
+def object_at(given: Mapping[str, Any], name: str, where: str = "") -> Json:
+    """Return a field that is an object."""
+    value = given.get(name)
+    if not isinstance(value, dict):
+        raise wrong(where + name, value, "an object")
+    return value
+
+
+def objects_at(given: Mapping[str, Any], name: str, where: str = "") -> list[Json]:
+    """Return a field that is a list of objects; [] if it is not set."""
+    value = given.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise wrong(where + name, value, "a list of objects")
+    return value
+
+
+def texts_at(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return a field that is a text or a list of texts, without those that are empty."""
+    value = given.get(name)
+    texts = [value] if isinstance(value, str) else value or []
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise wrong(name, value, "a list of texts")
+    return tuple(text for text in texts if text)
+
+
+def content_text(content: Any, where: str) -> str:
+    """Return the text of a content, which is a text, a list of parts that are texts, or None."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise wrong(where, content, "a text or a list of parts")
+    return "".join(part_text(part, f"{where}.{number}") for number, part in enumerate(content))
+
+
+def part_text(part: Any, where: str) -> str:
+    """Return the text of one part of a content."""
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if not isinstance(kind, str) or kind not in _TEXTS:
+        raise BadRequest(f"{where}: got a part of type {repr(kind)[:80]}, expected only texts")
+    text = part.get(_TEXTS[kind])
+    if not isinstance(text, str):
+        raise wrong(f"{where}.{_TEXTS[kind]}", text, "a text")
+    return text
+
+
+def function_tool(name: str, description: Any, parameters: Any) -> Json:
+    """Return the declaration of a tool in the form of chat completions."""
+    function: Json = {"name": name}
+    if description is not None:
+        function["description"] = description
+    function["parameters"] = parameters if isinstance(parameters, dict) else {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def tools_used(given: Json, tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """Return the tools that the policy can call: none if the request's `tool_choice` says so."""
+    return () if given.get("tool_choice") in ("none", {"type": "none"}) else tuple(tools)
+
+
+def schema_at(given: Any, field: str, tools: Sequence[Any]) -> str:
+    """Return the JSON schema of a format for answers; "" if it leaves them free.
+
+    given: the format of any dialect. field: its name in the request.
+    """
+    if given is None or given == {"type": "text"}:
+        return ""
+    kind = given.get("type") if isinstance(given, dict) else given
+    if kind not in ("json_object", "json_schema"):
+        raise wrong(f"{field}.type", kind, "text, json_object or json_schema")
+    if tools:
+        raise BadRequest(f"{field}: got {kind} with tools, expected one of them, because it leaves no room for calls")
+    holder = given if "schema" in given or kind == "json_object" else object_at(given, "json_schema", f"{field}.")
+    return json.dumps({"type": "object"} if kind == "json_object" else object_at(holder, "schema", f"{field}."))
+
+
+def ignored_of(given: Json) -> tuple[str, ...]:
+    """Return the names of the fields that are set and have no effect."""
+    return tuple(name for name in IGNORED if given.get(name) is not None)
