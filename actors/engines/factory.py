@@ -46,6 +46,8 @@ class EngineConfig:
     """Room for adapters; None for an engine whose updates have the weights of the whole model."""
     routes: RouteSpec | None = None
     """Shape of the model's routes, which the engine then records and returns; None to record none."""
+    schemas: bool = False
+    """Whether requests can have JSON schemas, which cost a `vllm` engine the time to load the tokenizer."""
     script: str = ""
     """Import path of the function that generates the responses of a `scripted` engine (see `Script`). Empty: random
     tokens of the tokenizer's vocabulary, drawn with `seed`."""
@@ -118,6 +120,7 @@ def _build_vllm(config: EngineConfig) -> GenerationEngine:
         **_shared(config),
         logprobs=rollout.logprobs,
         options=rollout.vllm,
+        schemas=config.schemas,
         log=config.log,
     )
 

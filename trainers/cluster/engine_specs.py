@@ -66,6 +66,7 @@ def engine_config(
         adapters=adapter_slots(config.trainer.lora, config.rollout) if config.sends_adapter else None,
         receiver=ReceiverConfig(name, sync, device, handle, handle.store.key),
         routes=route_spec(config.router_replay, config.model),
+        schemas=config.rollout.endpoint.enabled,
     )
 
 

@@ -28,6 +28,7 @@ from ...weight_sync.transports.protocol import ReceiverConfig, WeightTransferErr
 from ..config import LogprobWay
 from ..protocol import (
     BASE,
+    BadSchema,
     CommitReport,
     Completion,
     EngineBroken,
@@ -89,6 +90,7 @@ class VllmEngine:
         options: Mapping[str, Any] = types.MappingProxyType({}),
         log: str = "",
         adapters: AdapterSlots | None = None,
+        schemas: bool = False,
     ) -> None:
         """Start vLLM on `model`, a local folder or a hub id, which takes 5 to 20 s.
 
@@ -101,6 +103,7 @@ class VllmEngine:
         start. logprobs: way in which log-probs come from the workers, see `rollout.logprobs`. routes: shape of the
         model's routes, which vLLM then records; None to record none. options: further arguments of AsyncEngineArgs, by
         name. log: file for the output of vLLM's processes; "" for none. adapters: room for adapters; None for none.
+        schemas: whether requests can have JSON schemas, for which each process loads the tokenizer.
 
         Raises ValueError if there is no such model, vLLM cannot run it, an option is wrong or the KV cache is too small
         for one sequence, and RuntimeError with vLLM's own words if its processes do not start.
@@ -117,6 +120,7 @@ class VllmEngine:
             options=options,
             routes=routes is not None,
             adapters=adapters,
+            schemas=schemas,
             log=log,
         )
         self._routes, settings = routes, _checked(settings, cpu=library.on_cpu())
@@ -293,6 +297,10 @@ class VllmEngine:
             return await asyncio.gather(*tasks)
         except (library.EngineDeadError, EngineDied) as error:
             raise EngineDied(f"request {request.id!r}: {self.died or 'vLLM ended its engine process'}") from error
+        except (RuntimeError, ValueError, library.Refused) as error:
+            if not params.schema:
+                raise
+            raise BadSchema(f"vLLM does not take the JSON schema: {' '.join(str(error).split())}") from error
         finally:
             self._busy.change(running=-1)
             for task in tasks:

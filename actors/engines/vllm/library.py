@@ -42,7 +42,7 @@ try:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
         from vllm.platforms import current_platform
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
         from vllm.tokenizers import cached_tokenizer_from_config
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -57,6 +57,7 @@ except ImportError as error:
 
 __all__ = [
     "MOST_CACHE",
+    "Refused",
     "AsyncEngineArgs",
     "AsyncLLM",
     "EngineDeadError",
@@ -96,6 +97,7 @@ __all__ = [
     "slot_difference",
     "slot_of",
     "spare_slots",
+    "structured_outputs",
     "take_what_is_free",
     "take_what_is_useful",
     "token_logprobs",
@@ -356,6 +358,21 @@ def leave_out_tokenizer(config: Any) -> None:
     """
     if not config.model_config.is_multimodal_model:
         config.model_config.skip_tokenizer_init = True
+
+
+def _refused() -> type[Exception]:
+    """Return the class of vLLM's errors for requests that it does not take. Before vLLM 0.32 they are ValueErrors."""
+    from vllm import exceptions
+
+    return getattr(exceptions, "VLLMValidationError", ValueError)
+
+
+Refused = _refused()
+
+
+def structured_outputs(schema: str) -> Any:
+    """Return vLLM's constraint for a JSON schema; None for ""."""
+    return StructuredOutputsParams(json=schema) if schema else None
 
 
 def load_tokenizer(llm: AsyncLLM) -> None:

@@ -118,6 +118,8 @@ class ProcessSettings:
     """Last parts of the names of the modules that can have an adapter."""
     log: str = ""
     """Path of the file that receives the output of vLLM's processes; "" for a temporary file without a name."""
+    schemas: bool = False
+    """Whether requests can have JSON schemas, for which vLLM's processes need the tokenizer."""
     most_cache_bytes: int | None = None
     """Largest size in bytes of the KV cache that vLLM chooses in each worker on a GPU; None for no limit."""
 
@@ -160,7 +162,8 @@ class VllmProcess:
             config = library.create_config(given)
             library.check_attention(config)
             library.keep_prefills_whole(config)
-            library.leave_out_tokenizer(config)
+            if not settings.schemas:
+                library.leave_out_tokenizer(config)
             with self._log.capture(), library.engine_process(take_standby()):
                 return library.AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except ValueError as error:

@@ -101,7 +101,7 @@ class RequestChecks:
                 logprobs=0 if with_logprobs else None,
                 flat_logprobs=with_logprobs,
                 detokenize=bool(params.stop),
-                structured_outputs=library.json_schema(params.schema),
+                structured_outputs=library.structured_outputs(params.schema),
                 output_kind=library.RequestOutputKind.FINAL_ONLY,
                 **wanted,
             )

@@ -175,6 +175,7 @@ class Session:
             return  # The policy has not answered.
         answer, prompt, request = call.task.result(), call.prompt, call.request
         assert prompt is not None
+        messages_said, tools = _said(request), _key(request.tools)
         for choice in answer.choices:
             row = prompt.row
             if row is None or len(row) != prompt.length:  # There is no row yet, or another answer has continued it.
@@ -183,10 +184,10 @@ class Session:
                 row.give(prompt.ids[len(row) :])
             # The tokens under a schema were drawn from another distribution than the one that is trained.
             self.episode.record(row, choice.completion, choice.text, trained=not request.schema)
-            said = (*_said(request), _norm(choice.reply.as_message())) if request.is_chat else ()
+            said = (*messages_said, _norm(choice.reply.as_message())) if request.is_chat else ()
             text = request.prompt + choice.text if isinstance(request.prompt, str) and not request.is_chat else ""
             answer_ids = choice.completion.token_ids.tolist()
-            self._recorded.append(_Recorded(said, text, _key(request.tools), prompt.ids, answer_ids, row, len(row)))
+            self._recorded.append(_Recorded(said, text, tools, prompt.ids, answer_ids, row, len(row)))
         if request.store:
             reply = answer.choices[0].reply
             thoughts = {"reasoning_content": reply.reasoning} if reply.reasoning else {}
@@ -262,20 +263,22 @@ class Session:
     def _prompt_of(self, request: CallRequest) -> _Prompt:
         """Return the tokens of a call's prompt. If the prompt continues an earlier call, its tokens begin with exactly
         the tokens of that call and its answer."""
+        said, tools = _said(request), _key(request.tools)
         for call in reversed(self._recorded):
-            ids = self._continued(call, request)
+            ids = self._continued(call, request, said, tools)
             if ids is not None:
                 continues = self._rows == "conversation" and len(call.row) == call.end
                 known = len(call.prompt_ids) + len(call.answer_ids)
                 return _Prompt(ids, call.row if continues else None, call.end, known)
         return _Prompt(self._rendered(request), None, 0)
 
-    def _continued(self, call: _Recorded, request: CallRequest) -> Sequence[int] | None:
-        """Return the tokens of a request's prompt if the prompt continues `call`, else None."""
+    def _continued(self, call: _Recorded, request: CallRequest, said: Said, tools: str) -> Sequence[int] | None:
+        """Return the tokens of a request's prompt if the prompt continues `call`, else None. said, tools: the request's
+        messages and tools in the form in which they are compared."""
         before = [*call.prompt_ids, *call.answer_ids]
         if request.is_chat:
-            said, count = _said(request), len(call.said)
-            if not count or len(said) <= count or said[:count] != call.said or call.tools != _key(request.tools):
+            count = len(call.said)
+            if not count or len(said) <= count or said[:count] != call.said or call.tools != tools:
                 return None
             chat = self.episode.services.chat()
             return chat.extend(call.prompt_ids, call.answer_ids, request.messages[count:], request.tools)

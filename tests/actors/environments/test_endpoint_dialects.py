@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("renderers")
+pytest.importorskip("anthropic")
 
 import anthropic
 import openai
-import pytest
 
+from headrace.actors.engines.protocol import Completion, SamplingParams
+from headrace.actors.environments.config import EnvironmentConfig
+from headrace.actors.environments.endpoint import session
 from headrace.actors.environments.episode import Episode
 from headrace.tests.actors.environments.endpoint_world import CALL, TOOLS, Recorder, check_rows, played
+from headrace.tests.attacks.mutations import mutated
 
 FUNCTION = TOOLS[0]["function"]
 OPENAI_TOOLS: list[Any] = [{"type": "function", "strict": True, **FUNCTION}]
@@ -33,7 +44,7 @@ def openai_of(episode: Episode, **settings: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(**{"base_url": address.url, "api_key": address.secret, "max_retries": 0, **settings})
 
 
-def anthropic_of(episode: Episode, **settings: Any) -> anthropic.AsyncAnthropic:
+def anthropic_of(episode: Episode, **settings: Any) -> Any:
     address = episode.endpoint
     return anthropic.AsyncAnthropic(
         **{"base_url": address.root_url, "api_key": address.secret, "max_retries": 0, **settings}
@@ -193,3 +204,299 @@ def test_one_conversation_can_change_its_dialect() -> None:
     [sample] = played(talks, engine)
     assert not sample.error and len(sample.rows) == 1, sample.error
     check_rows(sample, engine)
+
+
+# ---------------------------------------------------------------- several answers, and answers under a schema
+
+
+def test_several_answers_are_rows_of_their_own_and_each_can_be_continued() -> None:
+    async def asks(episode: Episode) -> float:
+        async with openai_of(episode) as client:
+            messages: list[Any] = [{"role": "user", "content": "hi"}]
+            first = await client.chat.completions.create(model="m", messages=messages)
+            messages += [{"role": "assistant", "content": first.choices[0].message.content}]
+            messages += [{"role": "user", "content": "more?"}]
+            both = await client.chat.completions.create(model="m", messages=messages, n=2, stream=False)
+            assert [choice.message.content for choice in both.choices] == ["two", "three"]
+            assert both.usage is not None and both.usage.completion_tokens == len("two.three.")
+            messages += [{"role": "assistant", "content": "three"}, {"role": "user", "content": "end"}]
+            stream = await client.chat.completions.create(model="m", messages=messages, n=2, stream=True)
+            said = ["", ""]
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    said[choice.index] += choice.delta.content or ""
+            assert said == ["four", "five"]
+            texts = await client.completions.create(model="m", prompt="once", n=2)
+            assert [choice.text for choice in texts.choices] == ["six", "seven"]
+        return 1.0
+
+    engine = Recorder("one", "two", "three", "four", "five", "six", "seven", version=5)
+    [sample] = played(asks, engine, config=EnvironmentConfig(max_rows=5))
+    assert not sample.error, sample.error
+    assert [turn.row for turn in sample.turns] == [0, 0, 1, 1, 2, 3, 4], "the second answer begins a row and goes on"
+    check_rows(sample, engine)
+    [sample] = played(asks, Recorder("one", "two", "three", "four", "five", "six", "seven"))
+    assert sample.error == "the episode has 5 rows, more than environment.max_rows=1"
+
+
+class Obedient(Recorder):
+    """An engine that takes schemas, and says its texts whatever they are."""
+
+    schemas: list[str] = []
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        self.schemas.append(params.schema)
+        return await super().generate(request_id, prompt_ids, replace(params, schema=""))
+
+
+SCHEMA: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+async def with_schemas(episode: Episode) -> float:
+    """Ask once without a schema and then with one in each dialect, in one conversation."""
+    named: Any = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+    async with openai_of(episode) as one, anthropic_of(episode) as other:
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
+
+        def goes_on() -> None:
+            messages.extend([{"role": "assistant", "content": "{}"}, {"role": "user", "content": "more"}])
+
+        await one.chat.completions.create(model="m", messages=messages)
+        goes_on()
+        formats: list[Any] = [{"type": "json_object"}, {"type": "json_schema", "json_schema": named}]
+        for wanted in formats:
+            raw = await one.chat.completions.with_raw_response.create(
+                model="m", messages=messages, response_format=wanted
+            )
+            assert raw.headers["x-headrace-untrained"] == "response_format"
+            goes_on()
+        said = await one.responses.with_raw_response.create(model="m", input=messages, text={"format": named})
+        assert said.headers["x-headrace-untrained"] == "text.format"
+        goes_on()
+        last = await other.messages.with_raw_response.create(
+            model="m",
+            max_tokens=9,
+            messages=messages,
+            output_config={"format": {"type": "json_schema", "schema": SCHEMA}},
+        )
+        assert last.headers["x-headrace-untrained"] == "output_config.format"
+        with pytest.raises(openai.BadRequestError, match="response_format: got json_object with tools"):
+            await one.chat.completions.create(model="m", messages=messages, response_format=formats[0], tools=TOOLS)
+    return 1.0
+
+
+def test_tokens_under_a_schema_are_in_the_row_and_not_trained_on() -> None:
+    engine = Obedient("{}", version=5)
+    [sample] = played(with_schemas, engine)
+    assert not sample.error and len(sample.rows) == 1 and len(sample.turns) == 5, sample.error
+    assert [json.loads(schema or "null") for schema in engine.schemas] == [None, {"type": "object"}, *[SCHEMA] * 3]
+    row = sample.rows[0]
+    for number, (turn, (_, prompt_ids, answer_ids)) in enumerate(zip(sample.turns, engine.seen, strict=True)):
+        until = turn.start + turn.num_tokens
+        assert row.input_ids[:until].tolist() == [*prompt_ids, *answer_ids]
+        assert (row.response_mask[turn.start : until] == (number == 0)).all()
+    assert row.response_mask.sum() == len(engine.seen[0][2]) and (row.versions[row.response_mask == 0] == -1).all()
+
+
+def test_an_engine_without_schemas_refuses_them() -> None:
+    async def asks(episode: Episode) -> float:
+        async with openai_of(episode) as client:
+            with pytest.raises(openai.BadRequestError, match="text.format: this engine cannot restrict answers"):
+                await client.responses.create(model="m", input="hi", text={"format": {"type": "json_object"}})
+        return 1.0
+
+    [sample] = played(asks, Recorder("{}"))
+    assert not sample.error and not sample.turns, sample.error
+
+
+# ---------------------------------------------------------------- what else clients need
+
+
+def test_both_headers_both_lists_of_models_and_the_number_of_tokens() -> None:
+    async def looks(episode: Episode) -> float:
+        address = episode.endpoint
+        asked: dict[str, Any] = {
+            "model": "m",
+            "messages": [{"role": "user", "content": "hi"}],
+            "tools": ANTHROPIC_TOOLS,
+        }
+        async with anthropic_of(episode) as client:
+            counted = await client.messages.count_tokens(**asked, system="be kind")
+            answer = await client.messages.create(**asked, system="be kind", max_tokens=9)
+            assert counted.input_tokens == answer.usage.input_tokens == len(engine.seen[0][1])
+            asked["messages"] += [{"role": "assistant", "content": "ab"}, {"role": "user", "content": "x"}]
+            counted = await client.messages.count_tokens(**asked, system="be kind")
+            assert counted.input_tokens > answer.usage.input_tokens
+            [model] = [model async for model in client.models.list()]
+            assert model.id == model.display_name == "policy" and model.type == "model"
+        async with anthropic_of(episode, api_key=None, auth_token=address.secret) as client:
+            await client.messages.count_tokens(**asked)
+        async with anthropic_of(episode, api_key="x") as client:
+            with pytest.raises(anthropic.AuthenticationError) as refused:
+                await client.messages.count_tokens(**asked)
+            assert refused.value.body == {
+                "type": "error", "error": {"type": "authentication_error", "message": UNKNOWN}
+            }  # fmt: skip
+            with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
+                await client.post("/v1/files", cast_to=object, body={})
+        async with httpx.AsyncClient() as client:
+            assert (await client.head(address.root_url)).status_code == 200
+        return 1.0
+
+    engine = Recorder("ab", version=5)
+    [sample] = played(looks, engine)
+    assert not sample.error and len(sample.turns) == 1, sample.error
+
+
+UNKNOWN = "expected the header Authorization: Bearer, or x-api-key, with the secret of an episode that has not ended"
+
+
+def test_ends_of_answers() -> None:
+    async def ends(episode: Episode) -> float:
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
+        async with openai_of(episode) as one, anthropic_of(episode) as other:
+            for create in (other.messages.create, other.messages.create):
+                said = await create(model="m", max_tokens=9, messages=messages, stop_sequences=["q", "cd"])
+                [block] = said.content
+                assert block.type == "text" and block.text == "ab"
+                assert (said.stop_reason, said.stop_sequence) == ("stop_sequence", "cd")
+                messages += [{"role": "assistant", "content": "ab"}, {"role": "user", "content": "more"}]
+            cut = await other.messages.create(model="m", max_tokens=2, messages=messages)
+            assert cut.stop_reason == "max_tokens" and cut.usage.output_tokens == 2
+            short = await one.responses.create(model="m", input="hi", max_output_tokens=2)
+            assert short.status == "incomplete" and short.incomplete_details is not None
+            assert short.incomplete_details.reason == "max_output_tokens" and short.output_text == "ab"
+            plain = await one.chat.completions.create(model="m", messages=messages[:1], stop="c")
+            assert plain.choices[0].message.content == "ab" and plain.choices[0].finish_reason == "stop"
+            async with one.responses.stream(model="m", input="hi", max_output_tokens=2) as events:
+                names = [event.type async for event in events]
+            assert names[-1] == "response.incomplete"
+        return 1.0
+
+    engine = Recorder("abcde", version=5)
+    [sample] = played(ends, engine, config=EnvironmentConfig(max_rows=4))
+    assert not sample.error and [turn.row for turn in sample.turns] == [0, 0, 0, 1, 2, 3], sample.error
+    check_rows(sample, engine)
+
+
+def asked_in(path: str, text: str = "hi", **more: Any) -> dict[str, Any]:
+    """A plain call in the dialect of a path."""
+    content = {"input": text} if path == "responses" else {"messages": [{"role": "user", "content": text}]}
+    return {"model": "m", **content, **more}
+
+
+@pytest.mark.parametrize("path", ["responses", "messages"])
+def test_a_repeat_joins_its_call_and_a_client_that_went_away_is_not_recorded(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "LINGER_S", 0.1)
+
+    async def drops(episode: Episode) -> float:
+        headers, url = {"x-api-key": episode.endpoint.secret}, f"{episode.endpoint.url}/{path}"
+        async with httpx.AsyncClient(headers=headers) as client:
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post(url, json=asked_in(path), timeout=0.05)
+            again = await client.post(url, json=asked_in(path), headers={"x-stainless-retry-count": "1"})
+            assert again.status_code == 200 and len(engine.seen) == 1
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post(url, json=asked_in(path, "lost"), timeout=0.05)
+            await asyncio.sleep(0.3)
+            key = {"idempotency-key": "k"}
+            both = await asyncio.gather(*(client.post(url, json=asked_in(path, "x"), headers=key) for _ in range(2)))
+            assert both[0].json()["id"] == both[1].json()["id"]
+        return 1.0
+
+    engine = Recorder("ab", version=5, latency_s=0.15)
+    [sample] = played(drops, engine, config=EnvironmentConfig(max_rows=2))
+    assert not sample.error and len(sample.turns) == 2, sample.error
+
+
+# ---------------------------------------------------------------- what is refused
+
+IMAGE: Any = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "words"),
+    [
+        ("responses", {"background": True}, "background: "),
+        ("responses", {"conversation": "c"}, "conversation: "),
+        ("responses", {"previous_response_id": "r"}, "previous_response_id: got 'r', expected the id of a stored"),
+        ("responses", {"tools": [{"type": "local_shell"}]}, "tools.0.type: got 'local_shell', expected function"),
+        ("responses", {"tools": [{"type": "web_search"}]}, "tools.0.type: got 'web_search'"),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0: got a"),
+        ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type: got 'item_reference'"),
+        ("responses", {"input": []}, "input: got []"),
+        ("responses", {"text": {"format": {"type": "grammar"}}}, "text.format.type: got 'grammar', expected text"),
+        ("messages", {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0: got a part of type"),
+        ("messages", {"messages": [{"role": "tool", "content": ""}]}, "messages.0.role: got 'tool'"),
+        ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type: got 'bash_20250124'"),
+        ("messages", {"mcp_servers": [{"url": "x"}]}, "mcp_servers: "),
+        ("messages", {"max_tokens": 0}, "max_tokens: got 0, expected a whole number >= 1"),
+        ("messages", {"model": None}, "model: got None, expected a text"),
+        ("messages", {"messages": [{"role": "user", "content": "x" * 9000}]}, "no tokens left"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused_by_name(path: str, more: dict[str, Any], words: str) -> None:
+    async def sends(episode: Episode) -> float:
+        async with httpx.AsyncClient(headers={"x-api-key": episode.endpoint.secret}) as client:
+            answer = await client.post(f"{episode.endpoint.url}/{path}", json={**asked_in(path), **more})
+            assert answer.status_code in (400, 404) and words in answer.json()["error"]["message"], answer.text
+            assert answer.json().get("type", "none") == ("error" if path == "messages" else "none")
+        return 1.0
+
+    [sample] = played(sends, Recorder("ab"))
+    assert not sample.error and not sample.turns, sample.error
+
+
+async def mixed_up(episode: Episode, path: str, dice: random.Random, count: int) -> None:
+    """Send requests of which one value is replaced, and others of which one byte is."""
+    calls: list[Any] = [
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "3"}]},
+        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "hm"}], "content": None},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "so", "annotations": []}]},
+    ]
+    blocks: list[Any] = [
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "s"},
+                                          {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"}]},
+    ]  # fmt: skip
+    good: dict[str, dict[str, Any]] = {
+        "responses": {"input": [{"role": "user", "content": "hi"}, *calls], "tools": OPENAI_TOOLS, "instructions": "x",
+                      "text": {"format": {"type": "text"}}, "stream": True, "previous_response_id": None},
+        "messages": {"messages": [{"role": "user", "content": "hi"}, *blocks], "tools": ANTHROPIC_TOOLS, "system": "x",
+                     "stop_sequences": ["q"], "tool_choice": {"type": "auto"}, "output_config": {"format": None}},
+        "chat/completions": {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "n": 1, "stop": "q",
+                             "response_format": {"type": "text"}, "stream_options": {"include_usage": True}},
+    }  # fmt: skip
+    odd: list[Any] = [None, 1, -1, 0.5, True, "", "x", [], [1], [[]], {}, {"type": []}, {"type": "text"}, [None]]
+    headers, url = {"x-api-key": episode.endpoint.secret}, f"{episode.endpoint.url}/{path}"
+    async with httpx.AsyncClient(headers=headers) as client:
+        for number in range(count):
+            whole = {"model": "m", **json.loads(json.dumps(good[path]))}
+            at: Any = whole
+            while True:
+                key = dice.choice(list(at) if isinstance(at, dict) else range(len(at)))
+                if not isinstance(at[key], dict | list) or not at[key] or dice.random() < 0.3:
+                    break
+                at = at[key]
+            at[key] = dice.choice(odd)
+            body = json.dumps(whole).encode()
+            answer = await client.post(url, content=mutated(dice, body) if number % 3 == 0 else body)
+            assert answer.status_code < 500, (answer.text, body)
+            assert answer.status_code == 200 or answer.json()["error"]["message"], body
+
+
+@pytest.mark.parametrize("path", ["responses", "messages", "chat/completions"])
+@pytest.mark.parametrize("count", [50, pytest.param(600, marks=pytest.mark.slow)])
+def test_no_body_is_an_error_of_the_server(path: str, count: int) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"dialects: seed {seed}")
+
+    async def sends(episode: Episode) -> float:
+        await mixed_up(episode, path, random.Random(seed), count)
+        return 1.0
+
+    [sample] = played(sends, Obedient("ab"), config=EnvironmentConfig(max_rows=10_000))
+    assert not sample.error, sample.error

@@ -147,6 +147,7 @@ class SharedEngines:
             seed=config.run.seed,
             adapters=adapter_slots(config.trainer.lora, rollout),
             routes=route_spec(config.router_replay, config.model),
+            schemas=rollout.endpoint.enabled,
         )
         setup = EngineSetup(name, threads(config.resources.threads, rollout.num_engines * rollout.tp, device), engine)
         shared = SharedSetup(setup, rollout.max_adapters, config.engine_gpus)
