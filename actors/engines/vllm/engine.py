@@ -97,17 +97,17 @@ class VllmEngine:
         kv_cache_bytes: size of the KV cache in each worker. With None it is what `max_num_seqs` sequences can use on a
         GPU, at most what `gpu_memory_utilization` leaves there, and on a CPU 256 MiB, or more if a few sequences need
         more. gpu_memory_utilization: largest share of each GPU's memory that a worker takes; it takes less if less is
-        free. max_model_len: largest number of tokens of a
-        prompt and its completion together; None takes the model's own limit. receiver: settings with which new weights
-        are received; None if the weights never change. version: policy version of the weights that are loaded at the
-        start. logprobs: way in which log-probs come from the workers, see `rollout.logprobs`. routes: shape of the
-        model's routes, which vLLM then records; None to record none. options: further arguments of AsyncEngineArgs, by
-        name. log: file for the output of vLLM's processes; "" for none. adapters: room for adapters; None for none.
-        schemas: whether requests can have JSON schemas, for which each process loads the tokenizer.
+        free. max_model_len: largest number of tokens of a prompt and its completion together; None takes the model's
+        own limit. receiver: settings with which new weights are received; None if the weights never change. version:
+        policy version of the weights that are loaded at the start. logprobs: way in which log-probs come from the
+        workers, see `rollout.logprobs`. routes: shape of the model's routes, which vLLM then records; None to record
+        none. options: further arguments of AsyncEngineArgs, by name. log: file for the output of vLLM's processes; ""
+        for none. adapters: room for adapters; None for none. schemas: whether requests can have JSON schemas.
 
         Raises ValueError if there is no such model, vLLM cannot run it, an option is wrong or the KV cache is too small
         for one sequence, and RuntimeError with vLLM's own words if its processes do not start.
         """
+        tokenizer = find_tokenizer(model)  # A tokenizer that cannot be loaded is an error before processes start.
         settings = ProcessSettings(
             model=model,
             dtype=dtype,
@@ -120,14 +120,13 @@ class VllmEngine:
             options=options,
             routes=routes is not None,
             adapters=adapters,
-            schemas=schemas,
+            schemas=schemas and tokenizer is not None,
             log=log,
         )
         self._routes, settings = routes, _checked(settings, cpu=library.on_cpu())
-        tokenizer = find_tokenizer(model)  # A tokenizer that cannot be loaded is an error before processes start.
         self._process = process = VllmProcess(settings, version)
         self._checks = RequestChecks(
-            model, tokenizer, process.context, process.vocab_size, seed, routes=routes is not None
+            model, tokenizer, process.context, process.vocab_size, seed, routes=settings.routes
         )
         several = "speculative decoding samples several tokens at once" if "speculative_config" in options else ""
         self._logprobs = LogprobTaker(self._process, logprobs, several)
