@@ -13,7 +13,7 @@ ENVIRONMENT_KINDS = ("single_turn", "tool_use", "verifiers")
 
 
 class EndpointConfig(Section):
-    """OpenAI-compatible endpoint of each rollout actor, through which agents speak to the policy."""
+    """Endpoint of each rollout actor, through which agents speak to the policy in OpenAI's or Anthropic's format."""
 
     enabled: bool = False
     """Whether there is an endpoint. An environment then finds its address and the secret of its episode in

@@ -53,7 +53,7 @@ async def _to_the_end(
     attempt, stops = 0, StopTexts(tokenizer, params.stop) if params.stop else None
     while completion.finish_reason == "abort":
         attempt += 1
-        if params.schema:  # A continuation would begin at the start of the schema, so the answer begins anew.
+        if params.schema:  # A continuation would begin at the start of the schema, so the answer starts again.
             completion = Completion.empty()
         done = len(completion.token_ids)
         ids = [*prompt_ids, *completion.token_ids.tolist()]

@@ -109,20 +109,10 @@ class VllmEngine:
         """
         tokenizer = find_tokenizer(model)  # A tokenizer that cannot be loaded is an error before processes start.
         settings = ProcessSettings(
-            model=model,
-            dtype=dtype,
-            tp=tp,
-            max_num_seqs=max_num_seqs,
-            kv_cache_bytes=kv_cache_bytes,
-            gpu_memory_utilization=gpu_memory_utilization,
-            seed=seed,
-            max_model_len=max_model_len,
-            options=options,
-            routes=routes is not None,
-            adapters=adapters,
-            schemas=schemas and tokenizer is not None,
-            log=log,
-        )
+            model=model, dtype=dtype, tp=tp, max_num_seqs=max_num_seqs, kv_cache_bytes=kv_cache_bytes,
+            gpu_memory_utilization=gpu_memory_utilization, seed=seed, max_model_len=max_model_len, options=options,
+            routes=routes is not None, adapters=adapters, schemas=schemas and tokenizer is not None, log=log,
+        )  # fmt: skip
         self._routes, settings = routes, _checked(settings, cpu=library.on_cpu())
         self._process = process = VllmProcess(settings, version)
         self._checks = RequestChecks(

@@ -74,6 +74,7 @@ class EndpointServer:
         self._sessions: dict[bytes, Session] = {}
         self._secrets: dict[Episode, bytes] = {}
         self._num_calls = 0
+        self._warned = False
         self._idle = Strangers[_Connection]("endpoint")
         """Connections without a request. Any client can open them."""
         self._server: _Server | None = None
@@ -254,6 +255,9 @@ class EndpointServer:
             raise BadRequest(f"n: got {asked.n}, expected at most rollout.endpoint.max_episode_calls={most}")
         if session.num_open + asked.n > most:
             raise _too_many(session.num_open)
+        if asked.schema and not self._warned:
+            self._warned = True
+            _log.warning("endpoint: %s: answers under a JSON schema are not trained on", asked.schema_field)
         return session.begin(asked, key, digest)
 
     async def _wait(self, request: Request, session: Session, call: Call) -> CallAnswer:
@@ -395,7 +399,7 @@ def _ended() -> BadRequest:
 
 
 async def _alive(request: Request) -> Response:
-    """Answer clients that look whether somebody listens before they call."""
+    """Answer clients that check the connection before they call."""
     return Response()
 
 
