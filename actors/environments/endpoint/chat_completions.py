@@ -13,7 +13,7 @@ from openai.types import Completion as TextCompletion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ...engines.chat import Reply, text_of
 from .dialects import (
@@ -126,40 +126,31 @@ def _prompt_of(prompt: Any) -> str | tuple[int, ...]:
 
 
 def _chat_body(request: CallRequest, answer: CallAnswer) -> Json:
-    choices = [
-        {
-            "index": index,
-            "message": _message(choice.reply),
-            "finish_reason": choice.finish_reason,
-            "logprobs": {"content": _chat_logprobs(choice)} if request.logprobs else None,
-        }
-        for index, choice in enumerate(answer.choices)
+    shown = [
+        {"message": _message(one.reply), "logprobs": {"content": _chat_logprobs(one)} if request.logprobs else None}
+        for one in answer.choices
     ]
-    head = _head(request, answer, "chat.completion")
-    whole_answer = ChatCompletion.model_validate({**head, "choices": choices, "usage": _usage(answer)})
-    return _with_token_ids(request, answer, whole_answer.model_dump(mode="json", exclude_none=True))
+    return _body(ChatCompletion, "chat.completion", request, answer, shown)
 
 
 def _text_body(request: CallRequest, answer: CallAnswer) -> Json:
-    choices = [
-        {
-            "index": index,
-            "text": choice.reply.content,
-            "finish_reason": choice.finish_reason,
-            "logprobs": _text_logprobs(choice) if request.logprobs else None,
-        }
-        for index, choice in enumerate(answer.choices)
+    shown = [
+        {"text": one.reply.content, "logprobs": _text_logprobs(one) if request.logprobs else None}
+        for one in answer.choices
     ]
-    head = _head(request, answer, "text_completion")
-    whole_answer = TextCompletion.model_validate({**head, "choices": choices, "usage": _usage(answer)})
-    return _with_token_ids(request, answer, whole_answer.model_dump(mode="json", exclude_none=True))
+    return _body(TextCompletion, "text_completion", request, answer, shown)
 
 
-def _with_token_ids(request: CallRequest, answer: CallAnswer, body: Json) -> Json:
+def _body(form: type[BaseModel], kind: str, request: CallRequest, answer: CallAnswer, shown: list[Json]) -> Json:
+    """Return the body of an answer. form: openai's type of it. shown: the fields of each choice that differ by kind."""
+    pairs = list(zip(shown, answer.choices, strict=True))
+    choices = [{"index": i, "finish_reason": one.finish_reason, **part} for i, (part, one) in enumerate(pairs)]
+    whole_answer = {**_head(request, answer, kind), "choices": choices, "usage": _usage(answer)}
+    body = form.model_validate(whole_answer).model_dump(mode="json", exclude_none=True)
     if request.token_ids:
         body["prompt_token_ids"] = list(answer.prompt_ids)
-        for shown, choice in zip(body["choices"], answer.choices, strict=True):
-            shown["token_ids"] = choice.completion.token_ids.tolist()
+        for part, one in zip(body["choices"], answer.choices, strict=True):
+            part["token_ids"] = one.completion.token_ids.tolist()
     return body
 
 
@@ -201,13 +192,8 @@ def _head(request: CallRequest, answer: CallAnswer, kind: str) -> Json:
 
 def _usage(answer: CallAnswer) -> Json:
     prompt, said = len(answer.prompt_ids), answer.num_tokens
-    details = {"cached_tokens": answer.num_cached}
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": said,
-        "total_tokens": prompt + said,
-        "prompt_tokens_details": details,
-    }
+    numbers = {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+    return {**numbers, "prompt_tokens_details": {"cached_tokens": answer.num_cached}}
 
 
 def _message(reply: Reply) -> Json:

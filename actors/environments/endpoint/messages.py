@@ -47,15 +47,15 @@ def _read(given: Json) -> CallRequest:
         messages += _messages_of(message, f"messages.{number}.")
     tools = tools_used(given, [_tool(tool, f"tools.{at}.") for at, tool in enumerate(objects_at(given, "tools"))])
     config = given.get("output_config")
-    nested = isinstance(config, dict) and config.get("format") is not None
-    field = "output_config.format" if nested else "output_format"
+    nested = config.get("format") if isinstance(config, dict) else None
+    field = "output_format" if nested is None else "output_config.format"
     return CallRequest(
         messages=tuple(messages),
         tools=tools,
         model=text_at(given, "model"),
         max_new_tokens=whole(given, "max_tokens"),
         stop=texts_at(given, "stop_sequences"),
-        schema=schema_at(config["format"] if nested else given.get("output_format"), field, tools),
+        schema=schema_at(given.get("output_format") if nested is None else nested, field, tools),
         schema_field=field,
         stream=bool(given.get("stream")),
         ignored=ignored_of(given),

@@ -122,28 +122,14 @@ def _body(request: CallRequest, answer: CallAnswer) -> Json:
 
 
 def _head(request: CallRequest, answer: CallAnswer) -> Json:
+    tools = [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools]
     return {
-        "id": answer.id,
-        "object": "response",
-        "created_at": answer.created,
-        "status": "in_progress",
-        "background": False,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": None,
-        "max_output_tokens": request.max_new_tokens,
-        "metadata": {},
-        "model": request.model,
-        "output": [],
-        "parallel_tool_calls": True,
-        "previous_response_id": request.previous or None,
-        "store": request.store,
-        "temperature": None,
-        "tool_choice": "auto",
-        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools],
-        "top_p": None,
-        "usage": None,
-    }
+        "id": answer.id, "object": "response", "created_at": answer.created, "status": "in_progress", "error": None,
+        "background": False, "incomplete_details": None, "instructions": None, "metadata": {}, "model": request.model,
+        "max_output_tokens": request.max_new_tokens, "output": [], "parallel_tool_calls": True, "store": request.store,
+        "previous_response_id": request.previous or None, "temperature": None, "tool_choice": "auto", "tools": tools,
+        "top_p": None, "usage": None,
+    }  # fmt: skip
 
 
 def _items(answer: CallAnswer) -> list[Json]:

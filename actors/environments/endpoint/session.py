@@ -93,6 +93,8 @@ class Session:
         self._recorded: list[_Recorded] = []
         self._stored: dict[str, tuple[Mapping[str, Any], ...]] = {}
         """Id of an answer -> its conversation without instructions, for `previous_response_id`."""
+        self._messages: dict[Any, Mapping[str, Any]] = {}
+        """Messages of stored conversations, each once, by the form in which they are compared."""
         self._calls: OrderedDict[str, Call] = OrderedDict()
         self._open: set[Call] = set()
         self._lingering: set[asyncio.Task[None]] = set()
@@ -191,8 +193,8 @@ class Session:
         if request.store:
             reply = answer.choices[0].reply
             thoughts = {"reasoning_content": reply.reasoning} if reply.reasoning else {}
-            mine = request.messages[request.num_instructions :]
-            self._stored[answer.id] = (*mine, {**reply.as_message(), **thoughts})
+            said = (*request.messages[request.num_instructions :], {**reply.as_message(), **thoughts})
+            self._stored[answer.id] = tuple(self._messages.setdefault(_norm(one), one) for one in said)
 
     def count(self, request: CallRequest) -> int:
         """Return the number of tokens that the prompt of a call would have."""

@@ -146,6 +146,7 @@ def looped(loop: Loop, **settings: Any) -> tuple[Played, Any, Recorder]:
 
 
 @pytest.mark.parametrize(("loop", "stored"), [(with_responses, False), (with_responses, True), (with_messages, False)])
+@pytest.mark.long
 def test_a_loop_of_tools_is_one_row_and_streams_are_the_same(loop: Loop, stored: bool) -> None:
     plain, sample, engine = looped(loop, stream=False, stored=stored)
     assert len(sample.rows) == 1 and len(sample.turns) == 4
@@ -488,8 +489,9 @@ async def mixed_up(episode: Episode, path: str, dice: random.Random, count: int)
             assert answer.status_code == 200 or answer.json()["error"]["message"], body
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["responses", "messages", "chat/completions"])
-@pytest.mark.parametrize("count", [50, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [25, pytest.param(600, marks=pytest.mark.slow)])
 def test_no_body_is_an_error_of_the_server(path: str, count: int) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"dialects: seed {seed}")
