@@ -29,6 +29,7 @@ from .dialects import (
     texts_at,
     tools_used,
     whole,
+    wrong,
 )  # fmt: skip
 
 _CHAT = TypeAdapter(ChatParams)
@@ -42,6 +43,9 @@ def _read_chat(given: Json) -> CallRequest:
     checked = _checked(_CHAT, given)
     messages = _messages_of(given["messages"], checked["messages"])
     tools = tools_used(given, given.get("tools") or ())
+    for number, tool in enumerate(tools):
+        if tool.get("type") != "function":
+            raise wrong(f"tools.{number}.type", tool.get("type"), "function")
     schema = schema_at(given.get("response_format"), "response_format", tools)
     return _request(given, messages=messages, tools=tools, schema=schema)
 

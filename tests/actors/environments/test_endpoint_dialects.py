@@ -19,7 +19,7 @@ import anthropic
 import openai
 
 from headrace.actors.engines.protocol import Completion, SamplingParams
-from headrace.actors.environments.config import EnvironmentConfig
+from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
 from headrace.actors.environments.endpoint import session
 from headrace.actors.environments.episode import Episode
 from headrace.tests.actors.environments.endpoint_world import CALL, TOOLS, Recorder, check_rows, played
@@ -412,6 +412,26 @@ def test_a_repeat_joins_its_call_and_a_client_that_went_away_is_not_recorded(
     assert not sample.error and len(sample.turns) == 2, sample.error
 
 
+def test_limits_are_told_in_the_form_of_the_dialect() -> None:
+    async def asks(episode: Episode) -> float:
+        async with anthropic_of(episode) as client:
+            messages: list[Any] = [{"role": "user", "content": "hi"}]
+            both = await asyncio.gather(
+                *(client.messages.create(model="m", max_tokens=9, messages=messages) for _ in range(2)),
+                return_exceptions=True,
+            )
+            [refused] = [one for one in both if isinstance(one, anthropic.RateLimitError)]
+            assert refused.response.headers["retry-after"] == "1" and "rate_limit_error" in str(refused)
+            messages[0]["content"] = "x" * (1 << 20)
+            with pytest.raises(anthropic.APIStatusError, match="request_too_large.*more than 1 MiB"):
+                await client.messages.create(model="m", max_tokens=9, messages=messages)
+        return 1.0
+
+    endpoint = EndpointConfig(enabled=True, max_episode_calls=1, max_body_mib=1)
+    [sample] = played(asks, Recorder("ab", latency_s=0.2), endpoint=endpoint)
+    assert not sample.error and len(sample.turns) == 1, sample.error
+
+
 # ---------------------------------------------------------------- what is refused
 
 IMAGE: Any = {"type": "image", "source": {"type": "url", "url": "http://x"}}
@@ -429,6 +449,7 @@ IMAGE: Any = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type: got 'item_reference'"),
         ("responses", {"input": []}, "input: got []"),
         ("responses", {"text": {"format": {"type": "grammar"}}}, "text.format.type: got 'grammar', expected text"),
+        ("chat/completions", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type: got 'custom'"),
         ("messages", {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0: got a part of type"),
         ("messages", {"messages": [{"role": "tool", "content": ""}]}, "messages.0.role: got 'tool'"),
         ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type: got 'bash_20250124'"),
