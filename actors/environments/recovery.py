@@ -190,7 +190,7 @@ class RecoveringEngine:
             source = _session(request_id)
         else:  # Another sample with the same tokens so far has another rest.
             source = f"{self._asked.get(begun.request_id, begun.request_id)} {begun.sample}"
-        limits = (params.n, params.max_new_tokens, params.stop, params.stop_token_ids, params.adapter)
+        limits = (params.n, params.max_new_tokens, params.stop, params.stop_token_ids, params.adapter, params.schema)
         asked = xxhash.xxh3_64(f"{source} {limits} {params.routes_from}".encode())
         asked.update(np.asarray(prompt_ids, np.int32).tobytes())
         return asked.intdigest()
@@ -207,7 +207,7 @@ class RecoveringEngine:
 
     async def _generated(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return the engine's answer. Completions that end after a piece count as cut off (finish reason `abort`)."""
-        piece = self._piece_tokens
+        piece = 0 if params.schema else self._piece_tokens  # An answer under a schema cannot be continued.
         if not piece or params.max_new_tokens <= piece:
             return await self._engine.generate(request_id, prompt_ids, params)
         asked = replace(params, max_new_tokens=piece)

@@ -22,6 +22,7 @@ from headrace.actors.engines.protocol import Completion, SamplingParams
 from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
 from headrace.actors.environments.endpoint import session
 from headrace.actors.environments.episode import Episode
+from headrace.actors.environments.recovery import RecoveringEngine, TurnRecord
 from headrace.tests.actors.environments.endpoint_world import CALL, TOOLS, Recorder, check_rows, played
 from headrace.tests.attacks.mutations import mutated
 
@@ -297,6 +298,25 @@ def test_tokens_under_a_schema_are_in_the_row_and_not_trained_on() -> None:
         assert row.input_ids[:until].tolist() == [*prompt_ids, *answer_ids]
         assert (row.response_mask[turn.start : until] == (number == 0)).all()
     assert row.response_mask.sum() == len(engine.seen[0][2]) and (row.versions[row.response_mask == 0] == -1).all()
+
+
+def test_answers_under_a_schema_are_recovered_whole_and_only_for_their_schema() -> None:
+    async def main() -> None:
+        records: list[TurnRecord] = []
+
+        class Log:
+            async def write(self, record: TurnRecord) -> None:
+                records.append(record)
+
+        asked = SamplingParams(max_new_tokens=50, schema='{"type": "object"}')
+        [first] = await RecoveringEngine(Obedient("{abcde}"), Log(), (), 2).generate("p.0/0", [5, 6], asked)
+        assert first.finish_reason == "stop" and len(first.token_ids) == len("{abcde}.")
+        again = RecoveringEngine(Obedient("other"), None, records, 50)
+        [free] = await again.generate("p.0/0", [5, 6], replace(asked, schema=""))
+        [same] = await again.generate("p.0/0", [5, 6], asked)
+        assert free.token_ids.tolist() != first.token_ids.tolist() == same.token_ids.tolist()
+
+    asyncio.run(main())
 
 
 def test_an_engine_without_schemas_refuses_them() -> None:

@@ -94,7 +94,7 @@ class Life:
         turns = open_turns(folder, piece_tokens=piece_tokens)
         settings: dict[str, Any] = {}
         if endpoint:
-            from headrace.actors.environments.endpoint_server import EndpointServer
+            from headrace.actors.environments.endpoint.server import EndpointServer
 
             chat = build_chat_format(TOKENIZER, "qwen3", {}, {})
             settings = {"endpoint": EndpointServer(EndpointConfig(enabled=True)), "chat": lambda: chat}
