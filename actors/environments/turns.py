@@ -63,7 +63,7 @@ async def _to_the_end(
             n=1,
             max_new_tokens=params.max_new_tokens - done,
             routes_from=params.routes_from + known,
-            continues=CutOff(request_id, index, done) if done else None,
+            continues=CutOff(request_id, index, done),
         )
         [more] = await engine.generate(f"{request_id}.{index}{SESSION_SEPARATOR}again{attempt}", ids, rest)
         completion = _joined(completion, more)

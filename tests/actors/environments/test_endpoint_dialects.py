@@ -23,7 +23,8 @@ from headrace.actors.environments.config import EndpointConfig, EnvironmentConfi
 from headrace.actors.environments.endpoint import session
 from headrace.actors.environments.episode import Episode
 from headrace.actors.environments.recovery import RecoveringEngine, TurnRecord
-from headrace.tests.actors.environments.endpoint_world import CALL, TOOLS, Recorder, check_rows, played
+from headrace.actors.environments.turns import generate_whole
+from headrace.tests.actors.environments.endpoint_world import CALL, TOKENIZER, TOOLS, Recorder, check_rows, played
 from headrace.tests.attacks.mutations import mutated
 
 FUNCTION = TOOLS[0]["function"]
@@ -315,6 +316,24 @@ def test_answers_under_a_schema_are_recovered_whole_and_only_for_their_schema() 
         [free] = await again.generate("p.0/0", [5, 6], replace(asked, schema=""))
         [same] = await again.generate("p.0/0", [5, 6], asked)
         assert free.token_ids.tolist() != first.token_ids.tolist() == same.token_ids.tolist()
+
+    asyncio.run(main())
+
+
+def test_an_answer_under_a_schema_starts_again_where_a_weight_update_cut_it() -> None:
+    class CutOnce(Obedient):
+        async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Any:
+            [whole] = await super().generate(request_id, prompt_ids, params)
+            if params.continues is not None:
+                return [whole]
+            return [Completion(whole.token_ids[:2], whole.logprobs[:2], "abort", whole.versions[:2])]
+
+    async def main() -> None:
+        engine = CutOnce("{abc}")
+        params = SamplingParams(max_new_tokens=50, schema="{}")
+        [answer] = await generate_whole(engine, TOKENIZER, "p.0/0", [5, 6], params)
+        assert [prompt for _, prompt, _ in engine.seen] == [[5, 6]] * 2
+        assert answer.token_ids.tolist() == engine.seen[1][2] and answer.finish_reason == "stop"
 
     asyncio.run(main())
 
