@@ -9,7 +9,7 @@ import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -196,6 +196,10 @@ class EngineHost(ABC):
         """Return the policy version that the engine serves."""
         return self._engine.version
 
+    async def stats(self) -> EngineStats:
+        """Return the engine's counters."""
+        return self._engine.stats
+
     async def progress(self) -> int:
         """Return a number that changes whenever this actor makes progress. It distinguishes a slow actor from one that
         hangs. Raises EngineDied if the engine is known to have died."""
@@ -228,6 +232,8 @@ class EngineActor(EngineHost):
         self._setup = setup
         self._running: dict[str, asyncio.Task] = {}
         self._abandoned: set[str] = set()
+        self._num_samples = 0
+        """Number of samples of the requests in flight."""
 
     def _build(self) -> ServingEngine:
         torch.set_num_threads(self._setup.threads)
@@ -243,15 +249,18 @@ class EngineActor(EngineHost):
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
         task = asyncio.create_task(self._engine.generate(request_id, call.prompt_ids.tolist(), call.params))
         self._running[request_id] = task
+        self._num_samples += call.params.n
         try:
             await asyncio.wait({task})
         finally:
+            self._num_samples -= call.params.n
             del self._running[request_id]
             self._abandoned.discard(request_id)
             task.cancel()
         if task.cancelled():
             return None
-        return GenerateReply.of(task.result(), self._engine.version, self._engine.stats)
+        stats = replace(self._engine.stats, in_flight=self._num_samples)
+        return GenerateReply.of(task.result(), self._engine.version, stats)
 
     async def score(self, call: ScoreCall) -> ScoreReply:
         """Return the log-probs that the hosted engine's model gives to given tokens; see `Scorer.score`. Raises
@@ -317,11 +326,12 @@ class RemoteEngine:
         """Counters of the engine, taken from its latest reply to `generate`."""
 
     async def connect(self) -> RemoteEngine:
-        """Ask the actor for its engine's version, and return this object.
+        """Ask the actor for its engine's version and counters, and return this object.
 
         Raises EngineDied when the actor or its engine has died, and RuntimeError when the engine is not built yet.
         """
         self._version = await self._call(EngineActor.version)
+        self.stats = await self._call(EngineActor.stats)
         return self
 
     @property

@@ -81,6 +81,10 @@ class EngineKeys(Section):
     """Number of rollout actors, which run environments and rewards and share all engines through a router. When an
     engine dies, the router sends its requests to the other engines. Unset: there are as many rollout actors as engines,
     and each of them contains one engine."""
+    routing: Literal["prefix", "least_loaded"] = "prefix"
+    """How the router chooses an engine. `prefix`: a request goes to an engine that has computed the beginning of its
+    prompt, unless others have much less to do. `least_loaded`: it goes to the engine with the fewest samples in flight.
+    With both, the turns of an episode stay with one engine; `prefix` moves them when that engine is overloaded."""
     max_model_len: Count | None = None
     """Largest number of tokens of a prompt and its answer together that an engine takes. The size of its key-value
     cache depends on it. Unset: the longest prompt and answer together that training, validation and evaluations can

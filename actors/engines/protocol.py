@@ -133,7 +133,7 @@ class Completion:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters of an engine since its start. The engine updates them in place."""
+    """Counters of an engine since its start, its size and its load. The engine updates them in place."""
 
     batches: int = 0
     """Number of batches decoded (`hf`) or requests answered (other engines)."""
@@ -143,6 +143,15 @@ class EngineStats:
     """Number of response tokens returned."""
     busy_s: float = 0.0
     """Seconds during which the engine was generating."""
+    prompt_tokens: int = 0
+    """Number of prompt tokens of the samples returned, counted for each sample; 0 for engines that reuse no keys and
+    values of earlier prompts."""
+    cached_tokens: int = 0
+    """Number of these tokens whose keys and values the engine already had."""
+    cache_tokens: int = 0
+    """Number of tokens for which the engine's prefix cache has room, which is constant; 0 for none."""
+    in_flight: int = 0
+    """Number of samples that an engine actor is generating for all of its callers, at its latest reply."""
 
 
 @dataclass(frozen=True, slots=True)

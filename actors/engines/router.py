@@ -1,6 +1,6 @@
 """`Router` acts as one generation engine in front of several named ones, which may join, leave or die while it runs.
 
-    request -> its session's engine, else the least loaded -> answer
+    request -> the engine that `Routing` chooses -> answer
                     |  the engine died or broke, and is removed from routing
                     +--> the whole request, with the same id and seed, goes to another engine
 
@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
 
 from .protocol import (
     SESSION_SEPARATOR,
@@ -31,13 +32,9 @@ from .protocol import (
     SamplingParams,
     ServingEngine,
 )
+from .routing import BLOCK, EngineLoad, PrefixCache, RoutedPrompt, Routing, block_hashes
 
 _log = logging.getLogger(__name__)
-
-MAX_SESSIONS = 1 << 16
-"""Largest number of sessions (episodes of several turns) for which the router remembers the engine. The next turn of a
-forgotten session may go to another engine, which costs only a new prefill."""
-
 
 ABORT_EVERY_S = 0.25
 """Seconds between two aborts of the same request by `Router.suspend`."""
@@ -79,9 +76,12 @@ class Router:
 
     died = ""
 
-    def __init__(self, *, timeout_s: float, on_left_out: Callable[[LeftOut], None] | None = None) -> None:
+    def __init__(
+        self, *, timeout_s: float, prefixes: bool = True, on_left_out: Callable[[LeftOut], None] | None = None
+    ) -> None:
         """timeout_s: seconds that a request waits for an available engine before it raises NoEngineAvailable.
 
+        prefixes: whether the choice of an engine depends on the prompts that it has cached; see `Routing`.
         on_left_out: callback that is called in the event loop for each engine that is removed from routing because it
         failed. It must not raise.
         """
@@ -92,7 +92,7 @@ class Router:
         self._requests: dict[str, _Routed] = {}
         self._suspended: set[str] = set()
         """Names of the suspended engines. Some of them may have died meanwhile."""
-        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._routing = Routing(prefixes=prefixes)
         self._changed = asyncio.Event()  # The event is replaced each time it is set.
         self._closed = False
         self._past = EngineStats()  # These counters belong to removed engines.
@@ -183,6 +183,7 @@ class Router:
     def readmit(self, name: str) -> None:
         """Resume sending requests to a suspended engine, beginning with requests that wait. Raises KeyError if there is
         no engine of this name."""
+        self._members[name].load.cache.clear()  # An engine that slept has dropped its keys and values.
         self._members[name].accepting = True
         self._suspended.discard(name)
         self._wake()
@@ -200,7 +201,8 @@ class Router:
     def _forget(self, member: _Member) -> None:
         if self._members.get(member.name) is member:
             del self._members[member.name]
-            _accumulate(self._past, member.engine.stats)
+            _accumulate(self._past, replace(member.engine.stats, cache_tokens=0, in_flight=0))
+            member.load.cache.clear()  # Sessions remember the load of their engine.
         member.accepting = False
 
     def _wake(self) -> None:
@@ -222,14 +224,16 @@ class Router:
             raise RuntimeError(f"request {request_id!r}: the router is closed")
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
-        request = self._requests[request_id] = _Routed(request_id, params.n)
+        request = self._requests[request_id] = _Routed(request_id, self._routed_prompt(request_id, prompt_ids, params))
         try:
             while not request.aborted:
                 member = await self._choose(request)
                 if member is None:
                     break
                 try:
-                    return await _attempt(member, request, prompt_ids, params)
+                    completions = await self._attempt(member, request, prompt_ids, params)
+                    self._learn(member, request, prompt_ids, completions)
+                    return completions
                 except _Moved:
                     continue
                 except (EngineDied, EngineBroken) as error:
@@ -246,16 +250,18 @@ class Router:
         while not request.aborted:
             if self._closed:
                 raise RuntimeError(f"request {request.request_id!r}: the router was closed before it answered")
-            member = self._pick(request.request_id)
-            if member is not None:
-                return member
+            candidates = {member.load: member for member in self._members.values() if member.accepting}
+            if candidates:
+                for member in candidates.values():
+                    member.refresh()
+                return candidates[self._routing.choose([*candidates], request.prompt, _now())]
             try:
                 # `asyncio.wait_for` is not used, because in Python 3.11 it swallows a cancellation that coincides with
                 # the change.
                 async with asyncio.timeout_at(deadline):
                     await self._changed.wait()
             except TimeoutError:
-                if self._suspended:
+                if self._suspended or self.names:  # An engine may have come in the moment of the deadline.
                     deadline += self._timeout_s
                     continue
                 reasons = "; ".join(f"{name}: {reason}" for name, reason in self._left_out.items())
@@ -265,20 +271,50 @@ class Router:
                 ) from None
         return None
 
-    def _pick(self, request_id: str) -> _Member | None:
+    def _routed_prompt(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> RoutedPrompt:
         session, turned, _ = request_id.partition(SESSION_SEPARATOR)
-        candidates = [member for member in self._members.values() if member.accepting]
-        if not candidates:
-            return None
-        found = self._members.get(self._sessions.get(session, "")) if turned else None
-        if found is None or not found.accepting:
-            found = min(candidates, key=lambda member: (member.outstanding, member.assigned))
-        if turned:
-            self._sessions[session] = found.name
-            self._sessions.move_to_end(session)
-            if len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
-        return found
+        salt = len(params.adapter)  # The model without its adapter has keys and values of its own.
+        blocks = block_hashes(prompt_ids, salt) if self._routing.prefixes else []
+        return RoutedPrompt(session if turned else None, params.n, blocks, salt)
+
+    def _learn(
+        self, member: _Member, request: _Routed, prompt_ids: Sequence[int], completions: Sequence[Completion]
+    ) -> None:
+        """Take note of an answer: of the engine's load, and of what it has cached now."""
+        member.refresh()
+        member.load.report(member.engine.stats.in_flight, _now())
+        blocks = request.prompt.blocks
+        for one in completions:
+            self._routing.learn(len(one.token_ids))
+            # Keys and values of older weights are not used again.
+            if self._routing.prefixes and one.versions[:1].tolist() == [member.engine.version]:
+                rest = np.concatenate([np.asarray(prompt_ids[len(blocks) * BLOCK :], np.int32), one.token_ids])
+                before = blocks[-1] if blocks else request.prompt.salt
+                member.load.cache.add([*blocks, *block_hashes(rest, before)])
+
+    async def _attempt(
+        self, member: _Member, request: _Routed, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> list[Completion]:
+        task = asyncio.create_task(member.engine.generate(request.request_id, prompt_ids, params))
+        request.begin(member, task)
+        self._routing.begin(member.load, request.prompt)
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait({task})
+            raise
+        finally:
+            if member.tally is not None and not task.cancelled():
+                if task.exception() is None:
+                    member.tally.answered(task.result())
+                else:
+                    member.tally.lost_tokens += params.n * params.max_new_tokens
+            self._routing.end(member.load, request.prompt)
+            request.end()
+        if task.cancelled():
+            raise _Moved
+        return task.result()
 
     async def abort(self, request_id: str) -> None:
         request = self._requests.get(request_id)
@@ -331,16 +367,23 @@ class _Member:
     accepting: bool = True
     tally: _Tally | None = None
     """Counter of how the requests in flight end while the engine is being suspended; None at other times."""
-    outstanding: int = 0
-    """Number of samples that the engine is generating now."""
-    assigned: int = 0
-    """Number of samples ever sent to the engine. If several engines have an equal load, the one with the lowest number
-    gets the next request."""
     requests: set[_Routed] = field(default_factory=set)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
+    load: EngineLoad = field(init=False)
+    version: int = field(init=False)
+    """Version of the weights to which the cached blocks in `load` belong."""
+
     def __post_init__(self) -> None:
         self.idle.set()
+        self.load = EngineLoad(PrefixCache(self.engine.stats.cache_tokens))
+        self.version = self.engine.version
+
+    def refresh(self) -> None:
+        """Forget what the engine had cached with older weights, because its requests do not use that any more."""
+        if self.version != self.engine.version:
+            self.version = self.engine.version
+            self.load.cache.clear()
 
 
 @dataclass(slots=True)
@@ -362,11 +405,11 @@ class _Tally:
 
 
 class _Routed:
-    __slots__ = ("request_id", "num_samples", "aborted", "member", "_task")
+    __slots__ = ("request_id", "prompt", "aborted", "member", "_task")
 
-    def __init__(self, request_id: str, num_samples: int) -> None:
+    def __init__(self, request_id: str, prompt: RoutedPrompt) -> None:
         self.request_id = request_id
-        self.num_samples = num_samples
+        self.prompt = prompt
         self.aborted = False
         self.member: _Member | None = None
         """Engine that works on the request; None while the request waits for an available engine."""
@@ -374,14 +417,11 @@ class _Routed:
 
     def begin(self, member: _Member, task: asyncio.Task[list[Completion]]) -> None:
         self.member, self._task = member, task
-        member.outstanding += self.num_samples
-        member.assigned += self.num_samples
         member.requests.add(self)
         member.idle.clear()
 
     def end(self) -> None:
         assert self.member is not None
-        self.member.outstanding -= self.num_samples
         self.member.requests.discard(self)
         if not self.member.requests:
             self.member.idle.set()
@@ -397,27 +437,8 @@ class _Moved(Exception):
     """Raised when `Router.remove` cancelled a request on its engine, so that another engine must take it."""
 
 
-async def _attempt(
-    member: _Member, request: _Routed, prompt_ids: Sequence[int], params: SamplingParams
-) -> list[Completion]:
-    task = asyncio.create_task(member.engine.generate(request.request_id, prompt_ids, params))
-    request.begin(member, task)
-    try:
-        await asyncio.wait({task})
-    except asyncio.CancelledError:
-        task.cancel()
-        await asyncio.wait({task})
-        raise
-    finally:
-        if member.tally is not None and not task.cancelled():
-            if task.exception() is None:
-                member.tally.answered(task.result())
-            else:
-                member.tally.lost_tokens += params.n * params.max_new_tokens
-        request.end()
-    if task.cancelled():
-        raise _Moved
-    return task.result()
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _accumulate(total: EngineStats, stats: EngineStats) -> None:

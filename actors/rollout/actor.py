@@ -98,6 +98,8 @@ class RolloutSetup:
     """True if requests that continue after a weight update keep their keys and values (`sync.kv`)."""
     engine_timeout_s: float = 120.0
     """Seconds that a request waits for an available engine actor before it fails."""
+    prefix_routing: bool = True
+    """True if the choice of an engine actor depends on the prompts that it has cached (`rollout.routing`)."""
     samples: SampleFile | None = None
     """File of episodes for people to read; None writes no file."""
     journal: JournalConfig | None = None
@@ -145,7 +147,11 @@ class RolloutActor(EngineHost):
         environment = build_environment(setup.environment)
         held_out = {evaluation.name: self._open_evaluation(evaluation, tokenizer) for evaluation in setup.evaluations}
         if setup.engine is None:
-            engine = Router(timeout_s=setup.engine_timeout_s, on_left_out=lambda left: self.worker.note_left_out(left))
+            engine = Router(
+                timeout_s=setup.engine_timeout_s,
+                prefixes=setup.prefix_routing,
+                on_left_out=lambda left: self.worker.note_left_out(left),
+            )
         else:
             engine = build_engine(setup.engine)
         self._hosted = engine  # From here on, `close` ends the engine even if the next lines fail.
@@ -177,6 +183,7 @@ class RolloutActor(EngineHost):
             teachers=setup.teachers,
             on_failure=setup.environment.on_failure,
             retries=setup.environment.retries,
+            name=setup.name,
         )
         return engine
 

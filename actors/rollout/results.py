@@ -15,6 +15,7 @@ from ..engines.router import LeftOut
 from ..environments.recovery import RecoveringEngine
 from ..process.user_errors import storable
 from ..protocols import Sample, Score, Span, SpanTable
+from .engine_use import EngineUse, added_uses
 from .prompts import SOURCE
 from .rows import RouteCounts
 
@@ -92,6 +93,8 @@ class RolloutReport(GroupFigures):
     """Number of tokens of these turns that were taken from the journal."""
     unmatched_turns: int = 0
     """Number of recorded turns that were not used, because the environment asked for something else."""
+    engines: dict[str, EngineUse] = field(default_factory=dict)
+    """Use of each engine since the last report, by the engine's name."""
 
     @property
     def first_error(self) -> str:
@@ -143,6 +146,7 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
         traffic=Traffic.sum_of(r.traffic for r in reports).to_bytes(),
         spans=SpanTable.of([span for r in reports for span in r.spans.to_spans()]),
         left_out=tuple(dict.fromkeys(engine for r in reports for engine in r.left_out)),
+        engines=added_uses(r.engines for r in reports),
         **_from_journal(reports),
     )
 

@@ -23,7 +23,7 @@ import numpy as np
 from ...dataplane.client.async_client import AsyncDataPlaneClient
 from ...dataplane.meta import POSITION
 from ..columns import ColumnConfig
-from ..engines.protocol import Generator, SamplingParams
+from ..engines.protocol import Generator, SamplingParams, ServingEngine
 from ..engines.router import LeftOut
 from ..engines.tokenizer import encode_prompts
 from ..environments.config import OnFailure
@@ -33,6 +33,7 @@ from ..protocols import EPISODE_ERRORS, GroupPlayer, Prompt, Sample, Score, Span
 from ..rewards.apart import ApartValues
 from ..rewards.rubric import Rubric
 from ..sample_file import TRAINING, SampleFile, episode_line
+from .engine_use import EngineMeter
 from .evaluation_metrics import FigureScheme, FigureSums
 from .journal import JournaledGroup, Purpose
 from .prompts import PromptStream, row_key
@@ -90,7 +91,7 @@ class RolloutWorker:
     def __init__(
         self,
         *,
-        engine: Generator,
+        engine: ServingEngine,
         environment: GroupPlayer,
         tokenizer: Any,
         rubric: Rubric,
@@ -109,13 +110,15 @@ class RolloutWorker:
         teachers: TeacherSources | None = None,
         on_failure: OnFailure | None = None,
         retries: int = 0,
+        name: str = "rollout",
     ) -> None:
         """held_out: evaluations that `evaluate` can make, by name. journal: keeps finished groups (all rows of one
         prompt) on disk; None keeps none. turns: keeps the turns of unfinished groups on disk; None keeps none.
         reward_timeout_s: time limit in seconds for the reward functions of one row.
         mask_truncated, keeps_old_kv, max_rows, columns, teachers: see `rollout_rows`. routes: the routes that the
         engine records and rows carry, where an episode is one row; None without router replay. samples: file of
-        episodes for people to read; None writes none. on_failure, retries: see `EnvironmentConfig`."""
+        episodes for people to read; None writes none. on_failure, retries: see `EnvironmentConfig`.
+        name: name of the actor, which is that of an engine in its own process."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -143,6 +146,7 @@ class RolloutWorker:
         self._teachers = teachers
         self._on_failure = on_failure or OnFailure()
         self._retries = retries
+        self._meter = EngineMeter(name, engine)
 
     def note_left_out(self, engine: LeftOut) -> None:
         """Record that the router removed `engine` from routing, so that the next report mentions it."""
@@ -180,7 +184,7 @@ class RolloutWorker:
         left_out, self._left_out = self._left_out, []
         if not traced:
             tally.spans.clear()
-        return tally.report(self._client.stats.take(), left_out)
+        return replace(tally.report(self._client.stats.take(), left_out), engines=self._meter.take())
 
     def end_rollouts(self) -> None:
         """Make all running `rollout` calls return early, with only the groups that are already finished."""

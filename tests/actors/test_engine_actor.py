@@ -15,10 +15,19 @@ import numpy as np
 import pytest
 import ray
 
-from headrace.actors.engine_actor import CONCURRENCY, EngineActor, EngineHost, EngineSetup, GenerateReply, RemoteEngine
+from headrace.actors.engine_actor import (
+    CONCURRENCY,
+    EngineActor,
+    EngineHost,
+    EngineSetup,
+    GenerateCall,
+    GenerateReply,
+    RemoteEngine,
+)
 from headrace.actors.engines.config import EngineKeys, ModelConfig, ScriptedConfig
 from headrace.actors.engines.factory import EngineConfig, build_engine
 from headrace.actors.engines.protocol import Completion, EngineDied, EngineStats, GenerationEngine, SamplingParams
+from headrace.actors.engines.scripted import ScriptedEngine, random_tokens
 from headrace.actors.process.remote_methods import decode_result, encode_arguments, submit
 from headrace.codecs import messages
 from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver, scaled
@@ -88,6 +97,30 @@ def test_completions_as_a_message() -> None:
     reply = messages.decode(encoded, GenerateReply)
     assert plain(reply.completions()) == plain(completions)
     assert (reply.version, reply.stats.rows) == (3, 3) and reply.completions()[1].token_ids.dtype == np.int32
+
+
+def test_replies_say_how_many_samples_are_in_flight_for_all_callers() -> None:
+    class Slow(ScriptedEngine):
+        async def generate(
+            self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams
+        ) -> list[Completion]:
+            if request_id == "slow":
+                await ended.wait()
+            return await super().generate(request_id, prompt_ids, params)
+
+    async def main() -> None:
+        actor = EngineActor(EngineSetup("engine 0", 1, EngineConfig(EngineKeys(engine="scripted"), ModelConfig())))
+        actor._hosted = Slow(random_tokens(10))
+        slow = asyncio.create_task(actor.generate(GenerateCall("slow", prompt, SamplingParams(n=4))))
+        await asyncio.sleep(0)
+        quick = await actor.generate(GenerateCall("quick", prompt, SamplingParams()))
+        assert quick is not None and quick.stats.in_flight == 4
+        ended.set()
+        last = await slow
+        assert last is not None and last.stats.in_flight == 0 and (await actor.stats()).rows == 5
+
+    ended, prompt = asyncio.Event(), np.array(PROMPT, np.int32)
+    run(main)
 
 
 def test_a_remote_engine_is_as_the_engine_itself(model_folder: str, tmp_path: Path) -> None:

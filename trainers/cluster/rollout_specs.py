@@ -54,6 +54,7 @@ def rollout_setup(
         adapters=config.sends_adapter,
         keeps_old_kv=config.sync.keeps_old_kv,
         engine_timeout_s=config.resources.stage_timeout_s,
+        prefix_routing=config.rollout.routing == "prefix",
         samples=sample_file(config.logging.samples, config.run, config.algorithm.prompts_per_step),
         journal=journal(config.run, fingerprint(config)),
         routes=None if spec is None else RouteRules(spec, config.router_replay),

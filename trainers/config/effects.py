@@ -266,6 +266,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     },
     "sync.adapter": (_above_zero("trainer.lora.rank"),),
     "rollout.max_adapters": (_above_zero("trainer.lora.rank"), _is("sync.adapter", "only")),
+    "rollout.routing": (_set("rollout.num_actors"),),
     "trainer.recompute_layers": (MODEL_BACKENDS, _is("trainer.recompute", "full")),
     "trainer.min_lr": (MODEL_BACKENDS, _unlike("trainer.schedule", "constant", "inverse_sqrt")),
     "trainer.power": (MODEL_BACKENDS, _is("trainer.schedule", "polynomial")),

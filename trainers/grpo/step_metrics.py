@@ -10,6 +10,7 @@ import numpy as np
 
 from ...actors.failures import FAILURE_KINDS
 from ...actors.rewards.rubric import reward_tag
+from ...actors.rollout.engine_use import engine_metrics
 from ...actors.rollout.results import merge_reports
 from ...actors.rollout.rows import KV_STALENESS, RouteCounts
 from ...actors.train.worker import WorkerReport
@@ -161,6 +162,7 @@ def rollout_metrics(fed: FeedTally) -> dict[str, float]:
         "episodes/recovered_tokens": float(rollout.recovered_tokens),
         "episodes/unmatched_turns": float(rollout.unmatched_turns),
         **route_metrics(rollout.routes),
+        **engine_metrics(rollout.engines),
         "rollout/tokens_per_s": tokens / generating_s if generating_s > 0 else math.nan,
     }
 

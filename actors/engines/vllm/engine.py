@@ -145,7 +145,7 @@ class VllmEngine:
         self._unproven: HeldAdapter | None = None
         """Adapter that is to be probed when the engine wakes; None for none."""
         self._death: asyncio.Task[None] | None = None
-        self.stats = EngineStats()
+        self.stats = EngineStats(cache_tokens=self._process.cache_tokens)
         self._busy = BusyClock(self.stats)
 
     @property
@@ -312,6 +312,8 @@ class VllmEngine:
             while final is None and not request.aborted.is_set() and not request.withdrawn:
                 async for output in self._process.generate(sample_id, prompt, params, adapter):
                     final = output.outputs[0]
+                    self.stats.prompt_tokens += len(prompt)
+                    self.stats.cached_tokens += output.num_cached_tokens or 0
                 if sample_id in self._anew:
                     self._anew.discard(sample_id)
                     final = None

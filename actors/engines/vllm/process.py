@@ -191,6 +191,12 @@ class VllmProcess:
     def vocab_size(self) -> int:
         return self.llm.vllm_config.model_config.get_vocab_size()
 
+    @property
+    def cache_tokens(self) -> int:
+        """Number of tokens whose keys and values later requests can find in the KV cache; 0 without prefix caching."""
+        cache = self.llm.vllm_config.cache_config
+        return (cache.num_gpu_blocks or 0) * cache.block_size if cache.enable_prefix_caching else 0
+
     async def load_tokenizer(self, request_id: str) -> None:
         """Make vLLM ready for a request with stop texts. The first call loads the model's tokenizer, and later ones do
         nothing. Raises ValueError, which names the request, if it cannot be loaded."""

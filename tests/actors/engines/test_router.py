@@ -18,6 +18,7 @@ from headrace.actors.engines.protocol import (
     SamplingParams,
 )
 from headrace.actors.engines.router import LeftOut, NoEngineAvailable, Router
+from headrace.actors.engines.routing import BLOCK, block_hashes
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments.turns import generate_whole
 from headrace.tests.waiting import until
@@ -226,7 +227,7 @@ def test_every_request_is_answered_once_whatever_happens(seed: int) -> None:
         router.add("last", MortalEngine(latency_s=0.001))
         await asyncio.gather(*storm.requests.values(), *storm.changes)
         assert storm.answers == Counter(dict.fromkeys(storm.requests, 1))
-        assert not router._requests and all(member.outstanding == 0 for member in router._members.values())
+        assert not router._requests and all(member.load.samples == 0 for member in router._members.values())
         left_out = [left.name for left in storm.left_out]
         assert len(set(left_out)) == len(left_out), "an engine was left out twice"
         for engine in storm.ever:
@@ -362,5 +363,87 @@ def test_removing_an_engine_lets_its_requests_end_or_moves_them() -> None:
         assert ended.done() or graceful.stats.rows == 2
         expect_answer("ended", await ended, params, aborted=False)
         assert router.names == ("other",) and router.stats.rows == 4
+
+    run(main)
+
+
+class CachingEngine(MortalEngine):
+    """A scripted engine that says that it keeps the keys and values of its prompts."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.stats.cache_tokens = 100_000
+
+    def become(self, version: int) -> None:
+        self._version = version
+
+    @property
+    def asked(self) -> list[str]:
+        return [call for call, _ in self.calls]
+
+
+LONG_PROMPT = [token % 97 for token in range(2000)]
+
+
+def test_requests_go_where_their_prefix_is_until_the_engine_drops_it() -> None:
+    async def main() -> None:
+        engines = [CachingEngine(), CachingEngine()]
+        router, params = await routed(*engines), SamplingParams(max_new_tokens=20)
+        for number in range(4):
+            [answer] = await router.generate(f"a{number}", LONG_PROMPT, params)
+        assert engines[0].asked == ["a0", "a1", "a2", "a3"] and not engines[1].calls
+        rest = [*LONG_PROMPT, *answer.token_ids.tolist()]
+        await router.generate("a3.0/again1", rest, params)  # as after a cut
+        assert engines[0].asked[-1] == "a3.0/again1"
+        assert router._members["e0"].load.cache.cached(block_hashes(rest)) == len(rest) // BLOCK * BLOCK
+        await router.generate("b", LONG_PROMPT, SamplingParams(max_new_tokens=1, adapter="base"))
+        assert engines[1].asked == ["b"], "the model without its adapter has keys and values of its own"
+        for engine in engines:
+            engine.become(1)  # Nothing that was computed with older weights is used again.
+        await router.generate("c0", LONG_PROMPT, params)
+        await router.generate("c1", LONG_PROMPT, params)
+        assert engines[1].asked == ["b", "c0", "c1"]
+        await router.suspend("e1")
+        router.readmit("e1")
+        await router.generate("d", LONG_PROMPT, params)
+        assert engines[1].asked == ["b", "c0", "c1", "d"] and not engines[0].asked[5:]
+
+    run(main)
+
+
+def test_answers_of_older_weights_are_not_taken_for_cached() -> None:
+    async def main() -> None:
+        engine = CachingEngine(latency_s=0.05)
+        router = await routed(engine)
+        asked = asyncio.create_task(router.generate("a", LONG_PROMPT, SamplingParams(max_new_tokens=20)))
+        await until(lambda: bool(engine.calls))
+        engine.become(1)
+        await asked
+        found = router._members["e0"].load.cache.cached(block_hashes(LONG_PROMPT))
+        versions = {int(version) for one in asked.result() for version in one.versions[:1]}
+        assert (found > 0) == (versions == {1})
+
+    run(main)
+
+
+def test_engines_that_work_for_other_routers_get_fewer_requests() -> None:
+    async def main() -> None:
+        engines = [MortalEngine(), MortalEngine()]
+        router = await routed(*engines)
+        engines[0].stats.in_flight = 50
+        for number in range(9):
+            await router.generate(f"r{number}", [1], SamplingParams())
+        assert len(engines[0].calls) == 1 and len(engines[1].calls) == 8
+
+    run(main)
+
+
+def test_least_loaded_routing_ignores_prefixes() -> None:
+    async def main() -> None:
+        engines = [CachingEngine(), CachingEngine()]
+        router = await routed(*engines, prefixes=False)
+        for number in range(4):
+            await router.generate(f"a{number}", LONG_PROMPT, SamplingParams())
+        assert [len(engine.calls) for engine in engines] == [2, 2]
 
     run(main)

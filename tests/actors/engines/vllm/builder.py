@@ -31,7 +31,7 @@ def build(model_folder: str, **options: Any) -> VllmEngine:
         )
 
 
-def save_model(folder: Path, kind: str) -> str:
+def save_model(folder: Path, kind: str, context: int = CONTEXT) -> str:
     """A random model without tokenizer; kind: `untied`, `tied` or `moe`. Returns the folder."""
     config: dict[str, Any] = dict(
         vocab_size=VOCAB_SIZE,
@@ -41,7 +41,7 @@ def save_model(folder: Path, kind: str) -> str:
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         tie_word_embeddings=kind == "tied",
         pad_token_id=0,
         bos_token_id=1,
