@@ -45,9 +45,11 @@ forgotten session may go to another engine, which costs only a new prefill."""
 def block_hashes(token_ids: Sequence[int] | np.ndarray, before: int = 0) -> list[int]:
     """Return a hash for each full block of tokens, which depends on all tokens up to the block's end. before: hash of
     the block before the first one, or a number that tells apart prompts with the same tokens."""
-    whole = np.asarray(token_ids, np.int32) if isinstance(token_ids, np.ndarray) else array("i", token_ids)
-    data, size, hashes = memoryview(whole).cast("B"), BLOCK * 4, list[int]()
-    digest = xxhash.xxh3_64_intdigest
+    if isinstance(token_ids, np.ndarray):
+        data = np.ascontiguousarray(token_ids, np.int32).data.cast("B")
+    else:
+        data = memoryview(array("i", token_ids)).cast("B")  # NumPy takes longer for a list.
+    digest, size, hashes = xxhash.xxh3_64_intdigest, BLOCK * 4, list[int]()
     for start in range(0, len(data) - size + 1, size):
         before = digest(data[start : start + size], before)
         hashes.append(before)
@@ -141,7 +143,7 @@ class Routing:
         """Return the engine for a request. engines: those that take requests, at least one."""
         loads = [engine.samples + engine.foreign(now) for engine in engines]
         home = None if prompt.session is None else self._homes.get(prompt.session)
-        if home in engines:
+        if home is not None and home in engines:
             limit = OVERLOAD * min(loads) + OVERLOAD_SAMPLES
             if not self.prefixes or loads[engines.index(home)] <= limit:
                 return home
