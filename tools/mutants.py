@@ -182,9 +182,16 @@ MUTANTS = (
     Mutant(
         "journal: groups of outstanding prompts are trimmed",
         "actors/rollout/journal.py",
-        "                if all(p < first and p not in kept for p in segment.positions):",
-        "                if all(p < first for p in segment.positions):",
+        "            self._segments.trim(lambda position: position < first and position not in kept)",
+        "            self._segments.trim(lambda position: position < first)",
         "tests/actors/rollout/test_journal.py",
+    ),
+    Mutant(
+        "recovery: a recorded turn answers twice",
+        "actors/environments/recovery.py",
+        "        record = found.pop(index)",
+        "        record = found[index]",
+        "tests/actors/rollout/test_turn_journal.py",
     ),
     Mutant(
         "credit: space that has expired is used",

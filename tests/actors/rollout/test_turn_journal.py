@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from headrace.actors.engines.protocol import Completion, SamplingParams
+from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
 from headrace.actors.environments.episode import Episode
-from headrace.actors.environments.factory import SingleTurn
+from headrace.actors.environments.factory import SingleTurn, check_environment, recovery_mode
 from headrace.actors.environments.recovery import TurnRecord
 from headrace.actors.rollout.journal_segments import DamagedJournal
 from headrace.codecs.tokens.routes import RouteSpec
@@ -28,6 +29,7 @@ from headrace.tests.actors.rollout.turn_lives import (
     open_turns,
 )
 from headrace.tests.full_disk import file_size_limit
+from headrace.tests.trainers.config.refusals import only_problem
 
 ROUTES = RouteSpec((0, 2), 2, 8, 3)
 
@@ -165,6 +167,37 @@ def test_a_full_disk_ends_the_rollout_by_name(tmp_path: Path) -> None:
     with file_size_limit(300), pytest.raises(OSError, match=r"journal: .*\.turns cannot be written"):
         Life(tmp_path, MortalEngine(1))
     assert Life(tmp_path, MortalEngine(2)).samples is not None
+
+
+class OneTry:
+    """An environment that cannot be played again."""
+
+    recover = "restart"
+
+    async def play(self, episode: Episode) -> float:
+        return 1.0
+
+
+class Mistaken(OneTry):
+    recover = "later"
+
+
+def test_an_environment_says_that_it_cannot_be_played_again() -> None:
+    path = f"{__name__}:OneTry"
+    assert recovery_mode(EnvironmentConfig(kind=path)) == "restart"
+    assert recovery_mode(EnvironmentConfig(kind="tool_use")) == "turn"
+    assert recovery_mode(EnvironmentConfig(recover="prefix"), SingleTurn()) == "prefix"
+    with pytest.raises(
+        ValueError, match=r"^environment.recover: got 'prefix', expected 'restart', because '.*:OneTry'"
+    ):
+        check_environment(EnvironmentConfig(kind=path, recover="prefix"), EndpointConfig())
+    with pytest.raises(ValueError, match="has the attribute recover='later', expected 'restart' or no such attribute"):
+        check_environment(EnvironmentConfig(kind=f"{__name__}:Mistaken"), EndpointConfig())
+
+
+def test_pieces_and_exact_repetition_exclude_each_other() -> None:
+    problem = only_problem({"environment": {"recover": "prefix"}, "run": {"deterministic": True}})
+    assert "environment.recover: got 'prefix' with run.deterministic=true, expected 'turn'" in problem
 
 
 # ---------------------------------------------------------------- environments that save their state
