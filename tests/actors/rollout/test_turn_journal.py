@@ -187,9 +187,7 @@ def test_an_environment_says_that_it_cannot_be_played_again() -> None:
     assert recovery_mode(EnvironmentConfig(kind=path)) == "restart"
     assert recovery_mode(EnvironmentConfig(kind="tool_use")) == "turn"
     assert recovery_mode(EnvironmentConfig(recover="prefix"), SingleTurn()) == "prefix"
-    with pytest.raises(
-        ValueError, match=r"^environment.recover: got 'prefix', expected 'restart', because '.*:OneTry'"
-    ):
+    with pytest.raises(ValueError, match=r"^environment.recover: got 'prefix', expected 'restart', because '"):
         check_environment(EnvironmentConfig(kind=path, recover="prefix"), EndpointConfig())
     with pytest.raises(ValueError, match="has the attribute recover='later', expected 'restart' or no such attribute"):
         check_environment(EnvironmentConfig(kind=f"{__name__}:Mistaken"), EndpointConfig())
