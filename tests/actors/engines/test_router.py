@@ -389,10 +389,9 @@ def test_requests_go_where_their_prefix_is_until_the_engine_drops_it() -> None:
     async def main() -> None:
         engines = [CachingEngine(), CachingEngine()]
         router, params = await routed(*engines), SamplingParams(max_new_tokens=20)
-        for number in range(4):
-            [answer] = await router.generate(f"a{number}", LONG_PROMPT, params)
+        answers = [await router.generate(f"a{number}", LONG_PROMPT, params) for number in range(4)]
         assert engines[0].asked == ["a0", "a1", "a2", "a3"] and not engines[1].calls
-        rest = [*LONG_PROMPT, *answer.token_ids.tolist()]
+        rest = [*LONG_PROMPT, *answers[-1][0].token_ids.tolist()]
         await router.generate("a3.0/again1", rest, params)  # as after a cut
         assert engines[0].asked[-1] == "a3.0/again1"
         assert router._members["e0"].load.cache.cached(block_hashes(rest)) == len(rest) // BLOCK * BLOCK
