@@ -103,9 +103,9 @@ def chance(first: Sequence[float], second: Sequence[float], seed: int = 0) -> fl
 
 
 def power(count: int, share: float, other: float, level: float, trials: int = 4000, seed: int = 0) -> float:
-    """Return the probability that a two-sample test of `count` episodes each notices at `level` that the share of long
-    episodes is `other` and not `share`.
+    """Return the probability that a two-sample test notices another share of long episodes.
 
+    count: number of episodes of each sample. share, other: share of long episodes in each. level: level of the test.
     With two lengths, the permutation test of the means is a test of the two shares; a normal one stands for it here.
     """
     rng = np.random.default_rng(seed)

@@ -140,8 +140,10 @@ def make_long_model(folder: Path) -> None:
 
 
 def _lives(run: InjuredRun, dice: random.Random) -> bool:
-    """Wait until the run has a checkpoint, without which it cannot be resumed, and has made answers in this life, and
-    up to eight seconds more. Returns False once it ended by itself."""
+    """Wait until the run has made answers in this life, and up to eight seconds more.
+
+    A run without a checkpoint cannot be resumed, so that the first life also lasts until there is one. Returns False
+    once the run has ended by itself."""
     tail, deadline = NotesTail(run.control), time.monotonic() + START_S
     tail.new()
     made = False
@@ -252,8 +254,9 @@ def figures_of(outcome: Outcome, plain: Outcome) -> dict[str, Any]:
 
 
 def run_drill(plans: Sequence[Plan], out: Path, tell: Callable[[str], None], command: str) -> list[str]:
-    """Play the plans, the first of which has no kills, write summary.json and report.md into `out`, and return the
-    complaints."""
+    """Play the plans, write summary.json and report.md into `out`, and return the complaints.
+
+    plans: the first one has no kills, and the others are compared with it."""
     facts, outcomes = conditions(), [play(plan, out / plan.name, tell) for plan in plans]
     figures = {outcome.plan.name: figures_of(outcome, outcomes[0]) for outcome in outcomes}
     complaints = [f"{outcome.plan.name}: {line}" for outcome in outcomes for line in outcome.complaints]
