@@ -119,14 +119,13 @@ def play(plan: Plan, folder: Path, tell: Callable[[str], None]) -> Outcome:
             if victim in ("driver", "everything"):
                 run.left_behind() if victim == "driver" else run.end()
                 journaled += recorded_turns(run.folder / "journal")
-            if not _goes_on(run):
-                outcome.launches += 1
+            _goes_on(run)
         tell(f"{plan.name}: to its end")
         _wait_for_end(run, outcome)
     finally:
         run.end()
     notes = run.control.notes()
-    outcome.seconds = time.monotonic() - began
+    outcome.seconds, outcome.launches = time.monotonic() - began, run.launches
     outcome.balance = balance(notes, prompts_per_step=plan.prompts, group_size=GROUP_SIZE)
     outcome.accounts = accounts(notes, journaled if plan.recover == "turn" else ())
     outcome.complaints += _complaints(outcome)
@@ -159,15 +158,14 @@ def _lives(run: InjuredRun, dice: random.Random) -> bool:
     return run.returncode is None
 
 
-def _goes_on(run: InjuredRun) -> bool:
-    """Return whether the driver lives; start it again if it does not."""
+def _goes_on(run: InjuredRun) -> None:
+    """Start the driver again if it has ended before the run's end."""
     if run.returncode is None:
-        return True
+        return
     if run.returncode in (0, 2):
         raise RuntimeError(f"the run ended with the exit code {run.returncode}:\n{run.output[-2000:]}")
     run.left_behind()
     run.start(resume=True)
-    return False
 
 
 def _kill(run: InjuredRun, victim: str, dice: random.Random) -> bool:
@@ -200,8 +198,7 @@ def _environments(run: InjuredRun) -> list[psutil.Process]:
 def _wait_for_end(run: InjuredRun, outcome: Outcome) -> None:
     deadline = time.monotonic() + END_S
     while run.returncode != 0:
-        if not _goes_on(run):
-            outcome.launches += 1
+        _goes_on(run)
         if time.monotonic() > deadline:
             outcome.complaints.append(f"the run did not end within {END_S:g} s of the last kill")
             return

@@ -94,11 +94,14 @@ class InjuredRun:
         self.family: set[psutil.Process] = set()
         """All processes seen so far that are a driver of this run or a descendant of one."""
         self.run_ids: set[str] = set()
+        self.launches = 0
+        """Number of drivers that were started."""
 
     # ------------------------------------------------------------ the driver
 
     def start(self, *, resume: bool) -> None:
         """Start the driver process in a session of its own, with `--resume` if `resume` is true."""
+        self.launches += 1
         self._said = self.output_path.stat().st_size if self.output_path.exists() else 0
         paths = [str(self._site), str(Path(__file__).parents[4]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
