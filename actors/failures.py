@@ -61,8 +61,9 @@ def kind_of_error(error: BaseException) -> FailureKind:
     the first kind among its errors other than `environment`. Any other error stands for `environment`.
     """
     if isinstance(error, BaseExceptionGroup):
-        kinds = map(kind_of_error, error.exceptions)
-        return next((kind for kind in kinds if kind != "environment"), "environment")
+        kinds: list[FailureKind] = [kind_of_error(one) for one in error.exceptions]
+        named: list[FailureKind] = [kind for kind in kinds if kind != "environment"]
+        return named[0] if named else "environment"
     if isinstance(error, EpisodeFailed):
         return error.kind
     return "sandbox" if isinstance(error, ConnectionError) else "environment"

@@ -211,16 +211,16 @@ class EpisodeHost:
             samples = [episode.finish(self._config.max_rows, partial=self._keeps_partial) for episode in episodes]
             failed = next((sample for sample in samples if sample.failure), None)
             if failed is None or failed.failure is None:
-                break
+                return samples
             treatment = self._config.on_failure.treatments[failed.failure]
             if treatment == "stop":
                 raise FailureStopsRun(failed.failure, f"prompt {failed.prompt.uid!r}: {failed.error}")
             if treatment != "retry" or retries >= self._config.retries:
-                break
+                return samples
             if failed.failure == "sandbox":  # A container or server that is just starting again needs a while.
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, LONGEST_RETRY_WAIT_S)
-        return samples
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     @property
     def _keeps_partial(self) -> bool:

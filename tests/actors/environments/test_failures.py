@@ -275,7 +275,7 @@ def test_a_tools_process_that_dies_is_a_failed_sandbox() -> None:
 
 
 def test_the_former_key_is_named_and_an_old_run_keeps_its_journal() -> None:
-    mine = {"kind": "headrace.tests.actors.environments.test_failures:hides_errors"}
+    mine: dict[str, Any] = {"kind": "headrace.tests.actors.environments.test_failures:hides_errors"}
     with pytest.raises(ConfigError, match=r"environment.on_timeout: got 'partial', expected the key environment.on_fa"):
         build_config({"environment": {**mine, "on_timeout": "partial"}})
     old = build_config({"environment": {**mine, "on_timeout": "partial"}}, of_old_run=True)
