@@ -3,7 +3,7 @@
 The parts of a block, in order:
   part 0                the header (see `block_header.py`): schema of the fields, number of rows, checksums, int32
                         lengths of the rows `[N]`
-  then for each field   its values part, which can store the common leading tokens of a group once
+  then for each field   its values part, which can store the common leading tokens of a group's rows once
                         (`BlockLayout.shared`); RAGGED and OBJECT fields have an index part after it
                         (RAGGED: int64 shapes `[N, ndim]`; OBJECT: int64 end offsets `[N]` into the msgpack bytes)
 Fields with an index part come after all others, so that a block's layout is enough to find the parts of each field.
@@ -60,10 +60,10 @@ class BlockLayout:
     part_bytes: tuple[int, ...]
     """Number of bytes of each part; the first part is the header."""
     shared: SharedRows | None = None
-    """Groups whose common leading tokens are stored once; None if all rows are stored whole."""
+    """Rows that take their leading tokens from an earlier row; None if all rows are stored whole."""
 
     def shared_of(self, field: Field) -> SharedRows | None:
-        """Return the groups whose rows share tokens of `field`; None if the field's rows are stored whole."""
+        """Return which rows share tokens of `field`; None if the field's rows are stored whole."""
         return self.shared if self.shared is not None and field.name in self.shared.fields else None
 
     @property
@@ -222,8 +222,8 @@ class BatchEncoder:
     ) -> list[EncodedBlock]:
         """Return one block of rows `start:stop` for each (start, stop) in `cuts`.
 
-        groups: number of each row's group, `[N]`. Successive rows of a group in a block share their leading tokens in
-        the fields that the schema marks as `shared`. None stores all rows whole.
+        groups: number of each row's group, `[N]`. Successive rows of a group in a block share leading tokens in the
+        fields that the schema marks as `shared`. None stores all rows whole.
 
         checksum: whether to write checksums, which `verify` can check. seed: number that a reader must pass to
         `verify`, so that a block of another data plane, written with another seed, fails verification. Raises

@@ -317,7 +317,7 @@ class FieldRows:
         """Number of bytes of the values part in each block."""
         shared = {number: layouts[number].shared_of(field) for number in rows.blocks}
         self.shared = shared if any(shared.values()) else None
-        """For each block, its groups that store common tokens of this field once; None if no block has any."""
+        """For each block, its rows that share tokens of this field; None if no block has any."""
 
     def part(self, views: BlockViews, which: int) -> Parts:
         """Return the values part (which=0) or index part (which=1) in each block."""
@@ -325,7 +325,7 @@ class FieldRows:
 
     def pieces(self) -> Pieces:
         """Return the pieces that hold the rows of a PER_TOKEN or PER_SAMPLE field. Raises ValueError if a block's
-        layout places rows before its first byte."""
+        layout places rows before its first byte, or takes tokens of a row from a later one."""
         source, per_token = self.rows.source, self.field.kind is Kind.PER_TOKEN
         if self.shared is None:
             return self.rows.pieces(per_token=per_token)
@@ -442,7 +442,7 @@ def verify(
     sums = BlockSums(block, layout, views, seed)
     rows = source.row[source.block == block]
     if layout.shared is not None:  # A row's common tokens can be stored with a row of an earlier row block.
-        rows = np.concatenate([rows, np.array(layout.shared.first, rows.dtype)])
+        rows = np.concatenate([rows, np.array(layout.shared.parents, rows.dtype)])
     for name in layout.fields:
         if name in schema:
             sums.of(schema[name], layout.field_parts(schema[name])).check_rows(rows)

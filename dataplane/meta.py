@@ -35,7 +35,7 @@ POSITION = "position"
 `in_order` and `windowed` follow it."""
 Tags: TypeAlias = "Mapping[str, np.ndarray | Sequence[str] | Sequence[float]]"
 """Type of tags: name -> a number or a string for each row, `[N]`."""
-_FORMAT = "receipt4"
+_FORMAT = "receipt5"
 _SUM_BYTES = 8
 """Number of bytes of the xxh3 checksum with which an encoded receipt begins."""
 _FIELD_KEYS = ("name", "kind", "dtype", "trailing", "pad_value", "ndim", "shared")

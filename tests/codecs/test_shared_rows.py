@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from headrace.codecs.block_header import ChecksumMismatch
 from headrace.codecs.blocks import BlockPieces, EncodedBlock, encode_block, encode_blocks
 from headrace.codecs.gather import RowSource, assemble, verify
 from headrace.codecs.schema import Field, Kind, Schema
+from headrace.codecs.shared_rows import repeated_tokens
 from headrace.dataplane.client.block_io import write_blocks
 from headrace.tests.example_counts import examples
 
@@ -96,10 +98,76 @@ def test_the_bytes_are_those_of_all_tokens_less_the_repeated_ones() -> None:
     whole = encode_block(batch, 0, batch.num_rows, checksum=False).layout
     shared = encode_block(batch, 0, batch.num_rows, checksum=False, groups=numbers).layout
     assert whole.shared is None and shared.shared is not None
-    assert shared.shared.tokens == (50, 20) and shared.shared.counts == (4, 2) and shared.shared.first == (0, 7)
+    assert shared.shared.tokens == (50, 20) and shared.shared.counts == (3, 1) and shared.shared.first == (1, 8)
+    assert shared.shared.parents == (0, 7) and shared.shared.starts[0] == 0
     saved = (3 * 50 + 20) * SHARED_BYTES
     assert sum(whole.part_bytes[1:]) - sum(shared.part_bytes[1:]) == saved
     assert shared.num_tokens == whole.num_tokens
+
+
+def tree_batch(rows: list[tuple[int, int, int]], alphabet: int, seed: int) -> tuple[Batch, np.ndarray, list[list[int]]]:
+    """Rows of one tree (number of the row to begin like, number of its tokens, number of own tokens), their group
+    numbers, and their ids. Ids are few, so that rows also begin alike by chance."""
+    rng = np.random.default_rng(seed)
+    ids: list[list[int]] = []
+    for like, tokens, own in rows:
+        ids.append((ids[like % len(ids)][:tokens] if ids else []) + rng.integers(0, alphabet, own).tolist())
+    lengths = np.array([len(one) for one in ids], dtype=np.int64)
+    flat = np.array([token for one in ids for token in one], dtype=np.int32)
+    columns = {
+        "ids": torch.from_numpy(flat),
+        "routes": torch.from_numpy(np.repeat(flat.astype(np.uint8), 24).reshape(-1, 6, 4)),
+        "logprobs": torch.arange(len(flat), dtype=torch.float32),
+    }
+    groups = (np.arange(len(rows)) >= len(rows) * 2 // 3).astype(np.int64)
+    return Batch(SCHEMA, len(rows), {name: Jagged(c, lengths) for name, c in columns.items()}), groups, ids
+
+
+trees = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 60), st.integers(0, 30)), min_size=1, max_size=24)
+
+
+@modest
+@given(trees, st.sampled_from([1, 2, 90]), st.integers(0, 9), st.booleans())
+def test_any_rows_of_a_random_tree_come_back_whole(rows: list, alphabet: int, seed: int, checksum: bool) -> None:
+    batch, groups, _ = tree_batch(rows, alphabet, seed)
+    assert batch.lengths is not None
+    rng = np.random.default_rng(seed)
+    start = int(rng.integers(0, batch.num_rows))
+    stop = int(rng.integers(start, batch.num_rows)) + 1
+    block = encode_block(batch, start, stop, checksum=checksum, groups=groups)
+    wanted = rng.integers(0, stop - start, int(rng.integers(1, 12)))
+    found = read(block, batch.lengths[start:stop], wanted)
+    for name in SCHEMA:
+        expected = rows_of(batch, name)[start:stop]
+        for row, values in zip(wanted, rows_of(found, name), strict=True):
+            np.testing.assert_array_equal(values, expected[row])
+    if checksum:
+        source = RowSource(tuple(SCHEMA), np.zeros(len(wanted), np.int32), wanted.astype(np.int32), wanted)
+        verify(SCHEMA, source, 0, block.layout, dict(enumerate(block.parts)))
+
+
+@modest
+@given(trees, st.sampled_from([1, 2, 90]), st.integers(0, 9))
+def test_repeated_tokens_are_the_longest_beginnings_of_earlier_rows(rows: list, alphabet: int, seed: int) -> None:
+    batch, groups, ids = tree_batch(rows, alphabet, seed)
+    found = repeated_tokens(batch, "ids", groups)
+    for row, tokens in enumerate(found.tolist()):
+        earlier = [ids[other] for other in range(row) if groups[other] == groups[row]]
+        longest = [len(os.path.commonprefix([ids[row], other])) for other in earlier]
+        assert tokens == max(longest, default=0), row
+
+
+def test_a_history_that_grows_call_by_call_is_stored_once() -> None:
+    """Also where filler rows of one token and rows of other conversations stand between the calls."""
+    calls = [(0, 0, 100), *((row - 1, 1000, 50) for row in range(1, 10))]
+    batch, _, _ = tree_batch(calls, 90, 0)
+    shared = encode_block(batch, 0, 10, checksum=False, groups=np.zeros(10, np.int64)).layout
+    assert shared.part_bytes[1] == (100 + 9 * 50) * 4 and shared.part_bytes[3] == (100 + 9 * 50) * 24
+    # A filler row, then another conversation, then a row that goes on after the third call.
+    batch, _, _ = tree_batch([*calls[:3], (0, 1, 0), (0, 0, 70), (2, 200, 40)], 90, 0)
+    shared = encode_block(batch, 0, 6, checksum=False, groups=np.zeros(6, np.int64)).layout
+    assert shared.part_bytes[1] == (200 + 1 + 70 + 40) * 4
+    assert shared.shared is not None and shared.shared.parents == (0, 1, 2)
 
 
 def test_a_store_of_whole_puts_is_given_the_rows_own_memory() -> None:
@@ -129,7 +197,7 @@ def test_rows_share_what_is_before_their_first_difference_in_any_field() -> None
     assert batch.lengths is not None
     routes[int(batch.lengths[0]) + 41, 2, 1] += 1  # token 41 of row 1
     block = encode_block(batch, 0, 3, checksum=False, groups=numbers)
-    assert block.layout.shared is not None and block.layout.shared.tokens == (41,)
+    assert block.layout.shared is not None and block.layout.shared.tokens == (41, 50)
     for row, values in enumerate(rows_of(read(block, batch.lengths, np.arange(3)), "routes")):
         np.testing.assert_array_equal(values, rows_of(batch, "routes")[row])
 
@@ -142,6 +210,7 @@ def test_a_row_without_routes_does_not_keep_its_group_from_sharing() -> None:
     block = encode_block(batch, 0, 4, checksum=False, groups=numbers)
     assert block.layout.shared is not None
     assert (block.layout.shared.first, block.layout.shared.counts) == ((2,), (2,))
+    assert block.layout.shared.parents == (0,)
     for row, values in enumerate(rows_of(read(block, batch.lengths, np.arange(4)), "routes")):
         np.testing.assert_array_equal(values, rows_of(batch, "routes")[row])
 
