@@ -6,7 +6,7 @@ The protocols of generation engines are in `engines/protocol.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -96,13 +96,16 @@ TRAIN_FIELDS = ("input_ids", "response_mask", "rollout_logprobs")
 TOP_IDS, TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
 
 
-def row_schema(routes: RouteSpec | None, columns: Sequence[ColumnConfig] = (), top_k: int = 0) -> Schema:
+def row_schema(
+    routes: RouteSpec | None, columns: Sequence[ColumnConfig] = (), top_k: int = 0, *, several_rows: bool = False
+) -> Schema:
     """Return the schema of a run's rows: ROLLOUT_SCHEMA, the user's columns, and with router replay `routed_experts`.
 
     With `top_k` above 0, rows also have the teacher's `top_k` most likely tokens at each position, written back by
     train workers: TOP_IDS, int32 `[L, top_k]`, and their log-probs TOP_LOGPROBS, float32. routes: shape of the model's
-    routes; None for a run without router replay. columns: see `data.columns`. Raises ValueError if two fields have the
-    same name.
+    routes; None for a run without router replay. columns: see `data.columns`. several_rows: whether an episode may have
+    several rows; they often repeat a long history, so all fields of TRAIN_FIELDS then share leading tokens. Raises
+    ValueError if two fields have the same name.
     """
     own = [Field(column.name, Kind(column.kind), DTYPES[column.dtype]) for column in columns]
     names = [*ROLLOUT_SCHEMA, ROUTES, TOP_IDS, TOP_LOGPROBS]
@@ -112,7 +115,10 @@ def row_schema(routes: RouteSpec | None, columns: Sequence[ColumnConfig] = (), t
         names.append(field_.name)
     top = [(TOP_IDS, torch.int32), (TOP_LOGPROBS, torch.float32)] if top_k else []
     of_teacher = [Field(name, Kind.PER_TOKEN, dtype, (top_k,)) for name, dtype in top]
-    return Schema([*ROLLOUT_SCHEMA.values(), *([] if routes is None else [routes.field]), *of_teacher, *own])
+    fields = [
+        replace(one, shared=one.shared or several_rows and name in TRAIN_FIELDS) for name, one in ROLLOUT_SCHEMA.items()
+    ]
+    return Schema([*fields, *([] if routes is None else [routes.field]), *of_teacher, *own])
 
 
 def written_fields(routes: RouteSpec | None, columns: Sequence[ColumnConfig] = ()) -> tuple[str, ...]:

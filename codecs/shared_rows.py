@@ -119,6 +119,7 @@ class _Rows:
         named = sorted(fields, key=lambda name: batch.schema[name].item_bytes)  # The cheapest comparison comes first.
         self._columns = [(batch.schema[name].item_bytes, as_bytes(batch.jagged(name).values)) for name in named]
         self._addresses = [(size, values.ctypes.data) for size, values in self._columns]
+        self._memory = [(size, values.data) for size, values in self._columns]
         self.bytes_per_token = sum(size for size, _ in self._columns)
         self.begins = begins.tolist()
         self.lengths = lengths.tolist()
@@ -126,9 +127,10 @@ class _Rows:
     def equal(self, one: int, other: int, start: int, stop: int) -> bool:
         """Return whether two rows have the same tokens `start:stop`. Both rows must have these tokens."""
         first, second, count = self.begins[one] + start, self.begins[other] + start, stop - start
-        return not any(
-            _memcmp(address + first * size, address + second * size, count * size) for size, address in self._addresses
-        )
+        for size, address in self._addresses:
+            if _memcmp(address + first * size, address + second * size, count * size):
+                return False
+        return True
 
     def common(self, one: int, other: int, start: int) -> int:
         """Return how many leading tokens two rows have in common, if the first `start` are known to be the same."""
@@ -141,7 +143,7 @@ class _Rows:
     def token(self, row: int, index: int) -> bytes:
         """Return the bytes of one token of a row."""
         at = self.begins[row] + index
-        return b"".join([values[at * size : (at + 1) * size].tobytes() for size, values in self._columns])
+        return b"".join([memory[at * size : (at + 1) * size] for size, memory in self._memory])
 
 
 def _common(values: np.ndarray, first: int, second: int, item_bytes: int, tokens: int) -> int:
@@ -188,7 +190,7 @@ class _Tree:
         for row in range(self._head + 1, behind):
             run = self._runs[-1] if self._runs else None
             if run is not None and run.first + run.count == row and self._fits(row, run):
-                self._add(row, run.parent, run.tokens)
+                self._parents[row], self.taken[row] = run.parent, run.tokens
                 run.count += 1
                 continue
             parent, tokens = self._longest(row)
@@ -211,8 +213,9 @@ class _Tree:
             return False
         if rows.lengths[row] - tokens < self._chunk:
             return True
-        other, stop = self._next.get((run.parent, tokens, rows.token(row, tokens))), tokens + self._chunk
-        return other is None or rows.lengths[other] < stop or not rows.equal(row, other, tokens, stop)
+        stop = tokens + self._chunk
+        other = self._next.setdefault((run.parent, tokens, rows.token(row, tokens)), row)
+        return other == row or rows.lengths[other] < stop or not rows.equal(row, other, tokens, stop)
 
     def _longest(self, row: int) -> tuple[int, int]:
         """Return the row that begins like `row` for the most tokens, and their number."""

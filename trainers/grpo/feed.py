@@ -223,7 +223,12 @@ class Feed:
         routes = route_spec(config.router_replay, config.model)
         client.register(
             partition,
-            row_schema(routes, config.data.columns, config.distillation.top_k),
+            row_schema(
+                routes,
+                config.data.columns,
+                config.distillation.top_k,
+                several_rows=config.environment.max_rows > 1,
+            ),
             [task],
             group_size=config.rows_per_group,
         )
