@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -43,11 +44,19 @@ class SharedRows:
     """Number of rows of each run, at least 1."""
     tokens: tuple[int, ...]
     """Number of leading tokens that each row of a run takes; none of the rows is shorter."""
-    parents: tuple[int, ...]
-    """Position in the block of the row from which the rows of a run take their tokens; it is before the run. This row
-    stores the last of these tokens itself, and may take the tokens before from another row."""
     starts: tuple[int, ...]
     """Position of the parent's first token in the block, counted as if every row were stored whole."""
+    parents: tuple[int, ...] = ()
+    """Position in the block of the row from which the rows of a run take their tokens; it is before the run. This row
+    stores the last of these tokens itself, and may take the tokens before from another row."""
+
+    def with_parents(self) -> SharedRows:
+        """Return these rows as blocks describe them today. Journals of earlier versions have no parents: there each
+        run begins with the row that the others take their tokens from."""
+        if self.parents:
+            return self
+        first, counts = tuple(row + 1 for row in self.first), tuple(count - 1 for count in self.counts)
+        return replace(self, first=first, counts=counts, parents=self.first)
 
 
 def shared_fields(batch: Batch) -> tuple[str, ...]:
@@ -67,7 +76,8 @@ def find_shared(batch: Batch, start: int, stop: int, groups: np.ndarray, fields:
         return None
     ends = np.cumsum(lengths, dtype=np.int64)
     begins = ends - lengths
-    rows = _Rows(batch, fields, begins, lengths)
+    columns = [(batch.schema[name].item_bytes, as_bytes(batch.jagged(name).values)) for name in fields]
+    rows = _Rows(sorted(columns, key=itemgetter(0)), begins, lengths)  # The cheapest comparison comes first.
     found = [
         run
         for head, behind in _successive(groups, start, stop)
@@ -81,27 +91,22 @@ def find_shared(batch: Batch, start: int, stop: int, groups: np.ndarray, fields:
         tuple(run.first - start for run in found),
         tuple(run.count for run in found),
         tuple(run.tokens for run in found),
-        tuple(run.parent - start for run in found),
         tuple(int(begins[run.parent] - begins[start]) for run in found),
+        tuple(run.parent - start for run in found),
     )
 
 
-def repeated_tokens(batch: Batch, field: str, groups: np.ndarray) -> np.ndarray:
-    """Return for each row how many of its leading tokens an earlier row of its group begins with, int64 `[N]`.
+def repeated_tokens(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return for each row of a group how many of its leading tokens an earlier row begins with, int64 `[N]`.
 
-    field: the PER_TOKEN field that is compared. groups: number of each row's group, `[N]`; rows of a group follow one
-    another.
+    ids: token ids of all rows in order. lengths: number of tokens of each row, `[N]`.
     """
-    lengths = batch.lengths
-    assert lengths is not None
-    rows = _Rows(batch, [field], np.cumsum(lengths, dtype=np.int64) - lengths, lengths)
-    repeated = np.zeros(batch.num_rows, np.int64)
-    for head, behind in _successive(groups, 0, batch.num_rows):
-        tree = _Tree(rows, head, least_bytes=1)
-        tree.grow(behind)
-        for row, tokens in tree.taken.items():
-            repeated[row] = tokens
-    return repeated
+    if len(lengths) < 2:
+        return np.zeros(len(lengths), np.int64)
+    columns = [(ids.itemsize, ids.view(np.uint8))]
+    tree = _Tree(_Rows(columns, np.cumsum(lengths) - lengths, lengths), 0, least_bytes=1)
+    tree.grow(len(lengths))
+    return np.array(list(tree.taken.values()), np.int64)
 
 
 def _successive(groups: np.ndarray, start: int, stop: int) -> list[tuple[int, int]]:
@@ -112,12 +117,12 @@ def _successive(groups: np.ndarray, start: int, stop: int) -> list[tuple[int, in
 
 
 class _Rows:
-    """Tokens of the rows of a batch, which can be compared."""
+    """Tokens of rows, which can be compared."""
 
-    def __init__(self, batch: Batch, fields: Sequence[str], begins: np.ndarray, lengths: np.ndarray) -> None:
-        """begins, lengths: first token and number of tokens of each row of the batch."""
-        named = sorted(fields, key=lambda name: batch.schema[name].item_bytes)  # The cheapest comparison comes first.
-        self._columns = [(batch.schema[name].item_bytes, as_bytes(batch.jagged(name).values)) for name in named]
+    def __init__(self, columns: Sequence[tuple[int, np.ndarray]], begins: np.ndarray, lengths: np.ndarray) -> None:
+        """columns: for each column, the number of bytes of a token, and the column's bytes (uint8 1-D). begins,
+        lengths: first token and number of tokens of each row."""
+        self._columns = columns
         self._addresses = [(size, values.ctypes.data) for size, values in self._columns]
         self._memory = [(size, values.data) for size, values in self._columns]
         self.bytes_per_token = sum(size for size, _ in self._columns)

@@ -17,7 +17,7 @@ import functools
 import struct
 import threading
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -91,6 +91,8 @@ def read_group(path: Path, offset: int) -> JournaledGroup:
 def _decode_rows(data: np.ndarray, layout: BlockLayout) -> Batch:
     """Decode all rows of an encoded batch. data: the encoded parts of the batch, one after another, uint8 1-D. layout:
     layout of these parts."""
+    if layout.shared is not None:
+        layout = replace(layout, shared=layout.shared.with_parents())
     ends = np.cumsum(layout.part_bytes)
     parts = dict(enumerate(np.split(data, ends[:-1])))
     schema, num_rows, lengths = read_header(parts[0])

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ...codecs.shared_rows import repeated_tokens
 from ...dataplane.traffic import Traffic
 from ..engines.router import LeftOut
 from ..environments.recovery import RecoveringEngine
@@ -17,7 +18,7 @@ from ..process.user_errors import storable
 from ..protocols import Sample, Score, Span, SpanTable
 from .engine_use import EngineUse, added_uses
 from .prompts import SOURCE
-from .rows import RouteCounts
+from .rows import RolloutRows, RouteCounts
 
 MAX_ERRORS = 256
 """Largest number of errors in a report."""
@@ -68,6 +69,10 @@ class GroupFigures:
     """For each kind of failure, the number of episodes, those included that are trained on with the reward 0."""
     retries: int = 0
     """Number of times that episodes were played again."""
+    trained_tokens: int = 0
+    """Number of tokens of the rows that did not fail, prompts and further rows of episodes included."""
+    shareable_tokens: int = 0
+    """Number of these tokens that repeat the beginning of an earlier row of their group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +120,7 @@ def added_figures(parts: Sequence[GroupFigures]) -> dict[str, Any]:
     """Return the values of the GroupFigures of all rows of `parts`, by field."""
     totals = (
         "rows", "failed", "truncated", "ended", "ended_tokens", "prompt_tokens", "response_tokens", "reward_sum",
-        "retries",
+        "retries", "trained_tokens", "shareable_tokens",
     )  # fmt: skip
     by_name = ("component_sums", "source_rows", "source_rewards", "failures")
     return {name: sum(getattr(part, name) for part in parts) for name in totals} | {
@@ -210,6 +215,14 @@ def group_figures(
         failures=dict(Counter(score.failure for score in scores if score.failure)),
         retries=sum(sample.retries for sample in samples),
     )
+
+
+def token_figures(rows: RolloutRows) -> dict[str, int]:
+    """Return the counts `trained_tokens` and `shareable_tokens` of the rows of a group."""
+    used, column = rows.tags["valid"] > 0, rows.batch.jagged("input_ids")
+    ids, lengths = column.values.numpy()[np.repeat(used, column.lengths)], column.lengths[used]
+    repeated = repeated_tokens(ids, lengths)
+    return {"trained_tokens": len(ids), "shareable_tokens": int(repeated.sum())}
 
 
 @dataclass(slots=True)

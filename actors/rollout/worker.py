@@ -37,7 +37,7 @@ from .engine_use import EngineMeter
 from .evaluation_metrics import FigureScheme, FigureSums
 from .journal import JournaledGroup, Purpose
 from .prompts import PromptStream, row_key
-from .results import EvaluationReport, RolloutReport, RolloutTally, group_figures
+from .results import EvaluationReport, RolloutReport, RolloutTally, group_figures, token_figures
 from .rows import (
     RolloutRows,
     RouteCounts,
@@ -360,6 +360,7 @@ class RolloutWorker:
         parts = rows.split([self._max_rows * len(samples) for samples in groups.values()])
         for (position, samples), part in zip(groups.items(), parts, strict=True):
             figures = group_figures(samples, left[: len(samples)], counts[: len(samples)])
+            figures = replace(figures, **token_figures(part))
             del left[: len(samples)], counts[: len(samples)]
             tally.add(figures)
             if not figures.failed or (self._journal is not None and self._journal.purpose == "record"):

@@ -18,7 +18,7 @@ from headrace.codecs.block_header import ChecksumMismatch
 from headrace.codecs.blocks import BlockPieces, EncodedBlock, encode_block, encode_blocks
 from headrace.codecs.gather import RowSource, assemble, verify
 from headrace.codecs.schema import Field, Kind, Schema
-from headrace.codecs.shared_rows import repeated_tokens
+from headrace.codecs.shared_rows import SharedRows, repeated_tokens
 from headrace.dataplane.client.block_io import write_blocks
 from headrace.tests.example_counts import examples
 
@@ -149,11 +149,11 @@ def test_any_rows_of_a_random_tree_come_back_whole(rows: list, alphabet: int, se
 @modest
 @given(trees, st.sampled_from([1, 2, 90]), st.integers(0, 9))
 def test_repeated_tokens_are_the_longest_beginnings_of_earlier_rows(rows: list, alphabet: int, seed: int) -> None:
-    batch, groups, ids = tree_batch(rows, alphabet, seed)
-    found = repeated_tokens(batch, "ids", groups)
+    batch, _, ids = tree_batch(rows, alphabet, seed)
+    assert batch.lengths is not None
+    found = repeated_tokens(batch.jagged("ids").values.numpy(), batch.lengths)
     for row, tokens in enumerate(found.tolist()):
-        earlier = [ids[other] for other in range(row) if groups[other] == groups[row]]
-        longest = [len(os.path.commonprefix([ids[row], other])) for other in earlier]
+        longest = [len(os.path.commonprefix([ids[row], other])) for other in ids[:row]]
         assert tokens == max(longest, default=0), row
 
 
@@ -168,6 +168,14 @@ def test_a_history_that_grows_call_by_call_is_stored_once() -> None:
     shared = encode_block(batch, 0, 6, checksum=False, groups=np.zeros(6, np.int64)).layout
     assert shared.part_bytes[1] == (200 + 1 + 70 + 40) * 4
     assert shared.shared is not None and shared.shared.parents == (0, 1, 2)
+
+
+def test_blocks_in_journals_of_earlier_versions_are_read() -> None:
+    """There, a run had no parents and began with the row whose tokens the others take."""
+    batch, numbers = batch_of([(50, [3, 4, 5]), (0, [7]), (20, [1, 2])])
+    block = encode_block(batch, 0, batch.num_rows, checksum=False, groups=numbers)
+    old = SharedRows(("ids", "routes"), (0, 4), (3, 2), (50, 20), (0, 3 * 50 + 3 + 4 + 5 + 7))
+    assert old.with_parents() == block.layout.shared
 
 
 def test_a_store_of_whole_puts_is_given_the_rows_own_memory() -> None:

@@ -161,6 +161,9 @@ def rollout_metrics(fed: FeedTally) -> dict[str, float]:
         "episodes/recovered_turns": float(rollout.recovered_turns),
         "episodes/recovered_tokens": float(rollout.recovered_tokens),
         "episodes/unmatched_turns": float(rollout.unmatched_turns),
+        "rollout/shareable_token_share": (
+            rollout.shareable_tokens / rollout.trained_tokens if rollout.trained_tokens else math.nan
+        ),
         **route_metrics(rollout.routes),
         **engine_metrics(rollout.engines),
         "rollout/tokens_per_s": tokens / generating_s if generating_s > 0 else math.nan,
