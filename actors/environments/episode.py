@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -22,14 +22,14 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from ...codecs import messages
-from ..columns import ColumnConfig, TokenValues, column_named
-from ..engines.chat import ChatFormat, Reply
-from ..engines.protocol import SESSION_SEPARATOR, Completion, Generator, SamplingParams, Which
+from ..columns import TokenValues, column_named
+from ..engines.protocol import SESSION_SEPARATOR, Completion, SamplingParams, Which
 from ..engines.tokenizer import encode_prompts, response_texts
 from ..failures import FailureKind
 from ..process.user_errors import storable
-from ..process.user_function_timeouts import TooManyHang, UserThreads
+from ..process.user_function_timeouts import TooManyHang
 from ..protocols import EPISODE_ERRORS, Prompt, Sample, Turn
+from .conversations import Conversation, EpisodeServices
 from .recovery import RecoveringEngine, SavedTurn, tokens_hash
 from .turns import Transcript, generate_whole
 
@@ -129,31 +129,19 @@ class EndpointAddress:
         return self.url.removesuffix("/v1")
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeServices:
-    """Objects that all episodes of a rollout actor share."""
+class Episode(Conversation):
+    """One episode in progress: its prompt, the policy, and the tokens and rewards so far.
 
-    engine: Generator
-    tokenizer: Any
-    """Hugging Face tokenizer of the model."""
-    chat: Callable[[], ChatFormat]
-    """Function that returns the chat format of the model. It raises ValueError if the model has no chat format."""
-    threads: UserThreads
-    """Threads in which blocking functions of environments run."""
-    max_prompt_tokens: int
-    """Largest number of tokens of an episode's prompt (`data.max_prompt_tokens`)."""
-    columns: Sequence[ColumnConfig] = ()
-    """Columns of numbers that the user brings (`data.columns`)."""
-
-
-class Episode:
-    """One episode in progress: its prompt, the policy, and the tokens and rewards so far."""
+    An episode is the conversation that begins with its prompt. `new_row` and `branch` return further conversations,
+    each of which becomes a row of its own once the policy has taken a turn in it.
+    """
 
     def __init__(
         self, prompt: Prompt, index: int, params: SamplingParams, services: EpisodeServices, clock: Clock
     ) -> None:
         """index: index of the episode among those of its prompt. params: sampling parameters of the policy;
         `max_new_tokens` limits the tokens of a row after its prompt."""
+        super().__init__(None)
         self.prompt = prompt
         self.index = index
         self.params = params if params.n == 1 else replace(params, n=1)
@@ -210,61 +198,10 @@ class Episode:
         ids = self._rows[turn.row].ids[turn.start : turn.start + turn.num_tokens]
         return self._services.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    @property
-    def token_ids(self) -> list[int]:
-        """Token ids of the episode so far, beginning with the prompt."""
-        return self._row().ids
-
-    @property
-    def tokens_left(self) -> int:
-        """Number of tokens that the policy and the environment may still add after the prompt."""
-        return self._room(self._row())
-
-    # ---------------- These methods add text and chat messages.
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text that is to be added, without special tokens."""
-        return self._services.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def add_text(self, text: str) -> None:
-        """Append a text that the policy reads next. Its tokens are not trained on."""
-        self.add_tokens(self.encode(text))
-
-    def add_tokens(self, ids: Sequence[int]) -> None:
-        """Append tokens that the policy reads next; they are not trained on."""
-        self._row().give(ids)
-
-    async def generate(self, *, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> Turn:
-        """Let the policy continue from the tokens so far, and return its turn. The first call continues from the
-        prompt.
-
-        stop: texts that end the turn, in addition to those of `rollout.stop`. Such a text stays in the turn.
-        max_new_tokens: largest number of tokens of the turn; None allows all tokens that are left. Raises OutOfTokens
-        if no token is left, and ValueError if the tokens exceed the model's context.
-        """
-        return (await self._take_turn(self._row(), stop=stop, max_new_tokens=max_new_tokens))[1]
-
-    async def say(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
-        """Append chat messages, let the policy answer, and return its answer as a message.
-
-        messages: new messages, in the form of OpenAI's API; the policy's own answers are already included. tools: tools
-        that the policy may call, in the same form; pass the same tools in each call. Raises the errors of `generate`,
-        and ValueError if the model's chat format cannot continue the tokens so far exactly.
-        """
-        chat = self._services.chat()
-        if not self._rows:
-            self._rows.append(Transcript(chat.render(messages, tools)))
-        else:
-            ids = self._row().ids
-            more = chat.extend(ids[: self._turns[-1].start], ids[self._turns[-1].start :], messages, tools)
-            if more is None:
-                raise ValueError(
-                    f"episode {self.name!r}: the chat format cannot continue the conversation with messages of the "
-                    f"roles {[message.get('role') for message in messages]} without changing earlier tokens"
-                )
-            self.add_tokens(more[len(ids) :])
-        completion, _ = await self._take_turn(self._row(), stop_token_ids=chat.stop_token_ids)
-        return chat.parse(completion.token_ids.tolist(), tools)
+    def new_row(self, text: str = "") -> Conversation:
+        """Return a new row of the episode with a prompt of its own, such as a summary of the history so far or the task
+        of a sub-agent. text: the prompt; "" if the first messages of `say` are the prompt."""
+        return Conversation(self, text)
 
     # ---------------- These methods set rewards and columns, and run blocking functions.
 
@@ -322,9 +259,6 @@ class Episode:
         prompt."""
         return self.params.max_new_tokens - (length - min(num_prompt, self._services.max_prompt_tokens))
 
-    def _room(self, row: Transcript) -> int:
-        return self.room(len(row), row.num_prompt)
-
     def next_request(self) -> str:
         """Return the id of the episode's next request to an engine."""
         self._num_requests += 1
@@ -376,7 +310,7 @@ class Episode:
                 raise
         return completion, response_texts(services.tokenizer, [completion], params)[0]
 
-    async def _take_turn(
+    async def take_turn(
         self,
         row: Transcript,
         *,
@@ -384,9 +318,12 @@ class Episode:
         max_new_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
     ) -> tuple[Completion, Turn]:
-        """Let the policy continue a row, and record its turn, with the state of an environment that saves it."""
+        """Let the policy continue a row, and record its turn, with the state of an environment that saves it. States
+        are saved only as long as the episode has one row."""
         ids, routes_from = row.ids, row.num_routes  # The routes of earlier tokens came with earlier turns.
         saved = None
+        if row is not self._row:
+            self.save_state = None
         if self.save_state is not None:
             saved = SavedTurn(
                 index=len(self._turns),
@@ -405,9 +342,14 @@ class Episode:
             )
         self._asked = ids
         completion, text = await self.sample_turn(
-            ids, self._room(row), stop=stop, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids,
-            routes_from=routes_from, saved=saved,
+            ids, self.room(len(ids), row.num_prompt), stop=stop, max_new_tokens=max_new_tokens,
+            stop_token_ids=stop_token_ids, routes_from=routes_from, saved=saved,
         )  # fmt: skip
+        if len(row) != len(ids):
+            raise RuntimeError(
+                f"episode {self.name!r}: tokens were added to a row while the policy generated in it; use `branch` or "
+                "`new_row` for several turns at the same time"
+            )
         return completion, self.record(row, completion, text, routes_from)
 
     async def rebuild(self) -> Any:
@@ -419,16 +361,17 @@ class Episode:
         ids: list[int] = []
         for saved in chain:
             ids = [*ids, *saved.tail.tolist()]
-            if not self._rows:
-                self._rows.append(Transcript(ids[: saved.num_prompt]))
-            row = self._row()
+            if self._row is None:
+                self._row = Transcript(ids[: saved.num_prompt])
+            row = self._row
             if row.ids != ids[: len(row)]:  # The recorded answers are not those of the saved turns.
-                self._rows, self._turns, self._asked, self._num_requests = [], [], [], 0
+                self._row, self._rows, self._turns, self._turns_here = None, [], [], []
+                self._asked, self._num_requests = [], 0
                 return None
             row.give(ids[len(row) :])
             if saved is not chain[-1]:
                 await self._take_turn(
-                    row, stop=saved.stop, max_new_tokens=saved.max_new_tokens, stop_token_ids=saved.stop_token_ids
+                    stop=saved.stop, max_new_tokens=saved.max_new_tokens, stop_token_ids=saved.stop_token_ids
                 )
                 continue
             self._rewards, self._columns = dict(saved.rewards), dict(saved.columns)
@@ -456,7 +399,7 @@ class Episode:
     def finish(self, max_rows: int, *, partial: bool = False) -> Sample:
         """Return the finished episode. An episode of more than `max_rows` rows counts as failed, or with `partial` has
         only the first of them."""
-        rows = [row.row() for row in (self._rows or [self._row()])]
+        rows = [row.row() for row in (self._rows or [self._begun()])]
         if len(rows) > max_rows and not partial:
             self.fail(f"the episode has {len(rows)} rows, more than environment.max_rows={max_rows}", "limit")
         if not isinstance(self.answer, str | None):
@@ -485,12 +428,12 @@ class Episode:
             more_rows=tuple(rows[1:max_rows]),
         )
 
-    def _row(self) -> Transcript:
-        """Return the row to which text is added. It begins with the prompt."""
-        if not self._rows:
-            (prompt_ids,) = encode_prompts(self._services.tokenizer, [self.prompt.text], [self.prompt.rendered])
-            self._rows.append(Transcript(prompt_ids))
-        return self._rows[0]
+    @property
+    def _owner(self) -> Episode:
+        return self  # A reference would be a cycle, and keep the tokens until the next garbage collection.
+
+    def _prompt_ids(self) -> np.ndarray:
+        return encode_prompts(self._services.tokenizer, [self.prompt.text], [self.prompt.rendered])[0]
 
 
 def _encoded(state: Any) -> bytes:

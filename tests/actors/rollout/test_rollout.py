@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import threading
 import time
@@ -22,7 +23,7 @@ from headrace.actors.environments.config import EnvironmentConfig
 from headrace.actors.environments.factory import SingleTurn, build_environment
 from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.environments.turns import Transcript
-from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt
+from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt, row_schema
 from headrace.actors.rewards.builtin import EnvironmentReward, exact_match, per_position
 from headrace.actors.rewards.rubric import Rubric
 from headrace.actors.rollout.evaluation_metrics import FigureScheme
@@ -511,7 +512,7 @@ def test_an_episode_of_several_rows_is_claimed_with_its_group(tokenizer: Any) ->
                 episode.record(Transcript(ids), completion, said)
             return 1.0
 
-    async def run(handle: Any) -> None:
+    async def run(handle: Any) -> Any:
         config = EnvironmentConfig(max_rows=3)
         engine, client = ScriptedEngine(right_then_wrong(tokenizer), version=2), connect_async(handle, name="rollout")
         rewards = Rubric([("environment", EnvironmentReward(), 1.0)])
@@ -520,11 +521,21 @@ def test_an_episode_of_several_rows_is_claimed_with_its_group(tokenizer: Any) ->
         report = await rollouts.rollout([0, 1], PARTITION, SamplingParams(n=2, max_new_tokens=12))
         assert (report.rows, report.failed) == (4, 0), report.first_error
         await rollouts.close()
+        return report
 
     with open_plane() as plane:
         client = connect(plane.handle)
-        client.register(PARTITION, ROLLOUT_SCHEMA, ["train"], group_size=6)
-        asyncio.run(run(plane.handle))
+        client.register(PARTITION, row_schema(None, several_rows=True), ["train"], group_size=6)
+        report = asyncio.run(run(plane.handle))
         meta = client.claim(PARTITION, "train", ROLLOUT_FIELDS, 12, whole_groups=True, timeout_s=5)
         assert len(meta) == 12 and len(set(meta.groups.tolist())) == 2
         assert int(meta.tags["valid"].sum()) == 6 and set(meta.lengths.tolist()) > {1}
+        values = client.get(meta).jagged("input_ids").values
+        ids = [row.tolist() for row in values.split(meta.lengths.tolist())]
+        used = [(group, row) for group, row, valid in zip(meta.groups, ids, meta.tags["valid"], strict=True) if valid]
+        repeated = [
+            max((len(os.path.commonprefix([row, other])) for past, other in used[:at] if past == group), default=0)
+            for at, (group, row) in enumerate(used)
+        ]
+        assert (report.trained_tokens, report.shareable_tokens) == (sum(len(row) for _, row in used), sum(repeated))
+        assert 0 < report.shareable_tokens < report.trained_tokens
