@@ -14,6 +14,7 @@ import json
 import re
 import secrets
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,22 +37,29 @@ MAX_KEPT = 64
 _THINKING = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL)
 """Pattern of the reasoning that some clients put in front of an answer's text when they send it back."""
 _ANY: Mapping[str, Which] = MappingProxyType({})
-Said = tuple[Any, ...]
-"""Form in which the messages of calls are compared, with one entry per message."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Recorded:
-    said: Said
-    """Messages that were sent, followed by the policy's answer; () for a text completion."""
-    text: str
-    """Text that was sent, followed by the policy's answer; "" for a chat completion or a prompt of token ids."""
-    tools: str
-    prompt_ids: Sequence[int]
-    answer_ids: Sequence[int]
+    """An answered call. An agent can wait for its tools for long with many of them, so they hold no texts or tokens."""
+
+    said: bytes
+    """Digest of the tools and the messages, or of the text, that were sent, followed by the policy's answer."""
+    count: int
+    """Number of these messages, or of the characters of the text; 0 for a prompt of token ids."""
+    is_chat: bool
     row: Transcript
     end: int
     """Number of tokens in the row once the answer is appended."""
+    num_answer: int
+    """Number of tokens of the answer."""
+    name: str
+    """Name under which the call is kept for repeated requests."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Token ids that were sent, followed by the policy's answer."""
+        return self.row.ids[: self.end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,8 @@ class Call:
     """One call, in progress or answered."""
 
     digest: str
+    name: str
+    """Name under which the call is kept for repeated requests: the client's idempotency key, else the digest."""
     request: CallRequest
     task: asyncio.Task[CallAnswer] = field(init=False)
     prompt: _Prompt | None = None
@@ -132,12 +142,11 @@ class Session:
                     status=404, code="previous_response_not_found",
                 )  # fmt: skip
             request = replace(request, messages=(*request.messages[:own], *before, *request.messages[own:]))
-        call = Call(digest, request)
+        call = Call(digest, f"key {key}" if key else f"digest {digest}", request)
         call.task = asyncio.create_task(self._answer(call))
         self._open.add(call)
-        name = f"key {key}" if key else f"digest {digest}"
-        self._calls[name] = call
-        self._calls.move_to_end(name)
+        self._calls[call.name] = call
+        self._calls.move_to_end(call.name)
         while len(self._calls) > MAX_KEPT:
             self._calls.popitem(last=False)
         return call
@@ -164,8 +173,8 @@ class Session:
         with suppress(asyncio.CancelledError, Exception):
             await call.task
         self._open.discard(call)
-        for name in [name for name, one in self._calls.items() if one is call]:
-            del self._calls[name]
+        if self._calls.get(call.name) is call:
+            del self._calls[call.name]
 
     def record(self, call: Call) -> None:
         """Record an answered call as a turn of the episode, right before the answer is sent to its client. A no-op if
@@ -177,7 +186,7 @@ class Session:
             return  # The policy has not answered.
         answer, prompt, request = call.task.result(), call.prompt, call.request
         assert prompt is not None
-        messages_said, tools = _said(request), _key(request.tools)
+        sent = _digests(request)
         for choice in answer.choices:
             row = prompt.row
             if row is None or len(row) != prompt.length:  # There is no row yet, or another answer has continued it.
@@ -186,10 +195,15 @@ class Session:
                 row.give(prompt.ids[len(row) :])
             # The tokens under a schema were drawn from another distribution than the one that is trained.
             self.episode.record(row, choice.completion, choice.text, trained=not request.schema)
-            said = (*messages_said, _norm(choice.reply.as_message())) if request.is_chat else ()
-            text = request.prompt + choice.text if isinstance(request.prompt, str) and not request.is_chat else ""
-            answer_ids = choice.completion.token_ids.tolist()
-            self._recorded.append(_Recorded(said, text, tools, prompt.ids, answer_ids, row, len(row)))
+            if request.is_chat:
+                said, count = _chained(sent[-1], choice.reply.as_message()), len(sent)
+            else:
+                text = request.prompt + choice.text if isinstance(request.prompt, str) else ""
+                said, count = _digest(text), len(text)
+            num_answer = len(choice.completion.token_ids)
+            self._recorded.append(_Recorded(said, count, request.is_chat, row, len(row), num_answer, call.name))
+        # Only a repeated request reads the call from now on. It has been answered, so its messages are not needed.
+        call.prompt, call.request = None, replace(request, messages=request.messages[:1], prompt="")
         if request.store:
             reply = answer.choices[0].reply
             thoughts = {"reasoning_content": reply.reasoning} if reply.reasoning else {}
@@ -230,7 +244,8 @@ class Session:
                 for choice in choices:
                     choice.cancel()
                 await asyncio.gather(*choices, return_exceptions=True)
-        return CallAnswer(self._new_id(), int(time.time()), prompt.ids, prompt.num_cached, answers)
+        ids = array("i", prompt.ids)  # A list of integers takes nine times as much memory.
+        return CallAnswer(self._new_id(), int(time.time()), ids, prompt.num_cached, answers)
 
     async def _choice(self, request: CallRequest, prompt: _Prompt, chat: ChatFormat | None, adapter: Which) -> Choice:
         """Let the policy answer a call once."""
@@ -265,29 +280,31 @@ class Session:
     def _prompt_of(self, request: CallRequest) -> _Prompt:
         """Return the tokens of a call's prompt. If the prompt continues an earlier call, its tokens begin with exactly
         the tokens of that call and its answer."""
-        said, tools = _said(request), _key(request.tools)
+        sent = _digests(request)
         for call in reversed(self._recorded):
-            ids = self._continued(call, request, said, tools)
+            ids = self._continued(call, request, sent)
             if ids is not None:
+                if call.name.startswith("digest "):  # The client has the answer, and does not ask for it again.
+                    self._calls.pop(call.name, None)
                 continues = self._rows == "conversation" and len(call.row) == call.end
-                known = len(call.prompt_ids) + len(call.answer_ids)
-                return _Prompt(ids, call.row if continues else None, call.end, known)
+                return _Prompt(ids, call.row if continues else None, call.end, call.end)
         return _Prompt(self._rendered(request), None, 0)
 
-    def _continued(self, call: _Recorded, request: CallRequest, said: Said, tools: str) -> Sequence[int] | None:
-        """Return the tokens of a request's prompt if the prompt continues `call`, else None. said, tools: the request's
-        messages and tools in the form in which they are compared."""
-        before = [*call.prompt_ids, *call.answer_ids]
-        if request.is_chat:
-            count = len(call.said)
-            if not count or len(said) <= count or said[:count] != call.said or call.tools != tools:
+    def _continued(self, call: _Recorded, request: CallRequest, sent: Sequence[bytes]) -> Sequence[int] | None:
+        """Return the tokens of a request's prompt if the prompt continues `call`, else None. sent: digests of the
+        request's messages."""
+        if call.is_chat or request.is_chat:
+            if not (call.is_chat and len(sent) > call.count + 1 and sent[call.count] == call.said):
                 return None
+            before = call.ids
+            start = call.end - call.num_answer
             chat = self.episode.services.chat()
-            return chat.extend(call.prompt_ids, call.answer_ids, request.messages[count:], request.tools)
+            return chat.extend(before[:start], before[start:], request.messages[call.count :], request.tools)
         if not isinstance(request.prompt, str):
+            before = call.ids
             return request.prompt if list(request.prompt[: len(before)]) == before else None
-        if call.text and request.prompt.startswith(call.text):
-            return [*before, *self.episode.encode(request.prompt[len(call.text) :])]
+        if call.count and len(request.prompt) >= call.count and _digest(request.prompt[: call.count]) == call.said:
+            return [*call.ids, *self.episode.encode(request.prompt[call.count :])]
         return None
 
     def _rendered(self, request: CallRequest) -> Sequence[int]:
@@ -330,11 +347,23 @@ def digest_of(path: str, body: bytes) -> str:
     return hashlib.sha256(path.encode() + b"\0" + body).hexdigest()
 
 
-def _said(request: CallRequest) -> Said:
-    return tuple(_norm(message) for message in request.messages)
+def _digests(request: CallRequest) -> list[bytes]:
+    """Return digests of the beginnings of a chat: of its tools alone, with one message, and so on."""
+    digests = [_digest(json.dumps(list(request.tools), sort_keys=True))]
+    for message in request.messages:
+        digests.append(_chained(digests[-1], message))
+    return digests
 
 
-def _norm(message: Mapping[str, Any]) -> Said:
+def _chained(before: bytes, message: Mapping[str, Any]) -> bytes:
+    return _digest(before.hex() + json.dumps(_norm(message), sort_keys=True, default=str))
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+
+
+def _norm(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the parts of a message that must be equal for two messages to count as the same. Clients may send answers
     back with other spacing, another order of keys, or without the reasoning."""
     calls = tuple(
@@ -354,7 +383,3 @@ def _canonical(arguments: Any) -> str:
         return json.dumps(json.loads(arguments) if isinstance(arguments, str) else arguments, sort_keys=True)
     except ValueError:
         return str(arguments)
-
-
-def _key(tools: Sequence[Mapping[str, Any]]) -> str:
-    return json.dumps(list(tools), sort_keys=True)
