@@ -29,8 +29,9 @@ class EndpointConfig(Section):
     they name the policy, or `base` for the model without it, whose answers are not trained on."""
     max_body_mib: Count = 4
     """Largest size of a request's body in MiB; a larger body is refused while it is read."""
-    max_calls: Count = 1024
-    """Largest number of calls that are answered at the same time. Further calls are refused with the status 429."""
+    max_calls: Count = 16384
+    """Largest number of calls that are answered at the same time. Further calls are refused with the status 429. Each
+    call takes a file descriptor while it waits for its answer."""
     max_episode_calls: Count = 16
     """Largest number of calls that one episode can have open at the same time."""
     body_timeout_s: Positive = 30.0
@@ -108,9 +109,10 @@ class EnvironmentConfig(Section):
     beginning. An environment that cannot be played again has an attribute `recover = "restart"`."""
     recover_tokens: Count = 512
     """Largest number of tokens that an engine is asked for at once with `environment.recover=prefix`."""
-    max_episodes: Count = 1024
+    max_episodes: Count = 16384
     """Largest number of episodes that run at the same time in a rollout actor. If some of the actor's engines have
-    failed, the number is reduced in proportion."""
+    failed, the number is reduced in proportion. An episode that waits takes some ten kilobytes and no time, so the
+    limit serves environments whose episodes take more, such as a process or a sandbox each."""
 
     @field_validator("kind")
     @classmethod

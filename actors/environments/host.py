@@ -66,33 +66,33 @@ class Gate:
     @asynccontextmanager
     async def place(self, engine: Generator) -> AsyncIterator[None]:
         """Context manager for one episode; waits until the episode may begin. Episodes begin in the order of the
-        calls."""
-        while self.running >= self.allowed(engine):
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.cancelled():
-                    self._waiting.remove(turn)
-                else:
-                    self._wake()  # The next episode gets the place.
-                raise
-        self.running += 1
-        if self.running < self.allowed(engine):
-            self._wake()  # More than one place can be free when engines have come back.
+        calls: none overtakes another that waits."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._fill(engine)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # `_fill` drops cancelled turns.
+                self._leave(engine)
+            raise
         try:
             yield
         finally:
-            self.running -= 1
-            self._wake()
+            self._leave(engine)
 
-    def _wake(self) -> None:
-        while self._waiting:
+    def _leave(self, engine: Generator) -> None:
+        self.running -= 1
+        self._fill(engine)
+
+    def _fill(self, engine: Generator) -> None:
+        """Give the free places to the episodes that wait. An episode has its place before it goes on, so that another
+        one that comes meanwhile cannot take it."""
+        while self._waiting and self.running < self.allowed(engine):
             turn = self._waiting.popleft()
             if not turn.done():
+                self.running += 1
                 turn.set_result(None)
-                return
 
 
 class _Turns:

@@ -104,10 +104,8 @@ class Transcript:
 
     def __init__(self, prompt_ids: Sequence[int] | np.ndarray) -> None:
         """prompt_ids: token ids that the conversation begins with, `[P]`; the policy did not choose them."""
-        self._ids: list[np.ndarray] = []
-        self._masks: list[np.ndarray] = []
-        self._logprobs: list[np.ndarray] = []
-        self._versions: list[np.ndarray] = []
+        self._parts: list[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]] = []
+        """Token ids of each part, with log-probs and versions; None for tokens that the policy did not choose."""
         self._routes: list[tuple[int, np.ndarray]] = []
         self._length = 0
         self.give(prompt_ids)
@@ -120,14 +118,12 @@ class Transcript:
     @property
     def ids(self) -> list[int]:
         """All token ids so far."""
-        return [token for part in self._ids for token in part.tolist()]
+        return [token for ids, _, _ in self._parts for token in ids.tolist()]
 
     def give(self, ids: Sequence[int] | np.ndarray) -> None:
         """Append tokens that the policy did not choose, such as a user's words or the result of a tool. They are not
         trained on."""
-        count = len(ids)
-        given = np.asarray(ids, np.int32).reshape(count)
-        self._append(given, np.zeros(count, np.uint8), np.zeros(count, np.float32), np.full(count, -1, np.int32))
+        self._append(np.asarray(ids, np.int32).reshape(len(ids)))
 
     @property
     def num_routes(self) -> int:
@@ -143,22 +139,21 @@ class Transcript:
         if not trained:
             self.give(completion.token_ids)
             return
-        ids = np.asarray(completion.token_ids, np.int32)
-        self._append(ids, np.ones(len(ids), np.uint8), completion.logprobs, completion.versions)
+        self._append(np.asarray(completion.token_ids, np.int32), completion.logprobs, completion.versions)
 
-    def _append(self, ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
-        self._ids.append(ids)
-        self._masks.append(mask)
-        self._logprobs.append(np.asarray(logprobs, np.float32))
-        self._versions.append(np.asarray(versions, np.int32))
+    def _append(self, ids: np.ndarray, logprobs: np.ndarray | None = None, versions: np.ndarray | None = None) -> None:
+        self._parts.append((ids, logprobs, versions))
         self._length += len(ids)
 
     def row(self) -> RowTokens:
         """Return the columns of all tokens so far."""
+        mask, logprobs = np.zeros(self._length, np.uint8), np.zeros(self._length, np.float32)
+        versions, start = np.full(self._length, -1, np.int32), 0
+        for ids, chosen, by in self._parts:
+            stop = start + len(ids)
+            if chosen is not None:
+                mask[start:stop], logprobs[start:stop], versions[start:stop] = 1, chosen, by
+            start = stop
         return RowTokens(
-            np.concatenate(self._ids),
-            np.concatenate(self._masks),
-            np.concatenate(self._logprobs),
-            np.concatenate(self._versions),
-            tuple(self._routes),
+            np.concatenate([ids for ids, _, _ in self._parts]), mask, logprobs, versions, tuple(self._routes)
         )

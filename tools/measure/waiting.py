@@ -69,31 +69,48 @@ class Answers:
 class Tools:
     """Environment whose tools answer when they are told to."""
 
-    def __init__(self, engine: Answers, over_http: bool) -> None:
+    def __init__(self, engine: Answers, over_http: bool, turns: int) -> None:
+        """over_http: whether the policy is called through the endpoint. turns: number of turns of the policy before the
+        first wait."""
         self.waiting: dict[str, asyncio.Future[None]] = {}
-        self.all_wait = asyncio.Event()
-        self.num_told = 0
-        self.ended = False
+        self._changed = asyncio.Event()
+        self._num_told = 0
+        self._ended = False
         self._engine = engine
         self._over_http = over_http
+        self._turns = turns
 
     async def play(self, episode: Episode) -> float:
-        text = episode.prompt.text
-        while not self.ended:
+        text, turn = episode.prompt.text, 0
+        while not self._ended:
             if self._over_http:
-                text += " " + await ask(episode, text)
+                text += await ask(episode, text) + " w1"
             else:
                 await episode.generate(max_new_tokens=ANSWER)
-            tool = self.waiting[episode.name] = asyncio.get_running_loop().create_future()
-            self.all_wait.set()
-            await tool
+            turn += 1
+            if turn >= self._turns and not self._ended:
+                tool = self.waiting[episode.name] = asyncio.get_running_loop().create_future()
+                self._changed.set()
+                await tool
         return 0.0
+
+    async def until(self, number: int) -> None:
+        """Wait until so many episodes wait for their tools."""
+        while len(self.waiting) < number:
+            self._changed.clear()
+            await self._changed.wait()
 
     def answer(self, name: str) -> None:
         """Let the tool of an episode answer now."""
-        self._engine.told[name] = (time.perf_counter(), self.num_told)
-        self.num_told += 1
+        self._engine.told[name] = (time.perf_counter(), self._num_told)
+        self._num_told += 1
         self.waiting.pop(name).set_result(None)
+
+    def end(self) -> None:
+        """Let all tools answer, and end the episodes."""
+        self._ended = True
+        for name in list(self.waiting):
+            self.answer(name)
 
 
 async def ask(episode: Episode, text: str) -> str:
@@ -109,6 +126,10 @@ async def ask(episode: Episode, text: str) -> str:
     finally:
         writer.close()
     return json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
+
+
+def endpoint_config(kind: str, calls: int) -> EndpointConfig:
+    return EndpointConfig(enabled=kind == "endpoint", max_calls=calls)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -128,9 +149,9 @@ def resident() -> int:
 async def measure(kind: str, asked: argparse.Namespace) -> dict[str, float]:
     """Return the figures of one kind of episodes."""
     engine = Answers()
-    tools = Tools(engine, kind == "endpoint")
+    tools = Tools(engine, kind == "endpoint", asked.turns)
     config = EnvironmentConfig(max_episodes=asked.episodes, turn_timeout_s=3600, episode_timeout_s=36000)
-    endpoint = build_endpoint(EndpointConfig(enabled=kind == "endpoint", max_calls=asked.episodes))
+    endpoint = build_endpoint(endpoint_config(kind, asked.episodes))
     host, tokenizer, rng = EpisodeHost(tools, config, endpoint=endpoint), make_tokenizer(), random.Random(0)
     before = resident()
     params = SamplingParams(n=asked.group, max_new_tokens=1 << 20)
@@ -141,9 +162,7 @@ async def measure(kind: str, asked: argparse.Namespace) -> dict[str, float]:
         groups.append(asyncio.create_task(host.run(prompt, engine, tokenizer, params)))
         if kind == "endpoint":
             await asyncio.sleep(0.05)  # All at once would need more connections than a process may have.
-    while len(tools.waiting) < asked.episodes:
-        tools.all_wait.clear()
-        await tools.all_wait.wait()
+    await tools.until(asked.episodes)
     await asyncio.sleep(1.0)
     found = {"bytes": (resident() - before) / asked.episodes}
     cpu, clock = time.process_time(), time.perf_counter()
@@ -163,9 +182,8 @@ async def measure(kind: str, asked: argparse.Namespace) -> dict[str, float]:
     order = np.array(engine.order)
     found["overtaken"] = float(max(0, int((np.arange(len(order)) - order).max())))
     found["answers"] = float(len(late))
-    for task in groups:
-        task.cancel()
-    await asyncio.gather(*groups, return_exceptions=True)
+    tools.end()
+    await asyncio.gather(*groups)
     await host.close()
     return found
 
@@ -174,6 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=10_000, help="number of episodes that wait")
     parser.add_argument("--group", type=int, default=8, help="number of episodes of a prompt")
+    parser.add_argument("--turns", type=int, default=1, help="number of turns that each has taken before")
     parser.add_argument("--rate", type=float, default=300.0, help="number of tools that answer per second")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each measurement")
     parser.add_argument("--kinds", nargs="+", default=["plain", "endpoint"], choices=["plain", "endpoint"])

@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import resource
 import secrets
 import socket
 from collections.abc import Iterator
@@ -142,6 +143,8 @@ class EndpointServer:
             http=cast(Any, partial(_Connection, self._idle)), timeout_graceful_shutdown=1, server_header=False,
         )  # fmt: skip
         limit_accept_errors()
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Each open call takes a file descriptor.
         listener = _listen(host)
         self._server = _Server(settings)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
