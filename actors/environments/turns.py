@@ -104,8 +104,9 @@ class Transcript:
 
     def __init__(self, prompt_ids: Sequence[int] | np.ndarray) -> None:
         """prompt_ids: token ids that the conversation begins with, `[P]`; the policy did not choose them."""
-        self._parts: list[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]] = []
-        """Token ids of each part, with log-probs and versions; None for tokens that the policy did not choose."""
+        self._parts: list[tuple[np.ndarray, Completion | None]] = []
+        """Token ids of each part, with the completion that has its log-probs and versions; None for tokens that the
+        policy did not choose."""
         self._routes: list[tuple[int, np.ndarray]] = []
         self._length = 0
         self.give(prompt_ids)
@@ -118,7 +119,7 @@ class Transcript:
     @property
     def ids(self) -> list[int]:
         """All token ids so far."""
-        return [token for ids, _, _ in self._parts for token in ids.tolist()]
+        return [token for ids, _ in self._parts for token in ids.tolist()]
 
     def give(self, ids: Sequence[int] | np.ndarray) -> None:
         """Append tokens that the policy did not choose, such as a user's words or the result of a tool. They are not
@@ -139,21 +140,19 @@ class Transcript:
         if not trained:
             self.give(completion.token_ids)
             return
-        self._append(np.asarray(completion.token_ids, np.int32), completion.logprobs, completion.versions)
+        self._append(np.asarray(completion.token_ids, np.int32), completion)
 
-    def _append(self, ids: np.ndarray, logprobs: np.ndarray | None = None, versions: np.ndarray | None = None) -> None:
-        self._parts.append((ids, logprobs, versions))
+    def _append(self, ids: np.ndarray, completion: Completion | None = None) -> None:
+        self._parts.append((ids, completion))
         self._length += len(ids)
 
     def row(self) -> RowTokens:
         """Return the columns of all tokens so far."""
         mask, logprobs = np.zeros(self._length, np.uint8), np.zeros(self._length, np.float32)
         versions, start = np.full(self._length, -1, np.int32), 0
-        for ids, chosen, by in self._parts:
+        for ids, chosen in self._parts:
             stop = start + len(ids)
             if chosen is not None:
-                mask[start:stop], logprobs[start:stop], versions[start:stop] = 1, chosen, by
+                mask[start:stop], logprobs[start:stop], versions[start:stop] = 1, chosen.logprobs, chosen.versions
             start = stop
-        return RowTokens(
-            np.concatenate([ids for ids, _, _ in self._parts]), mask, logprobs, versions, tuple(self._routes)
-        )
+        return RowTokens(np.concatenate([ids for ids, _ in self._parts]), mask, logprobs, versions, tuple(self._routes))

@@ -71,7 +71,7 @@ def test_a_summary_a_branch_and_sub_agents_are_rows_of_their_own() -> None:
     start = sample.turns[1].start
     assert again[:start] == main[:start] and [turn.row for turn in sample.turns[:4]] == [0, 0, 1, 1]
     assert not sample.rows[1].response_mask[:start].any(), "the first answer is trained on in the first row only"
-    assert TOKENIZER.decode(sample.rows[4].input_ids).startswith("summary: ab")
+    assert str(TOKENIZER.decode(sample.rows[4].input_ids)).startswith("summary: ab")
 
 
 def test_rows_of_an_episode_have_its_reward_and_count_once() -> None:
