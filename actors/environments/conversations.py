@@ -109,13 +109,20 @@ class Conversation:
         _, turn = await self._take_turn(stop=stop, max_new_tokens=max_new_tokens)
         return turn
 
-    async def say(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
+    async def say(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_new_tokens: int | None = None,
+    ) -> Reply:
         """Append chat messages, let the policy answer, and return its answer as a message.
 
         messages: new messages, in the form of OpenAI's API; the policy's own answers are already included. A branch
         from before an answer takes none: the policy then answers again. tools: tools that the policy may call, in the
-        same form; pass the same tools in each call. Raises the errors of `generate`, and ValueError if the model's chat
-        format cannot continue the tokens so far exactly.
+        same form; pass the same tools in each call. max_new_tokens: largest number of tokens of the answer; None allows
+        all tokens that are left. Raises the errors of `generate`, and ValueError if the model's chat format cannot
+        continue the tokens so far exactly.
         """
         chat = self._owner.services.chat()
         if self._row is None:
@@ -130,7 +137,7 @@ class Conversation:
                     f"the roles {[message.get('role') for message in messages]} without changing earlier tokens"
                 )
             self.add_tokens(more[len(ids) :])
-        completion, _ = await self._take_turn(stop_token_ids=chat.stop_token_ids)
+        completion, _ = await self._take_turn(max_new_tokens=max_new_tokens, stop_token_ids=chat.stop_token_ids)
         return chat.parse(completion.token_ids.tolist(), tools)
 
     def branch(self, at: Turn | int | None = None) -> Conversation:

@@ -9,9 +9,12 @@ from typing import Any
 
 from ...dataplane.imports import MissingExtra, import_object
 from ..process.user_errors import made
-from .config import EndpointConfig, EnvironmentConfig
+from .config import ENVIRONMENT_KINDS, EndpointConfig, EnvironmentConfig
 from .episode import Episode, generate_together
+from .games import TextArena
 from .host import EpisodeEndpoint, EpisodeHost
+from .nemo_gym import NemoGym
+from .openenv import OpenEnv
 from .tool_use import ToolUse
 from .verifiers_process import VerifiersEnvironment
 
@@ -120,16 +123,23 @@ def _check_players(kind: str, target: type) -> None:
         )
 
 
+_BUILT_IN = {
+    "single_turn": SingleTurn,
+    "tool_use": ToolUse,
+    "verifiers": VerifiersEnvironment,
+    "textarena": TextArena,
+    "openenv": OpenEnv,
+    "nemo_gym": NemoGym,
+}
+assert tuple(_BUILT_IN) == ENVIRONMENT_KINDS
+
+
 def _target(kind: str) -> Any:
-    if kind == "single_turn":
-        return SingleTurn
-    if kind == "tool_use":
-        return ToolUse
-    if kind == "verifiers":
-        return VerifiersEnvironment
+    if kind in _BUILT_IN:
+        return _BUILT_IN[kind]
     if ":" not in kind:
         raise ValueError(
-            f"environment.kind: got {kind!r}, expected single_turn, tool_use, verifiers or package.module:factory"
+            f"environment.kind: got {kind!r}, expected {', '.join(ENVIRONMENT_KINDS)} or package.module:factory"
         )
     target = import_object(kind, "environment.kind")
     if not callable(target):
