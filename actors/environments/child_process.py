@@ -56,10 +56,11 @@ class ChildProcess:
         self._numbers = itertools.count()
         self._last_words: deque[str] = deque(maxlen=20)
         self._tasks = [asyncio.create_task(self._read_errors())]
+        self._killed = False
         self.said: dict[str, Any] = {}
         """The line with which the process said that it is ready."""
         self.answered = False
-        """True once the process has answered a call."""
+        """True once the process has answered a call, or done its work in another way."""
 
     @staticmethod
     async def start(
@@ -98,8 +99,8 @@ class ChildProcess:
 
     @property
     def died(self) -> bool:
-        """True if the process has ended."""
-        return self._process.returncode is not None
+        """True if the process has ended or was killed."""
+        return self._killed or self._process.returncode is not None
 
     @property
     def words(self) -> str:
@@ -125,8 +126,16 @@ class ChildProcess:
         finally:
             self._waiting.pop(number, None)
 
+    async def ended(self, within_s: float) -> bool:
+        """Wait until the process has ended, and return whether it has."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._process.wait()
+        return self.died
+
     def kill(self) -> None:
         """Kill the process and all that it has started, without waiting. Its calls raise ConnectionError."""
+        self._killed = True
         with suppress(ProcessLookupError):
             self._process.terminate()
 

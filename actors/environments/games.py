@@ -89,7 +89,9 @@ class TextArena:
             seen = await _told(child, {"do": "reset", "session": session, "seed": seed})
             while not seen["done"]:
                 if seen["player"] != player:
-                    action = await self._answer_of_opponent(episode, others.setdefault(seen["player"], []), seen["text"])
+                    action = await self._answer_of_opponent(
+                        episode, others.setdefault(seen["player"], []), seen["text"]
+                    )
                 elif turns == self._max_turns:
                     episode.finish_reason = "length"
                     return 0.0

@@ -79,6 +79,8 @@ class OpenEnv:
         async with self._servers.place(episode) as server, self._connected(*server) as socket:
             data = await _told(socket, "reset", {"seed": seed_of(episode), "episode_id": episode.name, **self._reset})
             total, turns, template = 0.0, 0, await self._template(server[0])
+            if server[1] is not None:
+                server[1].answered = True
             episode.finish_reason = "stop"  # An episode is whole even if its last turn was cut off at turn_tokens.
             while not data.get("done") and turns != self._max_turns:
                 said = [{"role": "user", "content": self._text(data)}]
@@ -98,8 +100,9 @@ class OpenEnv:
 
     @asynccontextmanager
     async def _connected(self, url: str, child: ChildProcess | None) -> AsyncIterator[Any]:
-        """Context manager of a session. Raises ConnectionError if the server is gone, or goes. A server that does not
-        end the session would have no place for the next, so it is replaced."""
+        """Context manager of a session. Raises ConnectionError if the server is gone, or goes; a process of the actor
+        is then given time to be seen as ended. A server that does not end the session would have no place for the next,
+        so it is replaced."""
         import aiohttp  # The checks of a configuration do without it.
 
         if self._client is None:
@@ -112,8 +115,11 @@ class OpenEnv:
                     # The server takes the next session once it has ended this one, and then closes the connection.
                     if not socket.closed and not await _ended(socket) and child is not None:
                         child.kill()
-        except aiohttp.ClientError as error:
-            raise ConnectionError(f"the OpenEnv server at {url} is gone: {type(error).__name__} {error}") from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            words = f"{type(error).__name__} {error}"
+            if child is not None and await child.ended(CLOSE_S):
+                words = await child.last_words()
+            raise ConnectionError(f"the OpenEnv server at {url} is gone: {words}") from error
 
     async def _template(self, url: str) -> Any:
         """Return an action with placeholders for the policy's text."""
@@ -197,11 +203,11 @@ async def _ended(socket: Any) -> bool:
 
 async def _told(socket: Any, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the server says to a message; a `problem` is what is wrong with an action. Raises ConnectionError if
-    the server closes the connection or takes no session, and RuntimeError with an error of the environment."""
+    the server closes the connection, and RuntimeError with an error of the environment or if it takes no session."""
     await socket.send_json({"type": kind, "data": data})
     message = await socket.receive()
     if not isinstance(message.data, str):
-        raise ConnectionError("the OpenEnv server has closed the connection")
+        raise ConnectionError("it has closed the connection")
     answer = json.loads(message.data)
     if answer.get("type") != "error":
         return answer["data"]
@@ -210,7 +216,7 @@ async def _told(socket: Any, kind: str, data: Mapping[str, Any]) -> dict[str, An
         wrong = [f"{'.'.join(map(str, part.get('loc', ())))}: {part.get('msg')}" for part in error.get("errors", ())]
         return {"problem": f"error: {'; '.join(wrong) or error.get('message')}"}
     if error.get("code") == "CAPACITY_REACHED":
-        raise ConnectionError(f"environment.options.sessions: the server takes fewer sessions: {error.get('message')}")
+        raise RuntimeError(f"environment.options.sessions: the server takes fewer sessions: {error.get('message')}")
     raise RuntimeError(f"the OpenEnv environment raised {error.get('code')}: {error.get('message')}")
 
 
