@@ -54,8 +54,9 @@ check-tests: .venv/dev.stamp
 test: .venv/test.stamp .venv/vllm.stamp
 	$(PYTEST) -n 2 --durations=25 $(ARGS)
 
-test-all: .venv/test.stamp .venv/vllm.stamp .venv/agents.stamp .venv/verifiers.stamp .venv/trackers.stamp .venv/notebook.stamp test-other families
-	HEADRACE_VERIFIERS_PYTHON=$(CURDIR)/.venv/verifiers/bin/python $(PYTEST) -n 2 -m "not drill and not gpu" --durations=25 $(ARGS)
+test-all: .venv/test.stamp .venv/vllm.stamp .venv/agents.stamp .venv/verifiers.stamp .venv/games.stamp .venv/trackers.stamp .venv/notebook.stamp test-other families
+	HEADRACE_VERIFIERS_PYTHON=$(CURDIR)/.venv/verifiers/bin/python HEADRACE_GAMES_PYTHON=$(CURDIR)/.venv/games/bin/python \
+	  $(PYTEST) -n 2 -m "not drill and not gpu" --durations=25 $(ARGS)
 
 # The other release of megatron-core, which needs another Python, and the newest Transformers of our range.
 # TRL, with which losses, updates and names of settings are compared, stands beside .venv's packages.
@@ -158,6 +159,12 @@ $(BIN)/python:
 .venv/verifiers.stamp: pyproject.toml $(SET) | $(BIN)/python
 	$(BIN)/python -m venv .venv/verifiers
 	grep -v '^openai' $(SET) | .venv/verifiers/bin/python -m pip install -q --compile -c /dev/stdin verifiers==0.4.0
+	touch $@
+
+# OpenEnv brings 150 packages, fastmcp and gradio among them, which nothing else here needs.
+.venv/games.stamp: | $(BIN)/python
+	$(BIN)/python -m venv .venv/games
+	.venv/games/bin/python -m pip install -q --compile textarena==0.7.4 openenv==0.10.0
 	touch $@
 
 # Last, since trackers want older versions of packages that vLLM brings newer. reasoning-gym needs a C compiler, because

@@ -80,10 +80,11 @@ class EnvironmentConfig(Section):
 
     kind: str = "single_turn"
     """Kind of the environment: `single_turn`, `tool_use`, `verifiers`, `textarena`, `openenv`, `nemo_gym`, or the
-    import path of your own, `package.module:factory`. In `single_turn` an episode is one prompt and one answer. In `tool_use` the policy can
-    call tools by writing `<tool>name: arguments</tool>` and continues with their results, whose tokens are not trained
-    on. The others play environments of the libraries of these names. An import path names a coroutine function that plays an
-    episode, or a function or class that returns an object with a coroutine `play`."""
+    import path of your own, `package.module:factory`. In `single_turn` an episode is one prompt and one answer. In
+    `tool_use` the policy can call tools by writing `<tool>name: arguments</tool>` and continues with their results,
+    whose tokens are not trained on. The others play environments of the libraries of these names. An import path names
+    a coroutine function that plays an episode, or a function or class that returns an object with a coroutine
+    `play`."""
     options: dict[str, Any] = {}
     """Keyword arguments of the environment. `tool_use` takes `tools` (`calculator`, or your functions from text to text
     as `package.module:function`), `max_turns` (4 if unset), `runs`, `timeout_s` and `retries`. `verifiers` takes `env`,

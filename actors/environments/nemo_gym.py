@@ -4,7 +4,7 @@
     answer with calls     -> POST /{tool} for each call -> its result, which the policy reads next
     last answer           -> POST /verify with the row and the whole response -> the reward
 
-The requests follow the schema of nemo-gym 0.7.0: its `base_resources_server.py` and `responses_api_agents/simple_agent`.
+The requests follow the schema of nemo-gym 0.7.0: its `base_resources_server.py` and its `simple_agent`.
 """
 
 from __future__ import annotations

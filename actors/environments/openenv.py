@@ -49,9 +49,9 @@ class OpenEnv:
         observation that the policy reads; None takes the first of TEXT_FIELDS that is text, or else the whole
         observation as JSON. action: field of an action that gets the policy's text, or a whole action with the
         placeholder `{text}`; None takes the only field that an action must have. reset: further arguments of a reset.
-        max_turns, turn_tokens: largest number of turns, after which the episode ends, and of tokens of a turn. sessions: number of
-        sessions that a server takes at the same time. max_servers: largest number of servers that a rollout actor
-        starts. Raises ValueError with a one-sentence message for values that do not fit.
+        max_turns: number of turns after which an episode ends. turn_tokens: largest number of tokens of a turn.
+        sessions: number of sessions that a server takes at the same time. max_servers: largest number of servers that a
+        rollout actor starts. Raises ValueError with a one-sentence message for values that do not fit.
         """
         if (server is None) == (app is None):
             raise ValueError(
@@ -67,10 +67,12 @@ class OpenEnv:
         self._observation, self._action, self._reset = observation, action, dict(reset or {})
         self._max_turns, self._turn_tokens = max_turns, turn_tokens
         own, folders, first = checked_python(python), import_folders(path), {"app": app}
-        starts = [server] if server else [
-            ReplacedChild(lambda: ChildProcess.start("OpenEnv", SCRIPT, first, own, folders)) for _ in range(max_servers)
-        ]  # fmt: skip
-        self._servers = _Servers(starts, sessions)
+
+        async def start() -> ChildProcess:
+            return await ChildProcess.start("OpenEnv", SCRIPT, first, own, folders)
+
+        servers = [server] if server else [ReplacedChild(start) for _ in range(max_servers)]
+        self._servers = _Servers(servers, sessions)
         self._client: Any = None
 
     async def play(self, episode: Episode) -> float:

@@ -1,4 +1,4 @@
-"""An environment of Harbor's tasks: an agent solves a task in a container, and calls the policy over the run's endpoint.
+"""An environment of Harbor's tasks: an agent solves a task in a container, and calls the policy over the endpoint.
 
 episode -> harbor run -> container of the task, agent -> HTTP -> the run's endpoint -> the policy
            result.json: rewards of the task's verifier

@@ -33,14 +33,14 @@ class Example:
     needs: tuple[str, ...] = ()
     """Packages that it imports, besides those of the core."""
     overrides: tuple[str, ...] = ()
-    makes_model: bool = True
-    """True if the example trains the tiny chat model that examples/agent makes."""
+    model: str = "agent"
+    """Example that makes the tiny model which this one trains; "" if it makes none."""
     several_rows: bool = False
     """True if each episode of the example has more than one row."""
 
 
 LEARNS = {
-    "own": Example("own-environment", makes_model=False),
+    "own": Example("own-environment", model=""),
     "verifiers": Example("verifiers", ("verifiers", *ENDPOINT)),
     "pydantic-ai": Example("agent", ("pydantic_ai", *ENDPOINT)),
     "smolagents": Example(
@@ -49,22 +49,34 @@ LEARNS = {
         ("environment.kind=rewriting_agent:play", "rollout.max_new_tokens=1536"),
         several_rows=True,
     ),
+    "textarena": Example("textarena", ("textarena",), model="textarena"),
+    "openenv": Example("openenv", ("openenv",), model="textarena"),
 }
+PYTHONS = {
+    "verifiers": "HEADRACE_VERIFIERS_PYTHON",
+    "textarena": "HEADRACE_GAMES_PYTHON",
+    "openenv": "HEADRACE_GAMES_PYTHON",
+}
+"""Variables with the Python of a library that can have one of its own."""
 
 
 def train(example: Example, folder: Path, *overrides: str) -> list[dict[str, float]]:
     """Train an example, which is started as its first line says, and return the metrics of each step."""
     missing = [name for name in example.needs if importlib.util.find_spec(name) is None]
-    other = os.environ.get("HEADRACE_VERIFIERS_PYTHON", "")
-    if other and "verifiers" in example.needs:
-        missing = [name for name in missing if name != "verifiers"]
-        overrides = (*overrides, f"environment.options.python={other}")
+    for name in {*example.needs} & PYTHONS.keys():
+        if python := os.environ.get(PYTHONS[name], ""):
+            missing = [other for other in missing if other != name]
+            overrides = (*overrides, f"environment.options.python={python}")
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed; make test-all installs what these runs need")
-    if example.makes_model:
-        model = folder / "tiny-chat-model"
-        subprocess.run([sys.executable, str(EXAMPLES / "agent" / "make_model.py"), str(model)], check=True)
+    if example.model:
+        model = folder / "model"
+        subprocess.run([sys.executable, str(EXAMPLES / example.model / "make_model.py"), str(model)], check=True)
         overrides = (*overrides, f"model.path={model}")
+    if example.folder == "openenv":
+        command = Path(os.environ[PYTHONS["openenv"]]).with_name("openenv")
+        subprocess.run([str(command), "init", "echo_env"], cwd=folder, check=True)
+        overrides = (*overrides, f"environment.options.path=[{folder}]")
     command = [sys.executable, "-m", "headrace.cli", "train", "run.yaml", f"run.dir={folder / 'run'}"]
     overrides = (f"algorithm.steps={2 * WINDOW}", *example.overrides, *overrides)
     done = subprocess.run(

@@ -1,5 +1,5 @@
-"""Games of textarena: what the policy reads, opponents, seeds, and the death of the process. A small fake stands for the
-library; the real one plays where it is installed."""
+"""Games of textarena: what the policy reads, opponents, seeds, and the death of the process. A small fake stands for
+the library; the real one plays where it is installed."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], words: str
 
 
 def test_textarena_itself_plays() -> None:
-    python = os.environ.get("HEADRACE_TEXTARENA_PYTHON") or sys.executable
+    python = os.environ.get("HEADRACE_GAMES_PYTHON") or sys.executable
     if python == sys.executable and importlib.util.find_spec("textarena") is None:
         pytest.skip("needs textarena: make test-all")
     environment = TextArena("GuessTheNumber-v0", python=python)

@@ -1,4 +1,4 @@
-"""examples/harbor, against a script that stands for Harbor's command: Harbor's containers need Docker, and do not run here.
+"""examples/harbor, against a script that stands for Harbor's command, because its containers need Docker.
 
 The script takes the arguments of `harbor run` of harbor 0.26.0 and writes `result.json` with the fields of its
 `TrialResult` (`harbor/models/trial/result.py`) that the example reads.
@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("renderers")
 
-from headrace.actors.environments.factory import build_environment, check_environment
 from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
+from headrace.actors.environments.factory import build_environment, check_environment
 from headrace.tests.actors.environments.endpoint_world import Recorder
 from headrace.tests.actors.environments.test_games import played
 

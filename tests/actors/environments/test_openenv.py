@@ -173,7 +173,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], words: str
 
 
 def test_the_environment_that_openenv_writes_is_served(tmp_path: Path) -> None:
-    python = os.environ.get("HEADRACE_OPENENV_PYTHON")
+    python = os.environ.get("HEADRACE_GAMES_PYTHON")
     if not python:
         pytest.skip("needs a Python with openenv: make test-all")
     subprocess.run([str(Path(python).with_name("openenv")), "init", "echo_env"], cwd=tmp_path, check=True)

@@ -98,6 +98,7 @@ EXTRAS = {
     "math": ("math_verify",),
     "endpoint": ("renderers", "openai", "starlette", "uvicorn"),
     "verifiers": ("verifiers",),
+    "textarena": ("textarena",),
     "reasoning-gym": ("reasoning_gym",),
     "gguf": ("gguf", "accelerate"),
     "quantized": ("torchao", "bitsandbytes"),
