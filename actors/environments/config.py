@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from ...dataplane.config import Count, CountOrZero, Positive, Section
 from ..failures import FailureKind
 
-ENVIRONMENT_KINDS = ("single_turn", "tool_use", "verifiers", "textarena", "openenv", "nemo_gym")
+ENVIRONMENT_KINDS = ("single_turn", "tool_use", "verifiers", "textarena", "openenv")
 
 
 class EndpointConfig(Section):
@@ -79,8 +79,8 @@ class EnvironmentConfig(Section):
     """The environment that the policy acts in, and the limits of its episodes."""
 
     kind: str = "single_turn"
-    """Kind of the environment: `single_turn`, `tool_use`, `verifiers`, `textarena`, `openenv`, `nemo_gym`, or the
-    import path of your own, `package.module:factory`. In `single_turn` an episode is one prompt and one answer. In
+    """Kind of the environment: `single_turn`, `tool_use`, `verifiers`, `textarena`, `openenv`, or the import path
+    of your own, `package.module:factory`. In `single_turn` an episode is one prompt and one answer. In
     `tool_use` the policy can call tools by writing `<tool>name: arguments</tool>` and continues with their results,
     whose tokens are not trained on. The others play environments of the libraries of these names. An import path names
     a coroutine function that plays an episode, or a function or class that returns an object with a coroutine
@@ -89,7 +89,7 @@ class EnvironmentConfig(Section):
     """Keyword arguments of the environment. `tool_use` takes `tools` (`calculator`, or your functions from text to text
     as `package.module:function`), `max_turns` (4 if unset), `runs`, `timeout_s` and `retries`. `verifiers` takes `env`,
     the configuration of one of its environments, `python`, the path of a Python that has verifiers, and `path`, folders
-    to import from. The pages of `textarena`, `openenv` and `nemo_gym` have their options."""
+    to import from. The pages of `textarena` and `openenv` have their options."""
     max_rows: Count = 1
     """Largest number of rows of an episode. Set it above 1 if earlier tokens of a conversation change from turn to
     turn, for example because an agent rewrites its history. An episode counts once in the advantages, and all its rows

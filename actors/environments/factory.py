@@ -13,7 +13,6 @@ from .config import ENVIRONMENT_KINDS, EndpointConfig, EnvironmentConfig
 from .episode import Episode, generate_together
 from .games import TextArena
 from .host import EpisodeEndpoint, EpisodeHost
-from .nemo_gym import NemoGym
 from .openenv import OpenEnv
 from .tool_use import ToolUse
 from .verifiers_process import VerifiersEnvironment
@@ -129,7 +128,6 @@ _BUILT_IN = {
     "verifiers": VerifiersEnvironment,
     "textarena": TextArena,
     "openenv": OpenEnv,
-    "nemo_gym": NemoGym,
 }
 assert tuple(_BUILT_IN) == ENVIRONMENT_KINDS
 

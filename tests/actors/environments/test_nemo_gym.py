@@ -24,10 +24,11 @@ from openai.types.responses.response_input_item import FunctionCallOutput
 
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.environments.config import EnvironmentConfig
-from headrace.actors.environments.nemo_gym import NemoGym
+from headrace.actors.environments.factory import build_environment
 from headrace.actors.protocols import Prompt, Sample
 from headrace.tests.actors.environments.endpoint_world import TOKENIZER, Recorder, World
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "nemo-gym"
 TOOL = {
     "type": "function",
     "name": "increment_counter",
@@ -79,13 +80,24 @@ class Counter:
         return answer
 
 
+@pytest.fixture(autouse=True)
+def example(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tests import the environment of examples/nemo-gym."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+
+
+def tasks(**options: Any) -> Any:
+    """Return the environment of the example."""
+    return build_environment(EnvironmentConfig(kind="nemo_gym_tasks:NemoGym", options=options))
+
+
 def played(server: Counter, data: Path, *texts: str, n: int = 1, **options: Any) -> list[Sample]:
     async def main() -> list[Sample]:
         runner = web.AppRunner(server.app)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        environment = NemoGym(f"http://127.0.0.1:{runner.addresses[0][1]}", str(data), **options)
+        environment = tasks(server=f"http://127.0.0.1:{runner.addresses[0][1]}", data=str(data), **options)
         engine = Recorder(*texts, version=5)
         world = World(environment.play, engine, config=EnvironmentConfig())
         try:
@@ -138,7 +150,7 @@ def test_what_cannot_be_reached_or_read_is_named(data: Path, tmp_path: Path) -> 
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
 
     async def main() -> Sample:
-        environment = NemoGym(url, str(data))
+        environment = tasks(server=url, data=str(data))
         engine = Recorder("x", version=5)
         world = World(environment.play, engine, config=EnvironmentConfig())
         [sample] = await world.host.run(
@@ -149,9 +161,9 @@ def test_what_cannot_be_reached_or_read_is_named(data: Path, tmp_path: Path) -> 
 
     assert f"ConnectionError: the NeMo-Gym server at {url}" in asyncio.run(main()).error
     with pytest.raises(ValueError, match="environment.options.data: got '/none.jsonl', which cannot be read"):
-        NemoGym("http://x", "/none.jsonl")
+        tasks(server="http://x", data="/none.jsonl")
     (tmp_path / "wrong.jsonl").write_text('{"prompt": "x"}\n')
     with pytest.raises(ValueError, match="expected rows with responses_create_params.input, NeMo-Gym's format"):
-        NemoGym("http://x", str(tmp_path / "wrong.jsonl"))
+        tasks(server="http://x", data=str(tmp_path / "wrong.jsonl"))
     with pytest.raises(ValueError, match="environment.options.server: got 'x', expected a URL"):
-        NemoGym("x", str(data))
+        tasks(server="x", data=str(data))

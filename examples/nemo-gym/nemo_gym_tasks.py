@@ -1,23 +1,18 @@
-"""The `nemo_gym` environment plays tasks of a resources server of NeMo-Gym; the loop of the agent is here.
+"""An environment of NeMo-Gym's tasks: the tools and the verifier are those of a resources server, the loop is here.
 
     a row of the data set -> POST /seed_session
     answer with calls     -> POST /{tool} for each call -> its result, which the policy reads next
     last answer           -> POST /verify with the row and the whole response -> the reward
 
-The requests follow the schema of nemo-gym 0.7.0: its `base_resources_server.py` and its `simple_agent`.
+Written from the schema of nemo-gym 0.7.0 (its `base_resources_server.py` and its `simple_agent`); not run against the
+product, which needs Python 3.13.14.
 """
-
-from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from ..engines.chat import Reply, ToolCall
-from .episode import Episode
-from .games import checked_count
+import aiohttp
 
 PARAMETERS = "responses_create_params"
 """Field of a row with the request that begins an episode."""
@@ -26,26 +21,18 @@ PARAMETERS = "responses_create_params"
 class NemoGym:
     """Plays the tasks of a NeMo-Gym data set by number, with the tools and the verifier of its resources server."""
 
-    def __init__(self, server: str, data: str, max_turns: int = 8, turn_tokens: int | None = None) -> None:
-        """Set the environment up. server: URL of the resources server. data: JSONL file of its tasks. max_turns,
-        turn_tokens: largest number of turns of an episode, and of tokens of a turn. Raises ValueError with a
-        one-sentence message for values that do not fit."""
-        if not isinstance(server, str) or not server.startswith(("http://", "https://")):
+    def __init__(self, server, data, max_turns=8, turn_tokens=None):
+        """server: URL of the resources server. data: JSONL file of its tasks. max_turns, turn_tokens: largest number of
+        turns of an episode, and of tokens of a turn."""
+        if not server.startswith(("http://", "https://")):
             raise ValueError(f"environment.options.server: got {server!r}, expected a URL that begins with http")
-        checked_count("max_turns", max_turns)
-        checked_count("turn_tokens", turn_tokens, none=True)
         self._server, self._max_turns, self._turn_tokens = server.rstrip("/"), max_turns, turn_tokens
         self._rows = _rows(data)
 
-    async def play(self, episode: Episode) -> float:
+    async def play(self, episode):
         """Play one task, and return the reward of the verifier. Raises RuntimeError if the server says that the sample
         must not count, and ConnectionError if it cannot be reached."""
-        import aiohttp  # The checks of a configuration do without it.
-
-        number = episode.prompt.fields.get("task")
-        if not isinstance(number, int):
-            raise ValueError(f"prompt {episode.prompt.uid!r} has no task number, expected data.train=environment")
-        row = self._rows[number % len(self._rows)]
+        row = self._rows[episode.prompt.fields["task"] % len(self._rows)]
         try:
             # The server knows an episode by its cookie; the jar is one that takes cookies of addresses without a name.
             async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as client:
@@ -60,14 +47,14 @@ class NemoGym:
             episode.reward(value, name)
         return said["reward"]
 
-    async def _loop(self, client: Any, episode: Episode, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    async def _loop(self, client, episode, request):
         """Let the policy answer and call tools, and return the items of the response."""
         given = request["input"]
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
         if request.get("instructions"):
             messages.insert(0, {"role": "system", "content": request["instructions"]})
         tools = [_tool(tool) for tool in request.get("tools") or () if tool.get("type") == "function"]
-        output: list[dict[str, Any]] = []
+        output = []
         for turn in range(self._max_turns):
             reply = await episode.say(messages, tools=tools, max_new_tokens=self._turn_tokens)
             output += _items(reply, f"{episode.name}.{turn}")
@@ -80,7 +67,7 @@ class NemoGym:
         episode.finish_reason = "length"
         return output
 
-    async def _result(self, client: Any, call: ToolCall) -> str:
+    async def _result(self, client, call):
         """Return the text that a tool answers; NeMo-Gym lets a model read an error, too."""
         try:
             arguments = json.loads(call.arguments)
@@ -88,7 +75,7 @@ class NemoGym:
             return json.dumps({"error": f"Invalid tool call arguments: {error}"})
         return await self._posted(client, call.name, arguments, tool=True)
 
-    async def _posted(self, client: Any, path: str, body: Mapping[str, Any], *, tool: bool = False) -> str:
+    async def _posted(self, client, path, body, *, tool=False):
         async with client.post(f"{self._server}/{path}", json=body) as answer:
             text = await answer.text()
             if answer.status >= 400 and not tool:
@@ -96,7 +83,7 @@ class NemoGym:
             return text
 
 
-def _rows(data: str) -> list[dict[str, Any]]:
+def _rows(data):
     try:
         lines = Path(data).expanduser().read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines if line.strip()]
@@ -109,12 +96,12 @@ def _rows(data: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _tool(tool):
     """Return a tool of the Responses API in the form of chat completions."""
     return {"type": "function", "function": {k: tool[k] for k in ("name", "description", "parameters") if k in tool}}
 
 
-def _items(reply: Reply, name: str) -> list[dict[str, Any]]:
+def _items(reply, name):
     """Return an answer as items of a response."""
     calls = [
         {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
@@ -127,7 +114,7 @@ def _items(reply: Reply, name: str) -> list[dict[str, Any]]:
     return [message, *calls]
 
 
-def _response(row: Mapping[str, Any], output: list[dict[str, Any]]) -> dict[str, Any]:
+def _response(row, output):
     request = row[PARAMETERS]
     return {
         "id": "resp_0",
