@@ -21,11 +21,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..failures import SandboxFailed
 from ..process.process_keeper import end_kept, kept_command
 
 START_S = 600.0
 """Time limit in seconds for loading the environment in the child process."""
-MAX_STARTS = 3
+MAX_STARTS = 10
 """Number of times in a row that the child process is started without an answer before the environment raises an
 error."""
 _LINE_BYTES = 1 << 24
@@ -113,14 +114,14 @@ class ChildProcess:
         return self.words
 
     async def call(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a message, and return the answer of the process. Raises ConnectionError if the process dies."""
+        """Send a message, and return the answer of the process. Raises SandboxFailed if the process dies."""
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             await self._send({"id": number, **message})
             return await answer
         except asyncio.CancelledError:
-            with suppress(ConnectionError):
+            with suppress(SandboxFailed):
                 await self._send({"cancel": number})
             raise
         finally:
@@ -134,7 +135,7 @@ class ChildProcess:
         return self.died
 
     def kill(self) -> None:
-        """Kill the process and all that it has started, without waiting. Its calls raise ConnectionError."""
+        """Kill the process and all that it has started, without waiting. Its calls raise SandboxFailed."""
         self._killed = True
         with suppress(ProcessLookupError):
             self._process.terminate()
@@ -159,7 +160,7 @@ class ChildProcess:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             await self._process.stdin.drain()
         except (ConnectionError, RuntimeError) as error:
-            raise ConnectionError(f"the {self._name} process has ended: {await self.last_words()}") from error
+            raise SandboxFailed(f"the {self._name} process has ended: {await self.last_words()}") from error
 
     async def _read_answers(self) -> None:
         assert self._process.stdout is not None
@@ -173,7 +174,7 @@ class ChildProcess:
         words = await self.last_words()
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(ConnectionError(f"the {self._name} process has ended: {words}"))
+                answer.set_exception(SandboxFailed(f"the {self._name} process has ended: {words}"))
 
     async def _read_errors(self) -> None:
         assert self._process.stderr is not None
@@ -194,8 +195,8 @@ class ReplacedChild:
         self._why = ""
 
     async def get(self) -> ChildProcess:
-        """Return the process. Raises RuntimeError if it cannot be loaded, or has ended or failed to load MAX_STARTS
-        times in a row without an answer."""
+        """Return the process. Raises RuntimeError if it cannot be loaded, and SandboxFailed after MAX_STARTS starts
+        in a row without an answer."""
         async with self._starting:
             if self._child is None or self._child.died:
                 if self._child is not None:
@@ -203,7 +204,7 @@ class ReplacedChild:
                     self._why = await self._child.last_words()
                     await self.close()
                 if self._starts >= MAX_STARTS:
-                    raise RuntimeError(
+                    raise SandboxFailed(
                         f"the process of the environment was started {self._starts} times in vain: {self._why}"
                     )
                 self._starts += 1

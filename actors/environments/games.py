@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...dataplane.imports import import_object
+from ..failures import SandboxFailed
 from ..process.user_errors import awaited, contained
 from .child_process import ChildProcess, ReplacedChild, checked_python, import_folders
 from .episode import Episode, OutOfTokens
@@ -135,7 +136,7 @@ async def _end(child: ChildProcess, session: str) -> None:
     try:
         async with asyncio.timeout(CLOSE_S):
             await child.call({"do": "close", "session": session})
-    except ConnectionError:
+    except SandboxFailed:
         pass
     except TimeoutError:
         child.kill()

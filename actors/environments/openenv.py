@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from ..failures import SandboxFailed
 from .child_process import ChildProcess, ReplacedChild, checked_python, import_folders
 from .episode import Episode
 from .games import CLOSE_S, SCRIPT, checked_count, seed_of
@@ -102,7 +103,7 @@ class OpenEnv:
 
     @asynccontextmanager
     async def _connected(self, url: str, child: ChildProcess | None) -> AsyncIterator[Any]:
-        """Context manager of a session. Raises ConnectionError if the server is gone, or goes; a process of the actor
+        """Context manager of a session. Raises SandboxFailed if the server is gone, or goes; a process of the actor
         is then given time to be seen as ended. A server that does not end the session would have no place for the next,
         so it is replaced."""
         import aiohttp  # The checks of a configuration do without it.
@@ -117,11 +118,11 @@ class OpenEnv:
                     # The server takes the next session once it has ended this one, and then closes the connection.
                     if not socket.closed and not await _ended(socket) and child is not None:
                         child.kill()
-        except (aiohttp.ClientError, ConnectionError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             words = f"{type(error).__name__} {error}"
             if child is not None and await child.ended(CLOSE_S):
                 words = await child.last_words()
-            raise ConnectionError(f"the OpenEnv server at {url} is gone: {words}") from error
+            raise SandboxFailed(f"the OpenEnv server at {url} is gone: {words}") from error
 
     async def _template(self, url: str) -> Any:
         """Return an action with placeholders for the policy's text."""
@@ -204,8 +205,8 @@ async def _ended(socket: Any) -> bool:
 
 
 async def _told(socket: Any, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the server says to a message; a `problem` is what is wrong with an action. Raises ConnectionError if
-    the server closes the connection, and RuntimeError with an error of the environment or if it takes no session."""
+    """Return what the server says to a message; a `problem` is what is wrong with an action. Raises ConnectionError
+    if the server closes the connection, and RuntimeError with an error of the environment or if it takes no session."""
     await socket.send_json({"type": kind, "data": data})
     message = await socket.receive()
     if not isinstance(message.data, str):

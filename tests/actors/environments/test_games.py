@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("renderers")
 
 from headrace.actors.engines.protocol import SamplingParams
-from headrace.actors.environments import games
+from headrace.actors.environments import child_process, games
 from headrace.actors.environments.config import EnvironmentConfig
 from headrace.actors.environments.games import TextArena
 from headrace.actors.protocols import Prompt, Sample
@@ -97,7 +97,7 @@ def played(environment: Any, engine: Recorder, tasks: list[int], *, n: int = 1, 
     """Play `n` episodes of each task, one task after the other."""
 
     async def main() -> list[Sample]:
-        world = World(environment, engine, config=EnvironmentConfig(**config))
+        world = World(environment, engine, config=EnvironmentConfig(**{"retries": 0, **config}))
         params = SamplingParams(n=n, max_new_tokens=3000)
         try:
             found = []
@@ -144,7 +144,7 @@ def test_a_game_is_the_same_for_all_episodes_of_a_prompt_and_again_in_another_pr
     [
         ("bad", "RuntimeError: ValueError: no such move"),
         ("hang", "TimeoutError: the environment took longer than environment.turn_timeout_s=2 s"),
-        ("die", "ConnectionError: the textarena process has ended"),
+        ("die", "SandboxFailed: the textarena process has ended"),
     ],
 )
 def test_an_episode_that_fails_fails_alone(fake: str, said: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,8 @@ def test_an_episode_that_fails_fails_alone(fake: str, said: str, words: str, mon
     assert words in first.error and [other.error for other in others] == ["", ""]
 
 
-def test_a_process_that_only_dies_is_not_started_for_ever(fake: str) -> None:
+def test_a_process_that_only_dies_is_not_started_for_ever(fake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "MAX_STARTS", 3)
     found = played(TextArena("Draws-v0", {"last": "end"}, path=[fake]), Recorder("die"), [0, 1, 2, 3])
     assert all("ended" in sample.error for sample in found), "it answered before it died, so it is replaced"
     found = played(TextArena("Draws-v1", path=[fake]), Recorder("x"), [0, 1, 2, 3])

@@ -99,7 +99,7 @@ def played(server: Counter, data: Path, *texts: str, n: int = 1, **options: Any)
         await site.start()
         environment = tasks(server=f"http://127.0.0.1:{runner.addresses[0][1]}", data=str(data), **options)
         engine = Recorder(*texts, version=5)
-        world = World(environment.play, engine, config=EnvironmentConfig())
+        world = World(environment.play, engine, config=EnvironmentConfig(retries=0))
         try:
             prompt = Prompt("p0", "", "", {"task": 1})
             return await world.host.run(prompt, engine, TOKENIZER, SamplingParams(n=n, max_new_tokens=2000))
@@ -152,7 +152,7 @@ def test_what_cannot_be_reached_or_read_is_named(data: Path, tmp_path: Path) -> 
     async def main() -> Sample:
         environment = tasks(server=url, data=str(data))
         engine = Recorder("x", version=5)
-        world = World(environment.play, engine, config=EnvironmentConfig())
+        world = World(environment.play, engine, config=EnvironmentConfig(retries=0))
         [sample] = await world.host.run(
             Prompt("p0", "", "", {"task": 0}), engine, TOKENIZER, SamplingParams(n=1, max_new_tokens=9)
         )
