@@ -1,5 +1,4 @@
-"""Hosts games of textarena, or serves an OpenEnv application, in a separate process. Its Python needs that library, but
-not Headrace.
+"""Hosts games of textarena, or serves an application of OpenEnv, in a process whose Python does not need Headrace.
 
 It reads one JSON object per line from its standard input and writes one per line to its standard output:
     in   {"game": "Wordle-v0", "options": {...}, "players": 1} or {"app": "my_env.server.app:app"}, first
