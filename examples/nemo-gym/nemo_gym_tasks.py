@@ -4,7 +4,7 @@
     answer with calls     -> POST /{tool} for each call -> its result, which the policy reads next
     last answer           -> POST /verify with the row and the whole response -> the reward
 
-Written from the schema of nemo-gym 0.7.0 (its `base_resources_server.py` and its `simple_agent`); not run against the
+Written from the schema of nemo-gym 0.7.0 (its modules `base_resources_server` and `simple_agent`); not run against the
 product, which needs Python 3.13.14.
 """
 

@@ -1,7 +1,7 @@
 """examples/harbor, against a script that stands for Harbor's command, because its containers need Docker.
 
-The script takes the arguments of `harbor run` of harbor 0.26.0 and writes `result.json` with the fields of its
-`TrialResult` (`harbor/models/trial/result.py`) that the example reads.
+The script takes the arguments of `harbor run` of harbor 0.26.0 and writes `result.json` with the fields of its trial
+results (module `harbor.models.trial.result`) that the example reads.
 """
 
 from __future__ import annotations

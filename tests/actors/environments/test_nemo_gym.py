@@ -1,8 +1,8 @@
 """Tasks of NeMo-Gym over the requests of its resources servers. The product needs Python 3.13.14 and is not run here.
 
-The server below follows nemo-gym 0.7.0: `/seed_session`, tools and `/verify` of `nemo_gym/base_resources_server.py`,
-the cookie of `nemo_gym/server_utils.py`, and the counter of `resources_servers/example_session_state_mgmt/app.py`. The
-response is read by openai's own types, of which NeMo-Gym's are subclasses.
+The server below follows nemo-gym 0.7.0: `/seed_session`, tools and `/verify` of the module
+`nemo_gym.base_resources_server`, the cookie of `nemo_gym.server_utils`, and the counter of the resources server
+`example_session_state_mgmt`. The response is read by openai's own types, of which NeMo-Gym's are subclasses.
 """
 
 from __future__ import annotations
