@@ -166,7 +166,7 @@ class _Servers:
 
     @asynccontextmanager
     async def place(self, episode: Episode) -> AsyncIterator[tuple[str, ChildProcess | None]]:
-        """Context manager of a place on a server: its URL, and its process if the actor started it. Waits for a place."""
+        """Context manager of a place on a server, for which it waits: the URL, and the process that was started."""
         with episode.clock.stopped():  # To wait for a place or for the start of a server is not the environment's time.
             await self._places.acquire()
             index = next(index for index, free in self._free.items() if free)  # Started servers come first.
