@@ -112,7 +112,7 @@ def played(environment: Any, engine: Recorder, tasks: list[int], *, n: int = 1, 
 
 def read(sample: Sample) -> str:
     """Return the text of the row."""
-    return TOKENIZER.decode(sample.input_ids.tolist())
+    return str(TOKENIZER.decode(sample.input_ids.tolist()))
 
 
 class Saying(Recorder):
