@@ -21,6 +21,7 @@ os.environ |= {
     "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "2",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # It asks for nothing from the network.
 }
+import litellm  # noqa: E402
 import minisweagent.agents.default  # noqa: E402, F401
 import minisweagent.environments.local  # noqa: E402, F401
 import minisweagent.models.litellm_textbased_model  # noqa: E402, F401
@@ -37,6 +38,8 @@ def play(connection: socket.socket) -> None:
     app(job["arguments"], standalone_mode=False)
 
 
+# The first call loads the rest of litellm.
+litellm.completion("anthropic/policy", [{"role": "user", "content": "-"}], mock_response="-", api_key="-")
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel forgets processes that have ended.
 with socket.socket(socket.AF_UNIX) as server:
     server.bind(sys.argv[1])

@@ -67,12 +67,12 @@ class World:
 
 def played(play: Callable[[Episode], Awaitable[Any]], engine: Any, **settings: Any) -> list[Sample]:
     """Play one episode to its end, and close everything."""
-    n = settings.pop("n", 1)
+    n, most = settings.pop("n", 1), settings.pop("most", 2000)
 
     async def main() -> list[Sample]:
         world = World(play, engine, **settings)
         try:
-            return await world.run(n)
+            return await world.run(n, most=most)
         finally:
             await world.host.close()
             assert world.server.num_sessions == 0 and world.server.num_calls == 0
