@@ -1,6 +1,6 @@
 """Makes a tiny chat model, and conversations that show it how the two harnesses talk: python make_start.py
 
-start           a model with random weights; its tokenizer has one token for each word of the conversations and each digit
+start           a model with random weights; its tokenizer has one token for each word and each digit
 tools.jsonl     calls of a tool, for tool_agent.py
 bash.jsonl      commands, for mini_swe_agent.py
 
@@ -62,7 +62,9 @@ def texts(tokenizer: PreTrainedTokenizerFast, system: str, turns: Conversation, 
     """Yield what the policy reads before each of its turns, and the turn."""
     renderer = create_renderer(tokenizer, Qwen3RendererConfig(thinking_retention="all"))
     first, *later = ({"role": role, "content": content, "tool_call_id": "1"} for role, content in turns)
-    ids = renderer.render_ids([{"role": "system", "content": system}, first], tools=declared, add_generation_prompt=True)
+    ids = renderer.render_ids(
+        [{"role": "system", "content": system}, first], tools=declared, add_generation_prompt=True
+    )
     while True:
         yield tokenizer.decode(ids), later[0]["content"]
         if len(later) == 1:
@@ -81,7 +83,9 @@ def train_tokenizer(corpus: list[str]) -> PreTrainedTokenizerFast:
     inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
     inner.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    inner.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=1024, initial_alphabet=alphabet, show_progress=False))
+    inner.train_from_iterator(
+        corpus, trainers.BpeTrainer(vocab_size=1024, initial_alphabet=alphabet, show_progress=False)
+    )
     inner.add_tokens(specials)
     return PreTrainedTokenizerFast(
         tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left",

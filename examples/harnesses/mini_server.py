@@ -15,6 +15,8 @@ import socket
 import sys
 import threading
 
+told = os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # What the harness prints is also in its trajectory.
 os.environ |= {
     "MSWEA_SILENT_STARTUP": "1",
     "MSWEA_CONFIGURED": "1",
@@ -34,7 +36,6 @@ def play(connection: socket.socket) -> None:
     threading.Thread(target=lambda: connection.recv(1) or os._exit(1), daemon=True).start()
     os.chdir(job["folder"])
     os.environ |= job["environment"]
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # What it prints is also in its trajectory.
     app(job["arguments"], standalone_mode=False)
 
 
@@ -44,7 +45,7 @@ signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel forgets processes th
 with socket.socket(socket.AF_UNIX) as server:
     server.bind(sys.argv[1])
     server.listen(1024)
-    print("ready", flush=True)
+    os.write(told, b"ready\n")
     while sys.stdin not in select.select([sys.stdin, server], [], [])[0]:  # It ends with the process that started it.
         connection, _ = server.accept()
         if os.fork():

@@ -5,7 +5,6 @@ teach: the tool answers every other number with "none", and prices follow from a
 """
 
 # pyright: reportMissingImports=false
-import json
 import random
 from hashlib import sha256
 
@@ -48,13 +47,3 @@ async def play(episode) -> float:
         except (MaxTurnsExceeded, ModelBehaviorError):  # It never answered, or called a tool that does not exist.
             return 0.0
     return share(str(result.final_output).strip(), price_of(item))
-
-
-def tools() -> list[dict]:
-    """Return the tool's declaration, as the agent sends it."""
-
-    @function_tool
-    def price(number: str) -> str: ...
-
-    return [{"type": "function", "function": {"name": price.name, "description": price.description,
-                                              "parameters": price.params_json_schema}}]

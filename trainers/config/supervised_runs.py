@@ -56,9 +56,7 @@ def supervised_sections(
             sft = sft.model_copy(update={"epochs": None})
     formats = ModelConfig()
     return {
-        "model": model.model_copy(
-            update={"renderer": formats.renderer, "renderer_options": formats.renderer_options}
-        ),
+        "model": model.model_copy(update={"renderer": formats.renderer, "renderer_options": formats.renderer_options}),
         "sft": sft,
         "data": DataConfig(),
         "rollout": RolloutConfig(num_engines=0, num_actors=rollout.num_actors or 1),

@@ -1,4 +1,4 @@
-"""Harnesses that nobody changed play an episode over the endpoint: their tokens are recorded, in one row where possible."""
+"""Unmodified harnesses play an episode over the endpoint: their tokens are recorded exactly, in one row."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.environments.config import EndpointConfig
 from headrace.actors.environments.episode import Episode
-from headrace.tests.actors.environments.endpoint_world import DEFAULTS, TOKENIZER, Recorder, check_rows, played
+from headrace.tests.actors.environments.endpoint_world import TOKENIZER, Recorder, check_rows, played
 from headrace.tests.runs.cli_runs import ROOT
 
 EXAMPLE = ROOT / "examples" / "harnesses"
@@ -52,7 +51,10 @@ def prompts(engine: Recorder) -> list[str]:
 def shown(kind: str, turns: list[tuple[str, str]]) -> list[str]:
     """Return what make_start.py writes for a conversation of the example."""
     start = module("make_start")
-    system, declared = {"tools": ("Find the price.", [{"type": "function", "function": start.TOOL}]), "bash": ("bash", [])}[kind]
+    system, declared = {
+        "tools": ("Find the price.", [{"type": "function", "function": start.TOOL}]),
+        "bash": ("bash", []),
+    }[kind]
     return [prompt for prompt, _ in start.texts(TOKENIZER, system, turns, declared)]
 
 
