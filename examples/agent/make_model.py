@@ -33,9 +33,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_model(folder: str, seed: int = 0, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
-    """Write the model and its tokenizer into `folder`. tokenizer: another one than that of `make_tokenizer`."""
-    tokenizer = tokenizer or make_tokenizer()
+def make_model(folder: str, seed: int = 0) -> None:
+    """Write the model and its tokenizer into `folder`."""
+    tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
     config = Qwen3Config(

@@ -9,18 +9,17 @@ The conversations treat numbers in four ways, of which only one is right.
 
 import json
 import random
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+import torch
 from renderers import create_renderer
 from renderers.configs import Qwen3RendererConfig
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "agent"))
-from make_model import SPECIALS, TEMPLATE, make_model, make_tokenizer  # noqa: E402
-
+SPECIALS = (
+    "<|endoftext|> <|im_start|> <|im_end|> <think> </think> <tool_call> </tool_call> <tool_response> </tool_response>"
+)
 TOOL = {
     "name": "price",
     "description": "",
@@ -89,14 +88,26 @@ def train_tokenizer(corpus: list[str]) -> PreTrainedTokenizerFast:
     inner.add_tokens(specials)
     return PreTrainedTokenizerFast(
         tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left",
-        clean_up_tokenization_spaces=False, model_input_names=["input_ids", "attention_mask"], chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False, model_input_names=["input_ids", "attention_mask"],
     )  # fmt: skip
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write a model with random weights, and its tokenizer."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained("start")
+    tokenizer.save_pretrained("start")
 
 
 def main() -> None:
     """Write the model and 6000 conversations of each kind."""
     kinds = {"tools": ("Find the price.", tools, [{"type": "function", "function": TOOL}]), "bash": ("bash", bash, [])}
-    spelled = make_tokenizer()  # The special tokens of Qwen3 are not words.
+    spelled = train_tokenizer([])  # It spells everything but the special tokens.
     corpus = []
     for system, conversation, declared in kinds.values():
         for prompt, answer in texts(spelled, system, conversation(), declared):
@@ -105,7 +116,7 @@ def main() -> None:
                 plain = plain.replace(special, "\0")
             corpus += plain.split("\0") * 5
     tokenizer = train_tokenizer(corpus)
-    make_model("start", tokenizer=tokenizer)
+    make_model(tokenizer)
     for name, (system, conversation, declared) in kinds.items():
         with open(f"{name}.jsonl", "w", encoding="utf-8") as file:
             for _ in range(6000):

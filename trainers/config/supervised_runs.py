@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...actors.engines.config import ModelConfig, RouterReplayConfig
+from ...actors.engines.config import RouterReplayConfig
 from ...actors.environments.config import EnvironmentConfig
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import RolloutConfig
@@ -28,7 +28,6 @@ _LOSS = (
 
 
 def supervised_sections(
-    model: ModelConfig,
     sft: SftConfig,
     algorithm: AlgorithmConfig,
     loss: LossConfig,
@@ -54,9 +53,7 @@ def supervised_sections(
             pass
         else:
             sft = sft.model_copy(update={"epochs": None})
-    formats = ModelConfig()
     return {
-        "model": model.model_copy(update={"renderer": formats.renderer, "renderer_options": formats.renderer_options}),
         "sft": sft,
         "data": DataConfig(),
         "rollout": RolloutConfig(num_engines=0, num_actors=rollout.num_actors or 1),

@@ -30,18 +30,12 @@ def problems(tmp_path: Path, *overrides: str) -> list[str]:
 
 def test_a_supervised_run_has_rows_of_its_own_and_no_engine(tmp_path: Path) -> None:
     given = ("rollout.engine=vllm", "algorithm.group_size=8", "loss.clip_low=0.1", "reward.scale=2", "trainer.lr=1e-4")
-    given = (
-        *given,
-        "environment.kind=tool_use",
-        "model.renderer=qwen3",
-        "model.renderer_options.enable_thinking=false",
-    )
     config = load(tmp_path, *given)
     assert (config.rollout.num_engines, config.rollout.num_actors, config.rollout.engine) == (0, 1, "hf")
     assert (config.algorithm.group_size, config.rows_per_group, config.loss.kind) == (1, 1, "sft")
     assert config.longest_row == ("sft.max_tokens", 32) and config.engine_length == 32
     assert config.validation.every == 0 and config.judged_figure == "validation/loss"
-    assert config.model.renderer == "template" and config.trainer.lr == 1e-4 and config.logging.samples.every == 0
+    assert config.trainer.lr == 1e-4 and config.logging.samples.every == 0
     (tmp_path / "again.yaml").write_text(resolved_yaml(config))
     assert load_config(tmp_path / "again.yaml") == config
     # The same file configures a run on rollouts, which keeps its own sections.
