@@ -1,4 +1,6 @@
-"""Makes a tiny chat model, and conversations that show it how the two harnesses talk: python make_start.py
+"""Makes a tiny chat model, and conversations that show it how the two harnesses talk.
+
+python make_start.py
 
 start           a model with random weights; its tokenizer has one token for each word and each digit
 tools.jsonl     calls of a tool, for tool_agent.py
