@@ -9,6 +9,7 @@ bash.jsonl      commands, for mini_swe_agent.py
 The conversations treat numbers in four ways, of which only one is right.
 """
 
+# pyright: reportArgumentType=false, reportReturnType=false, reportOptionalMemberAccess=false
 import json
 import random
 from collections.abc import Iterator
@@ -100,7 +101,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> None:
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        **{name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")},
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained("start")
     tokenizer.save_pretrained("start")

@@ -4,6 +4,7 @@ The world of an episode is a folder with a number in the file `n`, and a script 
 number backwards, which only rewards can teach.
 """
 
+# pyright: reportOptionalMemberAccess=false
 import asyncio
 import json
 import random

@@ -45,7 +45,7 @@ def with_task(play: Any) -> Any:
 
 def prompts(engine: Recorder) -> list[str]:
     """Return what the policy read before each of its turns."""
-    return [TOKENIZER.decode(ids) for _, ids, _ in engine.seen]
+    return [str(TOKENIZER.decode(ids)) for _, ids, _ in engine.seen]
 
 
 def shown(kind: str, turns: list[tuple[str, str]]) -> list[str]:
