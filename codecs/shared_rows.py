@@ -51,8 +51,9 @@ class SharedRows:
     stores the last of these tokens itself, and may take the tokens before from another row."""
 
     def with_parents(self) -> SharedRows:
-        """Return these rows as blocks describe them today. Journals of earlier versions have no parents: there each
-        run begins with the row that the others take their tokens from."""
+        """Return these rows as blocks describe them today.
+
+        Journals of earlier versions have no parents: there each run begins with the row that the others take from."""
         if self.parents:
             return self
         first, counts = tuple(row + 1 for row in self.first), tuple(count - 1 for count in self.counts)
@@ -211,8 +212,9 @@ class _Tree:
         return self._runs
 
     def _fits(self, row: int, run: _Run) -> bool:
-        """Return whether a row begins like the rows of a run, and like no other row for much longer. This spares most
-        rows of a prompt with one row for each sample the search for the longest beginning."""
+        """Return whether a row begins like the rows of a run, and like no other row for much longer.
+
+        This spares most rows of a prompt with one row for each sample the search for the longest beginning."""
         rows, tokens = self._rows, run.tokens
         if rows.lengths[row] < tokens or not rows.equal(row, run.parent, 0, tokens):
             return False
@@ -257,8 +259,7 @@ class _Tree:
 
 
 def _savings(shared: SharedRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the first row, the number of rows, and the number of tokens taken by each row, of each run, int64 `[R]`
-    each."""
+    """Return the columns `first`, `counts` and `tokens` of the runs as arrays, int64 `[R]` each."""
     first, counts, tokens = (np.array(one, np.int64) for one in (shared.first, shared.counts, shared.tokens))
     return first, counts, tokens
 
@@ -282,8 +283,9 @@ def kept_ranges(shared: SharedRows, lengths: np.ndarray) -> list[tuple[int, int]
 
 
 def stored_ends(shared: SharedRows, lengths: np.ndarray) -> np.ndarray:
-    """Return the position in the values part at which each row ends, in tokens, int64 `[N]`. lengths: as in
-    `kept_ranges`."""
+    """Return the position in the values part at which each row ends, in tokens, int64 `[N]`.
+
+    lengths: as in `kept_ranges`."""
     return np.cumsum(lengths - _taken(shared, len(lengths)), dtype=np.int64)
 
 

@@ -199,8 +199,11 @@ class Episode(Conversation):
         return self._services.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def new_row(self, text: str = "") -> Conversation:
-        """Return a new row of the episode with a prompt of its own, such as a summary of the history so far or the task
-        of a sub-agent. text: the prompt; "" if the first messages of `say` are the prompt."""
+        """Return a new row of the episode with a prompt of its own.
+
+        text: the prompt, such as a summary of the history so far or the task of a sub-agent; "" if the first messages
+        of `say` are the prompt.
+        """
         return Conversation(self, text)
 
     # ---------------- These methods set rewards and columns, and run blocking functions.
