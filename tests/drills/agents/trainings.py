@@ -212,7 +212,7 @@ class Runner:
                 processes.append(self._start(training, folder, resume=True))
             elif training.variant == "killed" and time.monotonic() >= next_kill and any(saved.glob("step_??????.json")):
                 next_kill = time.monotonic() + self._kill_every_s
-                result.kills += _kill_one(processes[-1].pid, dice)
+                result.kills += _kill_one(processes[-1].pid, folder / "run", dice)
         result.problem = "it was interrupted at the time limit"
 
     def _start(self, training: Training, folder: Path, *, resume: bool) -> subprocess.Popen[bytes]:
@@ -260,9 +260,11 @@ def _wait_until_gone(family: set[psutil.Process]) -> None:
         kill_process(one)
 
 
-def _kill_one(pid: int, dice: random.Random) -> bool:
-    """Kill a random process of a run. Returns whether there was one."""
-    family = _family(pid)
+def _kill_one(pid: int, run: Path, dice: random.Random) -> bool:
+    """Kill the driver, one of the actors of `run`, or a process that they have started, at random. Ray's own processes
+    do no work of the run. Returns whether one was killed."""
+    listed = {line["pid"] for line in json.loads((run / "actors.json").read_text())["actors"]}
+    family = [one for one in _family(pid) if one.pid == pid or one.pid in listed or one.ppid() in listed]
     if not family:
         return False
     with suppress(psutil.NoSuchProcess):
