@@ -106,8 +106,9 @@ def test_the_bytes_are_those_of_all_tokens_less_the_repeated_ones() -> None:
 
 
 def tree_batch(rows: list[tuple[int, int, int]], alphabet: int, seed: int) -> tuple[Batch, np.ndarray, list[list[int]]]:
-    """Rows of one tree (number of the row to begin like, number of its tokens, number of own tokens), their group
-    numbers, and their ids. Ids are few, so that rows also begin alike by chance."""
+    """Rows of one tree, their group numbers, and their ids. rows: the row to begin like, its tokens, and own tokens.
+
+    Ids are few, so that rows also begin alike by chance."""
     rng = np.random.default_rng(seed)
     ids: list[list[int]] = []
     for like, tokens, own in rows:

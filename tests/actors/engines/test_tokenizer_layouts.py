@@ -62,7 +62,7 @@ async def over_endpoint(episode: Episode) -> None:
     from headrace.actors.environments.endpoint.session import Session
 
     prompt, session = episode.prompt, Session(episode, "conversation")
-    asked: dict[str, Any] = {"messages": prompt.messages} if prompt.messages else {"prompt": prompt.text}
+    asked: dict[str, Any] = {"messages": list(prompt.messages)} if prompt.messages else {"prompt": prompt.text}
     call = session.begin((CHAT if prompt.messages else TEXT).read({"model": "m", **asked}), "", "d")
     await call.task
     await session.close()
