@@ -18,6 +18,8 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,34 @@ def checked_python(python: str | None) -> str:
 
 
 def import_folders(path: Sequence[str]) -> list[str]:
-    """Return the folders that are put in front of a child's import path: those of `path`, and the working folder."""
-    return [os.path.abspath(os.path.expanduser(folder)) for folder in (*path, ".")]
+    """Return the folders that are put in front of a child's import path: those of `path`, and the working folder.
+    Raises ValueError if `environment.options.path` is no list of folders."""
+    if isinstance(path, str) or not isinstance(path, Sequence) or not all(isinstance(one, str) for one in path):
+        raise ValueError(f"environment.options.path: got {path!r}, expected a list of folders, such as [{path or '.'}]")
+    folders = [os.path.abspath(os.path.expanduser(folder)) for folder in (*path, ".")]
+    for given, folder in zip(path, folders, strict=False):
+        if not os.path.isdir(folder):
+            raise ValueError(f"environment.options.path: got {given!r}, expected a folder (there is none at {folder})")
+    return folders
+
+
+def check_installed(library: str, extra: str, folders: Sequence[str]) -> None:
+    """Raise ValueError unless the run's own Python can import a library. folders: those it is looked for in first."""
+    found = (PathFinder.find_spec(library, list(folders)), find_spec(library))
+    # A folder of the same name, such as that of an example, is no library.
+    if not any(spec is not None and spec.origin is not None for spec in found):
+        raise ValueError(
+            f"environment.options.python: unset, and the run's Python has no {library}; expected a Python that has it, "
+            f"or pip install 'headrace[{extra}]'"
+        )
+
+
+def checked_section(name: str, value: Any) -> dict[str, Any]:
+    """Return `environment.options.NAME`, a section of keys and values, as a dict; None is an empty one. Raises
+    ValueError for other values."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"environment.options.{name}: got {value!r}, expected a section of keys and values")
+    return dict(value or {})
 
 
 class ChildProcess:
@@ -91,7 +119,7 @@ class ChildProcess:
                 raise RuntimeError(f"{name} has not loaded the environment within {START_S:g} s") from None
             child.said = json.loads(line) if line else {"failed": f"it ended: {await child.last_words()}"}
             if "failed" in child.said:
-                raise RuntimeError(f"the {name} environment cannot be loaded: {child.said['failed']}")
+                raise RuntimeError(f"environment.options: {name} cannot load {dict(first)}: {child.said['failed']}")
         except BaseException:
             await child.close()
             raise

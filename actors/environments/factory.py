@@ -146,10 +146,15 @@ def _target(kind: str) -> Any:
 
 
 def _check_options(kind: str, target: Any, options: dict[str, Any], plays: bool) -> None:
+    signature = inspect.signature(target)
     try:
-        inspect.signature(target).bind(*((None,) if plays else ()), **options)
+        signature.bind(*((None,) if plays else ()), **options)
     except TypeError as error:
+        named = list(signature.parameters.values())[1 if plays else 0 :]
+        takes = [one.name for one in named if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        unknown = [] if any(one.kind == one.VAR_KEYWORD for one in named) else sorted({*options} - {*takes})
         raise ValueError(
-            f"environment.options: {sorted(options)} do not fit {kind!r}{inspect.signature(target)}: {error}; expected "
-            + ("`async def play(episode, **options)`" if plays else "a function or class of the options alone")
+            f"environment.options: got {sorted(options)}, expected the arguments of {kind!r}"
+            f"{', an `async def play(episode, **options)`' if plays else ''} ({', '.join(takes) or 'it has none'}): "
+            f"{f'unknown {unknown}' if unknown else error}"
         ) from error

@@ -20,7 +20,7 @@ from typing import Any
 from ...dataplane.imports import import_object
 from ..failures import SandboxFailed
 from ..process.user_errors import awaited, contained
-from .child_process import ChildProcess, ReplacedChild, checked_python, import_folders
+from .child_process import ChildProcess, ReplacedChild, check_installed, checked_python, checked_section, import_folders
 from .episode import Episode, OutOfTokens
 
 SCRIPT = Path(__file__).with_name("game_child.py")
@@ -72,7 +72,9 @@ class TextArena:
         self._opponent = None if opponent == POLICY else import_object(opponent, "environment.options.opponent")
         self._players, self._max_turns, self._turn_tokens = players, max_turns, turn_tokens
         own, folders = checked_python(python), import_folders(path)
-        first = {"game": game, "options": dict(options or {}), "players": players}
+        if python is None:
+            check_installed("textarena", "textarena", folders)
+        first = {"game": game, "options": checked_section("options", options), "players": players}
         self._child = ReplacedChild(lambda: ChildProcess.start("textarena", SCRIPT, first, own, folders))
         self._sessions = itertools.count()
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from ..failures import SandboxFailed
-from .child_process import ChildProcess, ReplacedChild, checked_python, import_folders
+from .child_process import ChildProcess, ReplacedChild, checked_python, checked_section, import_folders
 from .episode import Episode
 from .games import CLOSE_S, SCRIPT, checked_count, seed_of
 
@@ -59,13 +60,21 @@ class OpenEnv:
                 f"environment.options: got server={server!r} and app={app!r}, expected the URL of a server or the "
                 "import path of an application"
             )
-        if server is not None and not server.startswith(("http://", "https://")):
+        if server is not None and not str(server).startswith(("http://", "https://")):
             raise ValueError(f"environment.options.server: got {server!r}, expected a URL that begins with http")
+        if app is not None and not (isinstance(app, str) and re.fullmatch(r"[\w.]+:\w+", app)):
+            raise ValueError(f"environment.options.app: got {app!r}, expected a path like package.server.app:app")
+        if observation is not None and not isinstance(observation, str):
+            raise ValueError(f"environment.options.observation: got {observation!r}, expected the name of a field")
+        if action is not None and not isinstance(action, str | Mapping):
+            raise ValueError(
+                f"environment.options.action: got {action!r}, expected the name of a field, or a section with {TEXT!r}"
+            )
         for name, number in (("sessions", sessions), ("max_servers", max_servers)):
             checked_count(name, number)
         for name, number in (("max_turns", max_turns), ("turn_tokens", turn_tokens)):
             checked_count(name, number, none=True)
-        self._observation, self._action, self._reset = observation, action, dict(reset or {})
+        self._observation, self._action, self._reset = observation, action, checked_section("reset", reset)
         self._max_turns, self._turn_tokens = max_turns, turn_tokens
         own, folders, first = checked_python(python), import_folders(path), {"app": app}
 

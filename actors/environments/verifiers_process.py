@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..failures import LimitExceeded
-from .child_process import ChildProcess, ReplacedChild, checked_python, import_folders
+from .child_process import ChildProcess, ReplacedChild, check_installed, checked_python, import_folders
 from .episode import Episode
 
 TASK = "task"
@@ -30,7 +30,7 @@ class VerifiersEnvironment:
         my-taskset}, agent: {runtime: {type: subprocess}}}`. python: path of a Python interpreter with verifiers; None
         uses the run's interpreter. path: folders that are put in front of the child's import path.
 
-        Raises ValueError if `env` names no taskset or `python` is not executable.
+        Raises ValueError if `env` names no taskset, or if `python` or `path` does not fit.
         """
         taskset = env.get("taskset") if isinstance(env, Mapping) else None
         if not isinstance(taskset, Mapping) or not taskset.get("id"):
@@ -39,6 +39,8 @@ class VerifiersEnvironment:
                 "taskset.id"
             )
         own, folders, first = checked_python(python), import_folders(path), {"env": dict(env)}
+        if python is None:
+            check_installed("verifiers", "verifiers", folders)
         self._child = ReplacedChild(lambda: ChildProcess.start("verifiers", _SCRIPT, first, own, folders))
 
     async def play(self, episode: Episode) -> float | None:

@@ -159,7 +159,7 @@ def test_a_process_that_only_dies_is_not_started_for_ever(fake: str, monkeypatch
     found = played(TextArena("Draws-v0", {"last": "end"}, path=[fake]), Recorder("die"), [0, 1, 2, 3])
     assert all("ended" in sample.error for sample in found), "it answered before it died, so it is replaced"
     found = played(TextArena("Draws-v1", path=[fake]), Recorder("x"), [0, 1, 2, 3])
-    assert "cannot be loaded: ValueError: Draws-v1 not found" in found[0].error
+    assert "cannot load {'game': 'Draws-v1', 'options': {}, 'players': 1}: ValueError: Draws-v1 not found" in found[0].error
     assert "was started 3 times in vain" in found[3].error and "Draws-v1 not found" in found[3].error
 
 
@@ -193,6 +193,9 @@ def test_limits_cut_a_game_off(fake: str) -> None:
         ({"turn_tokens": True}, "environment.options.turn_tokens: got True"),
         ({"opponent": "random"}, "environment.options.opponent: got 'random'"),
         ({"python": "/no/python"}, "environment.options.python: got '/no/python'"),
+        ({"path": "games"}, "environment.options.path: got 'games', expected a list of folders"),
+        ({"path": ["games"]}, "environment.options.path: got 'games', expected a folder"),
+        ({"python": sys.executable, "options": 3}, "environment.options.options: got 3, expected a section"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], words: str) -> None:

@@ -164,6 +164,10 @@ def test_a_server_that_is_not_there_is_named() -> None:
     [
         ({}, "environment.options: got server=None and app=None, expected the URL"),
         ({"server": "localhost:8000"}, "environment.options.server: got 'localhost:8000', expected a URL"),
+        ({"app": "echo_env"}, "environment.options.app: got 'echo_env', expected a path like"),
+        ({"app": "a:b", "reset": 3}, "environment.options.reset: got 3, expected a section of keys and values"),
+        ({"app": "a:b", "action": 3}, "environment.options.action: got 3, expected the name of a field, or a section"),
+        ({"app": "a:b", "observation": 3}, "environment.options.observation: got 3, expected the name of a field"),
         ({"app": "a:b", "sessions": 0}, "environment.options.sessions: got 0, expected a whole number >= 1"),
     ],
 )

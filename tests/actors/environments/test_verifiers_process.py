@@ -150,7 +150,7 @@ def test_an_episode_that_fails_over_there_fails_here_and_the_next_is_played(fake
 
 def test_what_cannot_be_loaded_is_said(fake: str) -> None:
     [sample] = episodes(VerifiersEnvironment({"taskset": {"id": "missing"}}, path=[fake]), Recorder("x"), [0])
-    assert "cannot be loaded: ModuleNotFoundError: no taskset 'missing'" in sample.error
+    assert "verifiers cannot load {'env': {'taskset': {'id': 'missing'}}}: ModuleNotFoundError: no ta" in sample.error
     with pytest.raises(ValueError, match="expected verifiers' configuration of an environment with taskset.id"):
         VerifiersEnvironment({})
     with pytest.raises(ValueError, match="environment.options.python: got '/no/python'"):
