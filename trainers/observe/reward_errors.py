@@ -41,7 +41,7 @@ class RewardErrors:
             if kind not in self._told and len(self._told) < MAX_TOLD:
                 self._told.add(kind)
                 _log.warning(
-                    "step %d: %d of %d episodes failed, the first of this kind: %s (told once; all such errors "
+                    "step %d: %d of %d episodes failed, one of them with a new error: %s (told once; all errors "
                     "are in %s)", step, failed, rows, error, self._path,
                 )  # fmt: skip
 
