@@ -208,7 +208,7 @@ class Steps:
             f"the gradients of its {rows:.0f} rows are not finite "
             f"(is trainer.lr={self._run.config.trainer.lr:g} too high?)"
             if rows
-            else "it had no row to train on (rollout/failed_rows counts those whose reward raised)"
+            else "it had no row to train on (rollout/failed_rows counts those that failed)"
         )
         raise UserError(
             f"train/skipped: {MOST_SKIPPED} steps in a row changed no weight, up to step {self._state.step}, expected "

@@ -280,7 +280,10 @@ def test_environments_by_path() -> None:
     plain = build_environment(EnvironmentConfig(kind=f"{here}:ten_questions"))
     assert plain.func is ten_questions or plain.func.__name__ == "ten_questions"
     for config, words in (
-        (EnvironmentConfig(kind=f"{here}:Guess", options={"low": 1}), r"\['low'\], expected .*Guess' \(high\): unknown"),
+        (
+            EnvironmentConfig(kind=f"{here}:Guess", options={"low": 1}),
+            r"\['low'\], expected .*Guess' \(high\): unknown",
+        ),
         (EnvironmentConfig(kind=f"{here}:Missing"), "has no 'Missing'"),
         (EnvironmentConfig(kind=f"{here}:END"), "expected a function or class"),
         (EnvironmentConfig(kind="tool_use", options={"max_turns": 0}), "max_turns: got 0"),

@@ -159,7 +159,7 @@ def test_a_process_that_only_dies_is_not_started_for_ever(fake: str, monkeypatch
     found = played(TextArena("Draws-v0", {"last": "end"}, path=[fake]), Recorder("die"), [0, 1, 2, 3])
     assert all("ended" in sample.error for sample in found), "it answered before it died, so it is replaced"
     found = played(TextArena("Draws-v1", path=[fake]), Recorder("x"), [0, 1, 2, 3])
-    assert "cannot load {'game': 'Draws-v1', 'options': {}, 'players': 1}: ValueError: Draws-v1 not found" in found[0].error
+    assert "environment.options: textarena cannot load {'game': 'Draws-v1'" in found[0].error
     assert "was started 3 times in vain" in found[3].error and "Draws-v1 not found" in found[3].error
 
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ....actors.failures import FAILURE_KINDS
 from ....actors.rollout.evaluation_metrics import REWARD
 from ..metrics import ELAPSED, HEALTH, best_of, judged_format, judged_label
 from .plots import Columns
@@ -79,7 +80,10 @@ def _wall_s(columns: Columns) -> float:
 def _losses(columns: Columns) -> list[Card]:
     """Return one card for each kind of failure that the run survived, such as dropped groups or restarts."""
     kinds: Sequence[tuple[str, str, Callable[[Sequence[float]], float], str]] = (
-        ("Failed rows", "rollout/failed_rows", sum, "their reward raised; masked"),
+        ("Failed rows", "rollout/failed_rows", sum, "masked"),
+        *((f"Failed, {kind}", f"episodes/failed/{kind}", sum, "episodes that failed so") for kind in FAILURE_KINDS),
+        ("Episodes retried", "episodes/retried", sum, "they had failed"),
+        ("Turns recovered", "episodes/recovered_turns", sum, "not generated again"),
         ("Groups dropped", "rollout/groups_dropped", sum, "no signal; other prompts in their place"),
         ("Groups too old", "rollout/groups_stale", sum, "cleared, rolled out again or dropped"),
         ("Groups issued again", "rollout/groups_reissued", sum, "their actor died"),
