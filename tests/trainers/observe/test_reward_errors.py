@@ -31,7 +31,7 @@ def test_each_kind_is_told_once_and_every_call_is_in_the_file(tmp_path: Path, ca
     lines = [json.loads(line) for line in (tmp_path / "reward_errors.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 9]
     assert lines[0] == {"step": 0, "failed_rows": 2, "rows": 16, "errors": [said[0]] * 2}
-    assert [record.getMessage().split(" of this kind: ")[1].split(" (told")[0] for record in caplog.records] == [
+    assert [record.getMessage().split(" with a new error: ")[1].split(" (told")[0] for record in caplog.records] == [
         said[0],
         "reward 'digits' raised KeyError: 'x'",
         "prompt 'a1': generation aborted",
