@@ -90,6 +90,8 @@ class ChildProcess:
         """The line with which the process said that it is ready."""
         self.answered = False
         """True once the process has answered a call, or done its work in another way."""
+        self.num_answers = 0
+        """Number of calls that the process has answered."""
 
     @staticmethod
     async def start(
@@ -192,13 +194,19 @@ class ChildProcess:
 
     async def _read_answers(self) -> None:
         assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            message = json.loads(line)
-            self.answered = True
-            answer = self._waiting.get(message.get("id"))
-            if answer is not None and not answer.done():
-                answer.set_result(message)
-        await self._process.wait()
+        try:
+            # A process that was killed may leave a line without its end.
+            while (line := await self._process.stdout.readline()).endswith(b"\n"):
+                message = json.loads(line)
+                self.answered = True
+                self.num_answers += 1
+                answer = self._waiting.get(message.get("id"))
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+            await self._process.wait()
+        except ValueError as error:  # The line is too long, or no JSON. Those who wait must not wait forever.
+            self._last_words.append(f"its answer cannot be read: {error}")
+            self.kill()
         words = await self.last_words()
         for answer in self._waiting.values():
             if not answer.done():
@@ -206,9 +214,14 @@ class ChildProcess:
 
     async def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        with suppress(ValueError):  # A line longer than the reader's limit raises ValueError.
-            while line := await self._process.stderr.readline():
-                self._last_words.append(line.decode(errors="replace").strip()[:500])
+        while True:
+            try:
+                line = await self._process.stderr.readline()
+            except ValueError:  # A line longer than the reader's limit is left out.
+                continue
+            if not line:
+                return
+            self._last_words.append(line.decode(errors="replace").strip()[:500])
 
 
 class ReplacedChild:

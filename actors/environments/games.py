@@ -134,14 +134,17 @@ class TextArena:
 
 
 async def _end(child: ChildProcess, session: str) -> None:
-    """Let the process forget a game. A game that hangs holds up all others, so then the process is replaced."""
+    """Let the process forget a game. A game that hangs holds up all others, so then the process is replaced. A process
+    that answers others meanwhile only has much to do, and forgets the game later."""
+    before = child.num_answers
     try:
         async with asyncio.timeout(CLOSE_S):
             await child.call({"do": "close", "session": session})
     except SandboxFailed:
         pass
     except TimeoutError:
-        child.kill()
+        if child.num_answers == before:
+            child.kill()
 
 
 async def _told(child: ChildProcess, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.environments import child_process, games
 from headrace.actors.environments.config import EnvironmentConfig
 from headrace.actors.environments.games import TextArena
+from headrace.actors.failures import SandboxFailed
 from headrace.actors.protocols import Prompt, Sample
 from headrace.tests.actors.environments.endpoint_world import TOKENIZER, Recorder, World
 
@@ -212,3 +213,60 @@ def test_textarena_itself_plays() -> None:
     assert not first.error and read(first) == read(second)
     assert "between 1 and 20" in read(first) and "The target number is higher." in read(first)
     assert 0.0 < first.rewards["reward"] <= 1.0
+
+
+TORN = """
+import json, os, sys
+sys.stdin.readline()
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    if json.loads(line)["do"] == "torn":
+        os.write(1, b'{"id": 0, "text": "half')
+        os.kill(os.getpid(), 9)
+    sys.stderr.write("x" * 5000 + "\\n")
+    sys.stderr.flush()
+    os.write(1, b'{"id": 0, "text": "' + b"x" * 5000 + b'"}\\n')
+"""
+
+
+@pytest.mark.parametrize(("do", "said"), [("torn", "has ended"), ("long", "its answer cannot be read: ")])
+def test_an_answer_that_cannot_be_read_ends_the_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, do: str, said: str
+) -> None:
+    """The process was killed within a line, or a line is longer than a line may be."""
+    monkeypatch.setattr(child_process, "_LINE_BYTES", 1000)
+    script = tmp_path / "torn.py"
+    script.write_text(TORN)
+
+    async def main() -> None:
+        child = await child_process.ChildProcess.start("torn", script, {}, sys.executable)
+        try:
+            async with asyncio.timeout(20):
+                with pytest.raises(SandboxFailed, match=said):
+                    await child.call({"do": do})
+        finally:
+            await child.close()
+
+    asyncio.run(main())
+
+
+class Busy:
+    """Stands for a process that has not answered a call within the limit, but has answered `others` meanwhile."""
+
+    def __init__(self, others: int) -> None:
+        self.num_answers, self.others, self.killed = 0, others, False
+
+    async def call(self, message: object) -> None:
+        self.num_answers += self.others
+        await asyncio.Event().wait()
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@pytest.mark.parametrize("others", [0, 3])
+def test_a_process_is_replaced_if_it_hangs_not_if_it_is_busy(monkeypatch: pytest.MonkeyPatch, others: int) -> None:
+    monkeypatch.setattr(games, "CLOSE_S", 0.01)
+    child: Any = Busy(others)
+    asyncio.run(games._end(child, "a"))
+    assert child.killed == (others == 0)
