@@ -340,7 +340,7 @@ class Episode(Conversation):
                 rewards=dict(self._rewards),
                 columns=dict(self._columns),
                 token_values=list(self._token_values),
-                answer=self.answer,
+                answer=self._checked_answer(),
                 state=_encoded(self.save_state(self)),
             )
         self._asked = ids
@@ -405,10 +405,13 @@ class Episode(Conversation):
         rows = [row.row() for row in (self._rows or [self._begun()])]
         if len(rows) > max_rows and not partial:
             self.fail(f"the episode has {len(rows)} rows, more than environment.max_rows={max_rows}", "limit")
-        if not isinstance(self.answer, str | None):
-            self.fail(f"the environment set the answer to a {type(self.answer).__name__}, expected text or None")
-            self.answer = None
-        last = self._turns[-1] if self._turns else None
+        try:
+            answer = self._checked_answer()
+        except TypeError as error:
+            self.fail(str(error))
+            answer = None
+        turns = tuple(turn for turn in self._turns if turn.row < max_rows)
+        last = turns[-1] if turns else None
         reason = self.finish_reason or (last.finish_reason if last else "stop")
         first = rows[0]
         return Sample(
@@ -417,19 +420,25 @@ class Episode(Conversation):
             input_ids=first.input_ids,
             response_mask=first.response_mask,
             logprobs=first.logprobs,
-            text=storable(self.answer) if self.answer is not None else last.text if last else "",
+            text=answer if answer is not None else last.text if last else "",
             finish_reason="error" if self._error else reason,
             versions=first.versions,
             routes=first.routes,
             error=self._error,
             failure=self._failure,
             retries=self.retries,
-            turns=tuple(self._turns),
+            turns=turns,
             rewards=dict(self._rewards),
             columns=dict(self._columns),
             token_values=tuple(self._token_values),
             more_rows=tuple(rows[1:max_rows]),
         )
+
+    def _checked_answer(self) -> str | None:
+        """Return the answer as it can be stored. Raises TypeError if the environment has set another type."""
+        if not isinstance(self.answer, str | None):
+            raise TypeError(f"the environment set the answer to a {type(self.answer).__name__}, expected text or None")
+        return self.answer if self.answer is None else storable(self.answer)
 
     @property
     def _owner(self) -> Episode:

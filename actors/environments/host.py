@@ -255,6 +255,8 @@ class EpisodeHost:
                 try:
                     if not task.done() and task not in self._hung:
                         await self._stop(task)
+                    elif task.done() and not task.cancelled():
+                        task.exception()  # A cancellation that came with the error would leave it unread (see `_stop`).
                 finally:
                     await self._end_sessions(episodes)
 

@@ -12,6 +12,7 @@ recorded turn, the environment loads its state, and is then played.
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -171,7 +172,12 @@ class RecoveringEngine:
             self._engine.save(request_id, saved)
         completions = await self._generated(request_id, prompt_ids, params)
         if self._log is not None and any(len(completion.token_ids) for completion in completions):
-            await self._log.write(TurnRecord(request_id, key, completions, saved))
+            made = TurnRecord(request_id, key, completions, saved)
+            try:
+                await self._log.write(made)
+            except asyncio.CancelledError:  # The answer is written all the same, so it must not be made again.
+                self._records[key].append(made)
+                raise
         return completions
 
     async def abort(self, request_id: str) -> None:

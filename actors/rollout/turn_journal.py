@@ -44,7 +44,7 @@ class TurnJournal:
         self._written = 0
         """Bytes of the segment file that is being written."""
         self._lock = threading.Lock()
-        self._waiting: list[tuple[int, TurnRecord, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[int, bytes, asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
 
     async def refresh(self) -> None:
@@ -65,8 +65,9 @@ class TurnJournal:
     async def write(self, position: int, record: TurnRecord) -> None:
         """Record an answer of the group at `position`. Returns once it is written. Raises OSError, which names the
         file, if it cannot be written."""
+        body = messages.encode(record)  # An error here concerns this record alone, not those written together with it.
         done = asyncio.get_running_loop().create_future()
-        self._waiting.append((position, record, done))
+        self._waiting.append((position, body, done))
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write_waiting())
         await done
@@ -90,7 +91,7 @@ class TurnJournal:
         while self._waiting:
             batch, self._waiting = self._waiting, []
             try:
-                await asyncio.to_thread(self._append, [(position, record) for position, record, _ in batch])
+                await asyncio.to_thread(self._append, [(position, body) for position, body, _ in batch])
                 error = None
             except Exception as failed:
                 error = failed
@@ -98,10 +99,9 @@ class TurnJournal:
                 if not done.done():  # The episode that waits for it may have been cancelled.
                     done.set_result(None) if error is None else done.set_exception(error)
 
-    def _append(self, records: Sequence[tuple[int, TurnRecord]]) -> None:
+    def _append(self, records: Sequence[tuple[int, bytes]]) -> None:
         with self._lock:
-            for position, record in records:
-                body = messages.encode(record)
+            for position, body in records:
                 self._segments.append(functools.partial(pack_record, body, position))
                 self._written += len(body)
             if self._written > SEGMENT_BYTES:

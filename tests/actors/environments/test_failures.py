@@ -185,6 +185,7 @@ def test_more_rows_than_allowed_are_a_limit_or_left_out() -> None:
     assert sample.failure == "limit" and "2 rows, more than environment.max_rows=1" in sample.error
     [sample] = play(rewrites, limit="partial")
     assert sample.failure is None and not sample.more_rows and sample.rewards == {"reward": 1.0}
+    assert [turn.row for turn in sample.turns] == [0], "turns of rows that are left out"
 
 
 def test_a_failure_can_stop_the_run() -> None:

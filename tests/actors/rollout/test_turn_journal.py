@@ -123,6 +123,42 @@ def test_the_same_question_asked_twice_gets_both_answers(tmp_path: Path) -> None
     assert sorted(answers) == before
 
 
+def test_a_turn_that_was_cancelled_while_it_was_written_is_not_made_again(tmp_path: Path) -> None:
+    async def impatient(episode: Episode) -> None:
+        await episode.generate(max_new_tokens=40)
+        if not lives:
+            turn = asyncio.create_task(episode.generate(max_new_tokens=40))
+            while len(engine.made) < 2:
+                await asyncio.sleep(0)
+            turn.cancel()
+            await asyncio.wait({turn})
+            assert turn.cancelled()
+        await episode.generate(max_new_tokens=40)
+        episode.add_text(" x ")
+        await episode.generate(max_new_tokens=40)
+
+    lives: list[Life] = []
+    engine = MortalEngine(1, answers=2)
+    lives.append(Life(tmp_path, engine, impatient, n=1))
+    lives.append(Life(tmp_path, MortalEngine(2), impatient, n=1))
+    assert lives[1].samples is not None and lives[1].policy.unmatched == 0
+    assert [len(life.engine.made) for life in lives] == [2, 1]
+    check_rows(lives[1].samples, lives)
+
+
+def test_a_record_that_cannot_be_encoded_fails_alone(tmp_path: Path) -> None:
+    async def main() -> list[None | BaseException]:
+        turns = open_turns(tmp_path)
+        completion = Completion(np.ones(3, np.int32), np.zeros(3, np.float32), "stop", np.ones(3))
+        records = [TurnRecord(name, 5, [completion]) for name in ("p.0/0", "\ud800", "p.1/0")]
+        results = await asyncio.gather(*(turns.write(0, record) for record in records), return_exceptions=True)
+        await turns.close()
+        return results
+
+    first, wrong, last = asyncio.run(main())
+    assert first is None and isinstance(wrong, UnicodeEncodeError) and last is None
+
+
 def test_of_two_writers_each_turn_is_in_a_row_once(tmp_path: Path) -> None:
     """An actor that was thought dead still plays while its successor does."""
 
@@ -248,6 +284,20 @@ def test_a_state_that_cannot_be_kept_fails_the_episode_in_a_sentence(tmp_path: P
     life = Life(tmp_path, MortalEngine(1), Saving("wrong"), n=1)
     assert life.samples is not None
     assert "the environment's `save` returned a Saving, expected bytes or JSON values" in life.samples[0].error
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"), [("\ud800", ""), (3, "the environment set the answer to a int, expected")]
+)
+def test_an_answer_that_cannot_be_stored_does_not_spoil_the_journal(tmp_path: Path, answer: Any, error: str) -> None:
+    class Answering(Saving):
+        async def play(self, episode: Episode) -> float:
+            episode.answer = answer
+            return await super().play(episode)
+
+    lives = [Life(tmp_path, MortalEngine(life, answers), Answering(), n=1) for life, answers in ((1, 2), (2, 99))]
+    assert lives[1].samples is not None and error in lives[1].samples[0].error
+    assert bool(lives[1].samples[0].error) == bool(error)
 
 
 # ---------------------------------------------------------------- pieces of turns
