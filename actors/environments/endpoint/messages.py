@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ...process.user_errors import storable
 from .dialects import (
     BadRequest,
     CallAnswer,
@@ -142,8 +143,10 @@ def _blocks(answer: CallAnswer, choice: Choice) -> list[Json]:
 def _input(arguments: str) -> Json:
     try:
         given = json.loads(arguments)
+        # Clients cannot send back numbers that are not finite, nor halves of characters.
+        json.dumps(given, allow_nan=False, ensure_ascii=False).encode()
     except ValueError:
-        given = arguments
+        given = storable(arguments)
     return given if isinstance(given, dict) else {"arguments": given}
 
 

@@ -380,6 +380,10 @@ def _norm(message: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _canonical(arguments: Any) -> str:
     try:
-        return json.dumps(json.loads(arguments) if isinstance(arguments, str) else arguments, sort_keys=True)
+        given = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except ValueError:
-        return str(arguments)
+        given = str(arguments)
+    # The Messages API has only objects, so the dialect wraps other arguments in one.
+    if isinstance(given, dict) and list(given) == ["arguments"] and not isinstance(given["arguments"], dict):
+        return _canonical(given["arguments"])
+    return json.dumps(given, sort_keys=True)

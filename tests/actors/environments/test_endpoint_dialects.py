@@ -562,3 +562,20 @@ def test_no_body_is_an_error_of_the_server(path: str, count: int) -> None:
 
     [sample] = played(sends, Obedient("ab"), config=EnvironmentConfig(max_rows=10_000))
     assert not sample.error, sample.error
+
+
+@pytest.mark.parametrize(
+    "arguments", ["[1, 2]", '"x"', '""', "null", '{"a": NaN}', '{"a": 1e400}', '{"a": "\\ud800"}', '{"arguments": "x"}']
+)
+def test_odd_arguments_of_a_tool_do_not_begin_a_row(arguments: str) -> None:
+    """The policy can write what no client can send back as an object."""
+
+    async def agent(episode: Episode) -> float:
+        seen = await with_messages(episode, stream=False, stored=False)
+        return float(seen.last == "it is 3")
+
+    call = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+    engine = Recorder(call, call, "it is 3", version=5)
+    [sample] = played(agent, engine)
+    assert (sample.error, sample.more_rows, sample.rewards) == ("", (), {"reward": 1.0})
+    check_rows(sample, engine)
