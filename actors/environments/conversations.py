@@ -74,6 +74,8 @@ class Conversation:
         self._row: Transcript | None = None
         self._turns_here: list[Turn] = []
         """Turns of the policy whose tokens are in the row, those that a branch repeats included."""
+        self._awaits_answer = False
+        """True in a branch from before an answer, until the policy has answered again."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -128,6 +130,11 @@ class Conversation:
         if self._row is None:
             self._row = Transcript(chat.render(messages, tools))
         elif messages:
+            if self._awaits_answer:
+                raise ValueError(
+                    f"episode {self._owner.name!r}: say got {len(messages)} messages in a branch from before an answer, "
+                    "expected none, because the policy first answers those that the branch repeats"
+                )
             ids = self._row.ids
             start = self._turns_here[-1].start if self._turns_here else len(ids)
             more = chat.extend(ids[:start], ids[start:], messages, tools)
@@ -158,6 +165,7 @@ class Conversation:
         branch = Conversation(self._owner)
         branch._row = Transcript(row.ids[:count])
         branch._row.num_prompt = min(row.num_prompt, count)
+        branch._awaits_answer = isinstance(at, Turn) or (self._awaits_answer and count == len(row))
         branch._turns_here = [turn for turn in self._turns_here if turn.start < count]
         return branch
 
@@ -179,6 +187,7 @@ class Conversation:
         """Let the policy continue from the tokens so far, and append its tokens. options: see `take_turn`."""
         completion, turn = await self._owner.take_turn(self._begun(), **options)
         self._turns_here.append(turn)
+        self._awaits_answer = False
         return completion, turn
 
     def _begun(self) -> Transcript:

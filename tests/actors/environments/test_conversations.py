@@ -45,6 +45,23 @@ def check_tokens(sample: Sample, engine: TalkingEngine) -> None:
         assert ((row.logprobs != 0) == (expected > 0)).all() and ((row.versions >= 0) == (expected > 0)).all()
 
 
+def test_a_branch_from_before_an_answer_takes_no_messages_until_there_is_one() -> None:
+    async def agent(episode: Episode) -> float:
+        await episode.say([{"role": "user", "content": "task"}])
+        branch = episode.branch(episode.turns[0])
+        for row in (branch, branch.branch()):
+            with pytest.raises(ValueError, match="say got 1 messages in a branch from before an answer, expected none"):
+                await row.say([{"role": "user", "content": "more"}])
+        await branch.say([])
+        await branch.branch().say([{"role": "user", "content": "more"}])
+        return 1.0
+
+    engine = TalkingEngine(TOKENIZER, "ab", version=3)
+    [sample] = play(agent, engine)
+    assert not sample.error and len(sample.rows) == 3
+    check_tokens(sample, engine)
+
+
 def test_a_summary_a_branch_and_sub_agents_are_rows_of_their_own() -> None:
     async def agent(episode: Episode) -> float:
         await episode.say([{"role": "user", "content": "long task"}])
