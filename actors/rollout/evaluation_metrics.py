@@ -152,7 +152,7 @@ class FigureSums:
         if judge is None:
             texts = [(sample.text.strip(), sample.prompt.answer.strip()) for sample in samples]
             return [(text, text == answer) for text, answer in texts if answer]
-        return [(score.answer, score.components[judge] >= RIGHT) for score in scores if score.valid]
+        return [(score.answer, score.components.get(judge, 0.0) >= RIGHT) for score in scores if score.valid]
 
     @property
     def sums(self) -> dict[str, float]:

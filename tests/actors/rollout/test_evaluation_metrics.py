@@ -197,6 +197,13 @@ def test_a_named_set_goes_by_the_reward_that_judges_it() -> None:
     assert sums.counts["eval/aime/avg@4"] == 7 and sums.counts["eval/aime/maj@4"] == 1
 
 
+def test_a_failed_sample_that_counts_with_the_reward_0_is_wrong_for_the_judge() -> None:
+    sums = FigureSums(FigureScheme("eval/aime", "judge"))
+    zero = Score(reward=0.0, components={}, valid=True, error="too long", failure="limit")
+    sums.add_group([sample("")] * 2, [judged(1.0, "3"), zero])
+    assert sums.means()["eval/aime/avg@2"] == sums.means()["eval/aime/reward"] == 0.5
+
+
 def test_figures_do_not_depend_on_the_order_in_which_prompts_end() -> None:
     rewards = [0.1, 0.7, 1e-9, 0.3, -0.6, 0.2]
     # The function `sum` itself compensates rounding errors from Python 3.12 on.
