@@ -132,8 +132,8 @@ class Conversation:
         elif messages:
             if self._awaits_answer:
                 raise ValueError(
-                    f"episode {self._owner.name!r}: say got {len(messages)} messages in a branch from before an answer, "
-                    "expected none, because the policy first answers those that the branch repeats"
+                    f"episode {self._owner.name!r}: say got {len(messages)} messages in a branch from before an "
+                    "answer, expected none, because the policy first answers those that the branch repeats"
                 )
             ids = self._row.ids
             start = self._turns_here[-1].start if self._turns_here else len(ids)
