@@ -31,7 +31,9 @@ def figures(line: dict[str, Any]) -> dict[str, Any]:
     shown = {
         key: value
         for key, value in line.items()
-        if not key.endswith(TIMES) and not key.startswith(("idle/", "switch/", "memory/")) and key not in TIMED
+        if not key.endswith(TIMES)
+        and not key.startswith(("idle/", "engine/idle", "switch/", "memory/"))
+        and key not in TIMED
     }
     assert len(shown) > 30
     # Rewards are added up in the order in which groups end, which shows in the last digit of a mean.
