@@ -26,7 +26,7 @@ class EpisodeFailed(RuntimeError):
 
 
 class SandboxFailed(EpisodeFailed):
-    """What the environment runs failed: a child process died, a server could not be reached, a container ended."""
+    """The sandbox of an episode failed: a child process died, a server could not be reached, a container ended."""
 
     kind: FailureKind = "sandbox"
 

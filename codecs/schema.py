@@ -63,7 +63,7 @@ class Field:
     """Number of dimensions of one row, at least 1, for RAGGED only. Fields with a single number per row have the kind
     PER_SAMPLE."""
     shared: bool = False
-    """Whether leading tokens that rows of a group have in common are stored only once, for PER_TOKEN only. A put finds
+    """True if leading tokens that rows of a group have in common are stored only once, for PER_TOKEN only. A put finds
     these tokens by comparing bytes, and readers get whole rows, so this changes only the number of bytes."""
 
     def __post_init__(self) -> None:

@@ -47,7 +47,7 @@ class EngineConfig:
     routes: RouteSpec | None = None
     """Shape of the model's routes, which the engine then records and returns; None to record none."""
     schemas: bool = False
-    """Whether requests can have JSON schemas, which cost a `vllm` engine the time to load the tokenizer."""
+    """True if requests can have JSON schemas, which cost a `vllm` engine the time to load the tokenizer."""
     script: str = ""
     """Import path of the function that generates the responses of a `scripted` engine (see `Script`). Empty: random
     tokens of the tokenizer's vocabulary, drawn with `seed`."""

@@ -92,7 +92,7 @@ class PrefixCache:
 
 @dataclass(slots=True, eq=False)
 class EngineLoad:
-    """What the router knows of the work and the cache of an engine."""
+    """The work and the cache of an engine, as far as the router knows them."""
 
     cache: PrefixCache
     samples: int = 0
@@ -116,7 +116,7 @@ class EngineLoad:
 
 @dataclass(slots=True, eq=False)
 class RoutedPrompt:
-    """What the choice of an engine depends on in a request."""
+    """The parts of a request on which the choice of its engine depends."""
 
     session: str | None
     """Session (episode of several turns) of the request; None for a request of its own."""

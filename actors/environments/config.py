@@ -42,7 +42,7 @@ Treatment = Literal["mask", "retry", "zero", "stop"]
 
 
 class OnFailure(Section):
-    """What becomes of an episode that failed, by the kind of failure.
+    """Treatment of an episode that failed, by the kind of failure.
 
     `mask`: its rows are not trained on. `retry`: it is played again, at most `environment.retries` times, and then
     masked. `zero`: it is trained on with the reward 0. `stop`: the run ends with an error.
@@ -100,7 +100,7 @@ class EnvironmentConfig(Section):
     episode_timeout_s: Positive = 600.0
     """Seconds that the environment can take in an episode, without the time in which the policy generates."""
     on_failure: OnFailure = OnFailure()
-    """What becomes of an episode that failed, by the kind of failure: a section with the keys below."""
+    """Treatment of an episode that failed, by the kind of failure: a section with the keys below."""
     retries: CountOrZero = 2
     """Largest number of times that an episode is played again, where `environment.on_failure` says `retry`."""
     recover: Literal["turn", "prefix", "restart"] = "turn"

@@ -119,7 +119,7 @@ class ProcessSettings:
     log: str = ""
     """Path of the file that receives the output of vLLM's processes; "" for a temporary file without a name."""
     schemas: bool = False
-    """Whether requests can have JSON schemas, for which vLLM's processes need the tokenizer."""
+    """True if requests can have JSON schemas, for which vLLM's processes need the tokenizer."""
     most_cache_bytes: int | None = None
     """Largest size in bytes of the KV cache that vLLM chooses in each worker on a GPU; None for no limit."""
 

@@ -58,19 +58,19 @@ class CallRequest:
     schema_field: str = ""
     """Name of the field that gave the schema."""
     stream: bool
-    """Whether the answer is sent as server-sent events."""
+    """True if the answer is sent as server-sent events."""
     usage_in_stream: bool = False
-    """Whether a stream of chat completions ends with the numbers of tokens."""
+    """True if a stream of chat completions ends with the numbers of tokens."""
     logprobs: bool = False
-    """Whether the answer has the log-prob of each token."""
+    """True if the answer has the log-prob of each token."""
     token_ids: bool = False
-    """Whether the answer has the token ids of prompt and answer (`return_token_ids`, as in vLLM)."""
+    """True if the answer has the token ids of prompt and answer (`return_token_ids`, as in vLLM)."""
     previous: str = ""
     """Id of the response whose messages come before those of this call (`previous_response_id`); "" for none."""
     num_instructions: int = 0
     """Number of the first messages that are instructions, which belong to this call alone."""
     store: bool = False
-    """Whether a later call of the episode can name this one as its previous response."""
+    """True if a later call of the episode can name this one as its previous response."""
     ignored: tuple[str, ...]
     """Names of the fields that the client has set and that have no effect."""
 

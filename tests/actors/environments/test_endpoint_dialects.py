@@ -55,7 +55,7 @@ def anthropic_of(episode: Episode, **settings: Any) -> Any:
 
 @dataclass
 class Played:
-    """What a client saw in a loop of tools, without the ids that are drawn at random."""
+    """The answers that a client saw in a loop of tools, without the ids that are drawn at random."""
 
     kinds: list[list[str]]
     arguments: list[Any]

@@ -1,4 +1,4 @@
-"""What becomes of failed episodes: kinds, retries, rewards of 0, stops, counts, and the key's former name."""
+"""Tests of failed episodes: kinds, retries, rewards of 0, stops, counts, and the key's former name."""
 
 from __future__ import annotations
 

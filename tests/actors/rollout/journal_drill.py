@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -50,22 +51,31 @@ def killed_round(tokenizer: PreTrainedTokenizerFast, folder: Path, num_bytes: in
     log = folder / "generated.log"
     log.unlink(missing_ok=True)
     begin = size(folder)
+
+    def play() -> None:
+        Life(tokenizer, open_journal(folder), latency_s=0.3, log=log).rollout(range(GROUPS))
+
+    play_until_killed(play, lambda: size(folder) >= begin + num_bytes)
+    return {int(line) for line in log.read_text().split()} if log.exists() else set()
+
+
+def play_until_killed(play: Callable[[], object], reached: Callable[[], bool]) -> None:
+    """Call `play` in a process of its own, and kill it as soon as `reached` returns True, or after 30 s."""
     pid = os.fork()
     if not pid:
         try:
             torch.set_num_threads(1)
-            Life(tokenizer, open_journal(folder), latency_s=0.3, log=log).rollout(range(GROUPS))
+            play()
         finally:
             os._exit(0)
     deadline = time.monotonic() + 30
-    while size(folder) < begin + num_bytes and time.monotonic() < deadline and os.waitpid(pid, os.WNOHANG) == (0, 0):
+    while not reached() and time.monotonic() < deadline and os.waitpid(pid, os.WNOHANG) == (0, 0):
         time.sleep(1e-4)
     try:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     except (ProcessLookupError, ChildProcessError):  # it came to its end before
         pass
-    return {int(line) for line in log.read_text().split()} if log.exists() else set()
 
 
 def size(folder: Path) -> int:

@@ -11,18 +11,15 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from headrace.actors.engines.protocol import Completion, SamplingParams
 from headrace.actors.environments.recovery import TurnRecord
 from headrace.actors.rollout.journal_segments import read_body, read_heads
 from headrace.codecs import messages
+from headrace.tests.actors.rollout.journal_drill import play_until_killed
 from headrace.tests.actors.rollout.turn_lives import TURNS, Life, MortalEngine
 
 EPISODES, PIECE = 24, 3
@@ -75,21 +72,8 @@ def play(folder: Path, life: int) -> Life:
 
 def killed_round(folder: Path, life: int, num_bytes: int) -> list[dict[str, Any]]:
     """The answers that a process made until it was killed, when the journal had grown by `num_bytes`."""
-    begin, pid = size(folder), os.fork()
-    if not pid:
-        try:
-            torch.set_num_threads(1)
-            play(folder, life)
-        finally:
-            os._exit(0)
-    deadline = time.monotonic() + 30
-    while size(folder) < begin + num_bytes and time.monotonic() < deadline and os.waitpid(pid, os.WNOHANG) == (0, 0):
-        time.sleep(1e-4)
-    try:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    except (ProcessLookupError, ChildProcessError):  # it came to its end before
-        pass
+    begin = size(folder)
+    play_until_killed(lambda: play(folder, life), lambda: size(folder) >= begin + num_bytes)
     return logged(folder, life)
 
 
