@@ -44,16 +44,20 @@ class Reservation:
 
     placement: Placement
     group: PlacementGroup | None = None
-    """Ray's placement group with all bundles; None for a run without GPUs, in which Ray places the actors."""
+    """Ray's placement group with all bundles; None for a run without GPUs, which reserves nothing."""
     bundles: Mapping[str, int] = field(default_factory=dict)
     """Name of each actor -> index of its bundle in `group`. An actor without a bundle is placed outside the group."""
 
     def options(self, seat: Seat) -> dict[str, Any]:
         """Return Ray's options for the actor of `seat`. A process that replaces the actor's process gets the same
         options."""
-        if self.group is None:
-            return {"num_cpus": seat.cpus}
         strategy: Any
+        if self.group is None:
+            if seat.host is None or len(self.placement.hosts) == 1:
+                return {"num_cpus": seat.cpus}
+            # The affinity is soft, so that an actor whose host is lost is replaced on another one.
+            strategy = NodeAffinitySchedulingStrategy(self.placement.hosts[seat.host].node, soft=True)
+            return {"num_cpus": seat.cpus, "scheduling_strategy": strategy}
         if seat.name in self.bundles:
             bundle = self.bundles[seat.name]
             strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
@@ -127,6 +131,7 @@ def read_hosts() -> tuple[Host, ...]:
             free_gpus=tuple(range(int(free.get(node["NodeID"], {}).get("GPU", 0)))),
             free_cpus=free.get(node["NodeID"], {}).get("CPU", 0.0),
             node=node["NodeID"],
+            has_driver=node["NodeID"] == here,
         )
         for node in nodes
     )

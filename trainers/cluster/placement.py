@@ -36,6 +36,8 @@ class Host:
     """Number of logical CPUs that the run can use."""
     node: str = ""
     """Ray's id of the host's node; "" in a plan without Ray."""
+    has_driver: bool = False
+    """Whether the driver is on this host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,33 @@ class Placement:
         """True when all engines and train ranks are certain to be on one host. Teachers get no weights."""
         hosts = {seat.host for seat in (*self.engines, *self.ranks)}
         return len(self.hosts) == 1 or (len(hosts) == 1 and None not in hosts)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Ray's ids of the nodes of the run, which are the driver's, then those with an actor. Other nodes of the
+        cluster are not used. All nodes count as used if Ray chooses the host of an actor."""
+        return self._nodes_of(self.seats, with_driver=True)
+
+    @property
+    def row_nodes(self) -> tuple[str, ...]:
+        """Ray's ids of the nodes on which rows are made or read: those of rollout actors, of engines in rollout actors,
+        and of train workers."""
+        return self._nodes_of((*(self.rollouts or self.engines), *self.ranks), with_driver=False)
+
+    @property
+    def directory_node(self) -> str:
+        """Ray's id of the node for the directory: the driver's, else that of train rank 0; "" if Ray chooses it."""
+        drivers = [host.node for host in self.hosts if host.has_driver]
+        return next(iter((*drivers, *self._nodes_of(self.ranks[:1], with_driver=False))), "")
+
+    def _nodes_of(self, seats: Sequence[Seat], *, with_driver: bool) -> tuple[str, ...]:
+        used = {seat.host for seat in seats}
+        found = [
+            host
+            for index, host in enumerate(self.hosts)
+            if index in used or None in used or with_driver and host.has_driver
+        ]
+        return tuple(host.node for host in sorted(found, key=lambda host: not host.has_driver) if host.node)
 
     @property
     def num_gpus(self) -> int:
@@ -319,11 +348,14 @@ class _Counts:
     """Number of engines on each host."""
 
 
-def _place(layout: str, request: PlacementRequest, hosts: Sequence[Host]) -> _Counts | None:
+def _place(
+    layout: str, request: PlacementRequest, hosts: Sequence[Host], smallest: Sequence[tuple[int, ...]] | None = None
+) -> _Counts | None:
     """Return the distribution of engines and train ranks over the hosts, or None if they do not fit. A single host for
-    the whole run is preferred, then the largest possible groups of train ranks."""
+    the whole run is preferred, then the largest possible groups of train ranks. smallest: groups of train ranks to try
+    after those of `train_groups`; None if there are none."""
     distribute = _separate if layout == "separate" else _colocated
-    for groups in train_groups(request.topology):
+    for groups in (*train_groups(request.topology), *(() if smallest is None else (tuple(smallest),))):
         for chosen in [*([index] for index in range(len(hosts))), list(range(len(hosts)))]:
             rooms = tuple(
                 (len(host.free_gpus), int(host.free_cpus)) if index in chosen else (0, 0)
@@ -478,12 +510,30 @@ def _rollout_seats(num_actors: int, hosts: Sequence[Host], taken: Sequence[Seat]
 
 
 def _on_cpus(request: PlacementRequest, hosts: tuple[Host, ...], why: str) -> Placement:
-    """Return the placement of a run that uses no GPU: Ray chooses the host of each actor."""
-    host = 0 if len(hosts) == 1 else None
+    """Return the placement of a run that uses no GPU. On several hosts, CPUs are dealt out as GPUs are, the driver's
+    first. Raises UserError if they do not suffice. Ray chooses the hosts of a run with engines of a pool."""
+    host, sentence = 0 if len(hosts) == 1 else None, f"GPUs: none used, because {why}"
+    if host is None and not request.shares_engines:
+        rooms = tuple(replace(one, num_gpus=0, free_gpus=tuple(range(int(one.free_cpus)))) for one in hosts)
+        # A group of gloo can be on several hosts, even a tensor-parallel one.
+        counts = _place("separate", request, rooms, [(rank,) for rank in range(request.topology.world)])
+        if counts is None:
+            train, rollout = _needs(request)
+            raise UserError(
+                f"resources.ray_address: that Ray cluster cannot hold {rollout} engine process(es) "
+                f"({_engines(request)} x rollout.tp={request.tp}, each engine on one host) beside {train} train "
+                f"worker(s), expected a free logical CPU for each: {_listed(hosts)}"
+            )
+        seated = _placement(replace(request, pooled=False), rooms, "separate", counts)
+        engines, ranks, rollouts, teachers = (
+            tuple(replace(seat, gpus=()) for seat in seats)
+            for seats in (seated.engines, seated.ranks, seated.rollouts, seated.teachers)
+        )
+        return Placement("cpu", sentence, hosts, engines, ranks, rollouts, teachers)
     engines = tuple(request.engine_seat(index, 1, host) for index in range(request.all_engines))
     return Placement(
         "cpu",
-        f"GPUs: none used, because {why}",
+        sentence,
         hosts,
         engines[: request.num_engines],
         tuple(Seat(f"train worker {rank}", 1, host) for rank in range(request.topology.world)),
@@ -551,7 +601,9 @@ def _fewer(count: int) -> list[int]:
 
 def _listed(hosts: Sequence[Host]) -> str:
     shown = [
-        f"{host.name} has {len(host.free_gpus)} of {host.num_gpus} GPU(s) and {host.free_cpus:g} CPU(s) free"
+        f"{host.name} has "
+        + (f"{len(host.free_gpus)} of {host.num_gpus} GPU(s) and " if any(one.num_gpus for one in hosts) else "")
+        + f"{host.free_cpus:g} CPU(s) free"
         for host in hosts[:8]
     ]
     return ", ".join(shown) + (f" and {len(hosts) - 8} more host(s)" if len(hosts) > 8 else "")

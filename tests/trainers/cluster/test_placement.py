@@ -117,6 +117,10 @@ def test_each_shape_has_its_places(
         (hosts(2, 2), config(trainer={"tp": 2}, trainer_gpus=[1, 2], rollout_gpus=[0]), "resources.trainer_gpus: got "
          "[1, 2], expected GPUs of one host for the ranks 0, 1, which are a tensor-parallel group"),
         (hosts(2, cpus=1), config(trainer_gpus=[0], rollout_gpus=[1]), "need 2 logical CPUs on host0, expected at m"),
+        (hosts(0, 0, cpus=1), config(1, 2), "resources.ray_address: that Ray cluster cannot hold 2 engine process(es) "
+         "(rollout.num_engines=1 x rollout.tp=2, each engine on one host) beside 1 train worker(s), expected a free "
+         "logical CPU for each: host0 has 1 CPU(s) free, host1 has 1 CPU(s) free"),
+        (hosts(0, 0, cpus=1.5), config(actors=1), "rollout.num_actors: got 1, expected at most 0, because each needs"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_sentence(machine: list[Host], asked: Config, sentence: str) -> None:
@@ -126,15 +130,57 @@ def test_what_cannot_be_is_refused_in_one_sentence(machine: list[Host], asked: C
     assert "\n" not in str(caught.value)
 
 
-def test_without_gpus_everything_is_as_ray_likes() -> None:
-    for machine, host in ((hosts(0), 0), (hosts(0, 0), None)):
+def on_cpus(*cpus: float, driver: int = 0) -> list[Host]:
+    """Hosts without GPUs, of which one has the driver."""
+    return [Host(f"h{i}", 0, (), count, f"node {i}", has_driver=i == driver) for i, count in enumerate(cpus)]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "asked", "places", "nodes", "row_nodes"),
+    [
+        # One host if the run fits there, the driver's first; the driver's node belongs to the run in any case.
+        ([4, 4], config(2, trainer={"dp": 2}), "engines 00 ranks 00", [0], [0]),
+        ([0, 9], config(2, trainer={"dp": 2}), "engines 11 ranks 11", [0, 1], [1]),
+        ([1, 9, 2], config(2, trainer={"dp": 2}), "engines 11 ranks 11", [0, 1], [1]),
+        # Several hosts: ranks first, and rollout actors where CPUs are left.
+        ([1, 2, 9], config(2, 4, trainer={"dp": 2}), "engines 22 ranks 01", [0, 1, 2], [0, 1, 2]),
+        ([2, 2], config(1, trainer={"dp": 3}), "engines 1 ranks 001", [0, 1], [0, 1]),
+        ([0, 2, 2], config(1, actors=2, trainer={"dp": 1}), "engines 1 ranks 1 rollouts 22", [0, 1, 2], [1, 2]),
+        ([0, 3, 1], config(2, actors=1, trainer={"dp": 1}), "engines 11 ranks 1 rollouts 2", [0, 1, 2], [1, 2]),
+        # A tensor-parallel group of gloo may cross hosts if no host can hold it.
+        ([1, 1, 1], config(1, trainer={"tp": 2}), "engines 2 ranks 01", [0, 1, 2], [0, 1, 2]),
+    ],
+)  # fmt: skip
+def test_hosts_without_gpus_are_dealt_out_by_their_cpus(
+    cpus: list[float], asked: Config, places: str, nodes: list[int], row_nodes: list[int]
+) -> None:
+    machine = on_cpus(*cpus)
+    placement = plan_placement(PlacementRequest.of(asked), machine)
+    roles = {"engines": placement.engines, "ranks": placement.ranks, "rollouts": placement.rollouts}
+    assert " ".join(f"{role} {''.join(str(s.host) for s in seats)}" for role, seats in roles.items() if seats) == places
+    assert placement.layout == "cpu" and not used_gpus(placement) and not placement.shared
+    assert placement.nodes == tuple(f"node {index}" for index in nodes)
+    assert placement.row_nodes == tuple(f"node {index}" for index in row_nodes)
+    assert placement.directory_node == "node 0"
+    for index, host in enumerate(machine):
+        assert sum(seat.cpus for seat in placement.seats if seat.host == index) <= host.free_cpus
+
+
+def test_a_driver_beside_the_hosts_leaves_the_directory_to_rank_0() -> None:
+    placement = plan_placement(PlacementRequest.of(config(1, trainer={"dp": 2})), on_cpus(1, 2, driver=9))
+    assert [seat.host for seat in placement.ranks] == [0, 1] and placement.directory_node == "node 0"
+    assert placement.nodes == ("node 0", "node 1")
+
+
+def test_without_gpus_one_host_takes_the_whole_run() -> None:
+    for machine in (hosts(0), hosts(0, 0)):
         placement = plan_placement(
             PlacementRequest.of(config(2, 2, actors=1, trainer={"dp": 2}, layout="colocated")), machine
         )
-        assert (placement.layout, placement.shared, placement.one_host) == ("cpu", False, host == 0)
+        assert (placement.layout, placement.shared, placement.one_host) == ("cpu", False, True)
         assert [(seat.name, seat.cpus, seat.host, seat.gpus) for seat in placement.seats] == [
-            ("engine 0", 2, host, ()), ("engine 1", 2, host, ()), ("train worker 0", 1, host, ()),
-            ("train worker 1", 1, host, ()), ("rollout 0", 1, host, ()),
+            ("engine 0", 2, 0, ()), ("engine 1", 2, 0, ()), ("train worker 0", 1, 0, ()),
+            ("train worker 1", 1, 0, ()), ("rollout 0", 1, 0, ()),
         ]  # fmt: skip
     scripted = Config.model_validate({"rollout": {"engine": "scripted"}, "trainer": {"backend": "scripted"}})
     assert plan_placement(PlacementRequest.of(scripted), hosts(8)).layout == "cpu"
