@@ -172,8 +172,8 @@ class Episode(Conversation):
         self._failure: FailureKind | None = None
         self.save_state: Callable[[Episode], Any] | None = None
         """Function that returns the state of the environment, to be recorded with each turn; None if there is none."""
-        self._asked: list[int] = []
-        """Token ids that the policy continued from in its last turn."""
+        self._asked_before = (0, 0)
+        """Number and hash of the tokens that the policy continued from in its last turn, if its state was saved."""
 
     @property
     def name(self) -> str:
@@ -328,11 +328,13 @@ class Episode(Conversation):
         if row is not self._row:
             self.save_state = None
         if self.save_state is not None:
+            (num_before, before), asked = self._asked_before, tokens_hash(ids)
+            self._asked_before = len(ids), asked
             saved = SavedTurn(
                 index=len(self._turns),
-                prompt=tokens_hash(ids),
-                before=tokens_hash(self._asked) if self._turns else 0,
-                tail=np.array(ids[len(self._asked) :], np.int32),
+                prompt=asked,
+                before=before if self._turns else 0,
+                tail=np.array(ids[num_before:], np.int32),
                 num_prompt=row.num_prompt,
                 stop=tuple(stop),
                 max_new_tokens=max_new_tokens,
@@ -343,7 +345,6 @@ class Episode(Conversation):
                 answer=self._checked_answer(),
                 state=_encoded(self.save_state(self)),
             )
-        self._asked = ids
         completion, text = await self.sample_turn(
             ids, self.room(len(ids), row.num_prompt), stop=stop, max_new_tokens=max_new_tokens,
             stop_token_ids=stop_token_ids, routes_from=routes_from, saved=saved,
@@ -369,13 +370,14 @@ class Episode(Conversation):
             row = self._row
             if row.ids != ids[: len(row)]:  # The recorded answers are not those of the saved turns.
                 self._row, self._rows, self._turns, self._turns_here = None, [], [], []
-                self._asked, self._num_requests = [], 0
+                self._asked_before, self._num_requests = (0, 0), 0
                 return None
             row.give(ids[len(row) :])
             if saved is not chain[-1]:
                 await self._take_turn(
                     stop=saved.stop, max_new_tokens=saved.max_new_tokens, stop_token_ids=saved.stop_token_ids
                 )
+                self._asked_before = len(ids), saved.prompt
                 continue
             self._rewards, self._columns = dict(saved.rewards), dict(saved.columns)
             self._token_values, self.answer = list(saved.token_values), saved.answer

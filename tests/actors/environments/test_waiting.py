@@ -111,7 +111,7 @@ def test_requests_are_made_in_the_order_in_which_tools_answer() -> None:
     assert {request.partition(".")[0] for request in first} == {"fast", "b", "c", "d", "e"}
 
 
-@pytest.mark.parametrize("kind, most", [("plain", 40_000), ("endpoint", 80_000)])
+@pytest.mark.parametrize("kind, most", [("plain", 38_000), ("endpoint", 80_000)])
 def test_an_episode_that_waits_takes_little_memory(kind: str, most: int) -> None:
     """Ten turns of 64 tokens are behind it. They take 10 KB; texts and tokens of each call would take 200 KB."""
     number, turns = 10, 10
@@ -122,7 +122,7 @@ def test_an_episode_that_waits_takes_little_memory(kind: str, most: int) -> None
         endpoint = build_endpoint(waiting.endpoint_config(kind, number))
         host = EpisodeHost(tools, EnvironmentConfig(), endpoint=endpoint)
         params = SamplingParams(n=1, max_new_tokens=1 << 20)
-        text = " ".join(["w1"] * 256)
+        text = " ".join(f"w{300 + word}" for word in range(256))  # Python keeps one object of each smaller number.
 
         async def wait_for(first: int, behind: int) -> list[asyncio.Task[Any]]:
             prompts = [Prompt(str(uid), text, "", {}) for uid in range(first, behind)]
@@ -143,4 +143,5 @@ def test_an_episode_that_waits_takes_little_memory(kind: str, most: int) -> None
         await host.close()
         return (after - before) / (number - 4)
 
-    assert asyncio.run(main()) < most
+    found = asyncio.run(main())
+    assert found < most, found
