@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -27,10 +27,7 @@ from ..engines.protocol import Generator, SamplingParams, ServingEngine
 from ..engines.router import LeftOut
 from ..engines.tokenizer import encode_prompts
 from ..environments.config import OnFailure
-from ..failures import FailureStopsRun
-from ..process.user_function_timeouts import UserThreads
 from ..protocols import EPISODE_ERRORS, GroupPlayer, Prompt, Sample, Score, Span
-from ..rewards.apart import ApartValues
 from ..rewards.rubric import Rubric
 from ..sample_file import TRAINING, SampleFile, episode_line
 from .engine_use import EngineMeter
@@ -49,6 +46,7 @@ from .rows import (
     rollout_rows,
     sample_keys,
 )
+from .scoring import Scorer
 from .turn_journal import TurnJournal
 
 _log = logging.getLogger(__name__)
@@ -133,9 +131,7 @@ class RolloutWorker:
         self.progress = 0
         """Number that grows when calls make progress: whenever the episodes of a prompt end, a sample is scored, or
         finished groups are recorded or written to the data plane."""
-        # Users' reward functions may be slow or hang, so they run in a thread while generation and other calls
-        # continue.
-        self._scoring = UserThreads("rewards", 1)
+        self._scorer = Scorer(on_failure or OnFailure(), retries, self._step)
         self._reward_timeout_s = reward_timeout_s
         self._mask_truncated = mask_truncated
         self._keeps_old_kv = keeps_old_kv
@@ -144,8 +140,6 @@ class RolloutWorker:
         self._max_rows = max_rows
         self._columns = tuple(columns)
         self._teachers = teachers
-        self._on_failure = on_failure or OnFailure()
-        self._retries = retries
         self._meter = EngineMeter(name, engine)
 
     def note_left_out(self, engine: LeftOut) -> None:
@@ -251,7 +245,7 @@ class RolloutWorker:
             async with places:
                 group = await self._episodes(held_out.prompts[position], self._engine, params)
             self._step()
-            scores = await self._score(group, held_out.rubric, held_out.reward_timeout_s)
+            scores = await self._scorer.score(group, held_out.rubric, held_out.reward_timeout_s)
             tally.add(group, scores)
             written = self._samples is not None and position < self._samples.config.groups
             await self._write_samples(name, group, scores, np.full(len(group), written))
@@ -313,7 +307,7 @@ class RolloutWorker:
         """Score finished groups (prompt position -> samples), and write them to the journal and the data plane."""
         samples = [sample for group in groups.values() for sample in group]
         with _span(tally, "reward"):
-            scores = await self._score(samples, self._rubric, self._reward_timeout_s)
+            scores = await self._scorer.score(samples, self._rubric, self._reward_timeout_s)
         routes: list[np.ndarray] = []
         counts: list[RouteCounts] = []
         if self._routes is not None:
@@ -402,41 +396,6 @@ class RolloutWorker:
         versions = np.repeat(np.array([sample.version for sample in samples], dtype=np.int64), self._max_rows)
         return np.where(versions < 0, self._engine.version, versions)
 
-    async def _score(self, samples: list[Sample], rubric: Rubric, timeout_s: float) -> list[Score]:
-        """Score samples, and treat those that failed as `environment.on_failure` says. The samples of a prompt are
-        scored again together, because a reward can compare them. Raises FailureStopsRun."""
-        scores = await self._score_once(samples, rubric, timeout_s)
-        for _ in range(self._retries if self._on_failure.judge == "retry" else 0):
-            uids = {s.prompt.uid for s, score in zip(samples, scores, strict=True) if score.failure == "judge"}
-            again = [at for at, sample in enumerate(samples) if sample.prompt.uid in uids]
-            fresh = await self._score_once([samples[at] for at in again], rubric, timeout_s) if again else []
-            for at, score in zip(again, fresh, strict=True):
-                scores[at] = score
-        return [self._treated(score) for score in scores]
-
-    def _treated(self, score: Score) -> Score:
-        treatment = "mask" if score.failure is None else self._on_failure.treatments[score.failure]
-        if treatment == "stop":
-            raise FailureStopsRun(str(score.failure), score.error)
-        return replace(score, valid=True, components={}) if treatment == "zero" else score
-
-    async def _score_once(self, samples: list[Sample], rubric: Rubric, timeout_s: float) -> list[Score]:
-        """Score samples one after another, after the rewards that are computed apart. If the rewards of a sample take
-        longer than `timeout_s` seconds, the sample counts as failed, and another thread continues with the next
-        sample."""
-        apart = rubric.apart
-        known = [None] * len(samples) if apart is None else await apart.values(samples)
-        scores: list[Score] = []
-        while len(scores) < len(samples):
-            work = _Scoring(rubric, samples[len(scores) :], known[len(scores) :], self._step)
-            try:
-                await self._scoring.call(work.name, work.run, timeout_s, lambda work=work: work.since)
-            except TimeoutError:
-                scores += work.given_up(f"reward.timeout_s={timeout_s:g}")
-            else:
-                scores += work.scores
-        return scores
-
     def _step(self, _: object = None) -> None:
         """Add one to `progress`. The ignored argument allows this method to be used as a callback of tasks."""
         self.progress += 1
@@ -458,48 +417,6 @@ def generation_spans(wall: float, ends: Sequence[float], positions: Sequence[int
     return spans
 
 
-class _Scoring:
-    """Scores samples one after another in a thread. The event loop can read the thread's progress."""
-
-    def __init__(
-        self, rubric: Rubric, samples: Sequence[Sample], known: Sequence[ApartValues | None], scored: Callable[[], None]
-    ) -> None:
-        """known: values of the rewards of each sample that were computed apart. scored: callback that the thread calls
-        after each sample."""
-        self._rubric = rubric
-        self._samples = samples
-        self._known = known
-        self._scored = scored
-        self._reward = ""
-        self.scores: list[Score] = []
-        self.since = time.monotonic()
-        """Value of `time.monotonic()` when the scoring of the current sample began."""
-
-    @property
-    def name(self) -> str:
-        """Description of this work in error messages: the rewards of the first sample's prompt."""
-        return f"the rewards of prompt {self._samples[0].prompt.uid!r}"
-
-    def run(self) -> None:
-        for sample, known in zip(self._samples, self._known, strict=True):
-            self.since = time.monotonic()
-            self.scores.append(_score_one(self._rubric, sample, known, self._begin))
-            self._scored()
-
-    def _begin(self, reward: str) -> None:
-        self._reward = reward
-
-    def given_up(self, bound: str) -> list[Score]:
-        """Return the scores so far, followed by a failed score for the sample whose reward has not returned. bound: the
-        time limit, as text for the error message."""
-        scores = list(self.scores)
-        if len(scores) == len(self._samples):
-            return scores
-        uid = self._samples[len(scores)].prompt.uid
-        error = f"prompt {uid!r}: reward {self._reward!r} did not return within {bound} s"
-        return [*scores, Score(reward=0.0, components={}, valid=False, error=error, failure="judge")]
-
-
 def _failed_samples(prompt: Prompt, tokenizer: Any, count: int, error: str) -> list[Sample]:
     """Return `count` failed samples for a prompt whose episodes failed. Each holds the tokens of the prompt alone."""
     (ids,) = encode_prompts(tokenizer, [prompt.text], [prompt.rendered])
@@ -519,19 +436,6 @@ def _failed_samples(prompt: Prompt, tokenizer: Any, count: int, error: str) -> l
         )
         for index in range(count)
     ]
-
-
-def _score_one(rubric: Rubric, sample: Sample, known: ApartValues | None, begin: Callable[[str], None]) -> Score:
-    if sample.error:
-        error = f"prompt {sample.prompt.uid!r}: the episode failed: {' '.join(sample.error.split())}"
-        return Score(reward=0.0, components={}, valid=False, error=error, failure=sample.failure or "environment")
-    if sample.finish_reason == "abort":
-        # The run cut this response off, so its reward says nothing about the policy.
-        error = f"prompt {sample.prompt.uid!r}: generation aborted"
-        return Score(reward=0.0, components={}, valid=False, error=error, failure="engine")
-    tokens = int(np.count_nonzero(sample.response_mask))
-    score = rubric.score(sample.prompt, sample.text, sample.finish_reason, tokens, sample, begin, known)
-    return score if score.valid else replace(score, failure="judge")
 
 
 class _EvaluationTally:

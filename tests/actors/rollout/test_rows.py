@@ -20,7 +20,7 @@ from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.protocols import Prompt, PromptRow, Sample, Score, row_schema
 from headrace.actors.rewards.rubric import Rubric
 from headrace.actors.rollout.rows import TeacherSources, check_columns, checked_scores, kv_staleness, rollout_rows
-from headrace.actors.rollout.worker import _score_one
+from headrace.actors.rollout.scoring import score_sample
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.tests.actors.environments.chat_tokenizer import make_chat_tokenizer
 from headrace.trainers.advantages.config import AdvantageConfig
@@ -134,7 +134,7 @@ def length(prompt: Prompt, response: str, finish_reason: str, response_tokens: i
 def test_rows_are_tagged_with_the_rewards_that_are_asked_for() -> None:
     rubric = Rubric([("length", length, 0.5), ("one", lambda *_: 1.0, 1.0)])
     samples = [sample(0, 5), sample(1, 3), sample(2, 0), sample(3, 4, "abort")]
-    scores = [_score_one(rubric, one, None, lambda _: None) for one in samples]
+    scores = [score_sample(rubric, one, None, lambda _: None) for one in samples]
     _, tags = rollout_rows(samples, scores, ["length"])
     assert set(tags) == {"reward", "valid", "response_length", "reward/length"}
     assert tags["reward/length"].dtype == np.float32
