@@ -111,7 +111,8 @@ def training(
             )
             return folder.path
         if config.warmup.on_file:
-            changed = warmup_sections(config.warmup, config.run, config.sft, config.trainer, folder.path)
+            own = config.warmup, config.run, config.model, config.sft, config.trainer
+            changed = warmup_sections(*own, folder.path)
             sections = config.model_copy(update=changed).model_dump()
             warm_up(sections, folder.path, run_training)
         with (

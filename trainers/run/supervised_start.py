@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...actors.engines.config import ModelConfig
 from ...actors.rollout.supervised.config import SftConfig
 from ..backends.config import TrainerConfig
 from ..backends.lora_config import LoraConfig
@@ -21,11 +22,11 @@ RISE_STEPS = 25
 
 
 def warmup_sections(
-    warmup: WarmupConfig, run: RunConfig, sft: SftConfig, trainer: TrainerConfig, folder: Path
+    warmup: WarmupConfig, run: RunConfig, model: ModelConfig, sft: SftConfig, trainer: TrainerConfig, folder: Path
 ) -> dict[str, Any]:
     """Return the sections in which the warm-up of a run differs from it: section name -> section. The warm-up trains
-    all weights of the model with the run's backend and mesh, by the mean of -log p alone. The learning rate rises to
-    `warmup.lr` and falls to 0. folder: the run folder."""
+    all weights of the model with the run's backend and mesh, by the mean of -log p alone, and no renderer, because
+    it has no environment. The learning rate rises to `warmup.lr` and falls to 0. folder: the run folder."""
     plain = {"record": False, "replay": None, "keep_best": False}
     rate = {
         "lr": warmup.lr,
@@ -39,6 +40,7 @@ def warmup_sections(
     }
     return {
         "run": run.model_copy(update={"dir": str(folder / WARMUP), "name": f"{run.name}: warm-up", **plain}),
+        "model": model.model_copy(update={"renderer": "template", "renderer_options": {}}),
         "sft": sft.model_copy(update={"train": (warmup.corpus,), "validation": None, "epochs": None}),
         "trainer": trainer.model_copy(update=rate),
         "loss": LossConfig(),

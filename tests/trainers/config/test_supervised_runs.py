@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,7 +90,7 @@ def test_a_warm_up_on_a_file_is_a_supervised_run(tmp_path: Path) -> None:
     given = ("sft.train=[]", f"warmup.corpus={tmp_path}/a.jsonl", "warmup.steps=7", "warmup.batch_size=4")
     config = load(tmp_path, *given, "trainer.lora.rank=4", "trainer.dp=2")
     assert config.warmup.on_file and config.rollout.num_engines == 1
-    changed = warmup_sections(config.warmup, config.run, config.sft, config.trainer, tmp_path / "run")
+    changed = _warmup_sections(config, tmp_path)
     warmup = build_config(config.model_copy(update=changed).model_dump())
     assert warmup.sft.train == (f"{tmp_path}/a.jsonl",) and warmup.sft.max_tokens == 32
     assert (warmup.algorithm.steps, warmup.algorithm.prompts_per_step, warmup.trainer.lr) == (7, 4, 5e-3)
@@ -103,6 +104,11 @@ def test_a_warm_up_on_a_file_is_a_supervised_run(tmp_path: Path) -> None:
     )
 
 
+def _warmup_sections(config: Config, folder: Path) -> dict[str, Any]:
+    own = config.warmup, config.run, config.model, config.sft, config.trainer
+    return warmup_sections(*own, folder / "run")
+
+
 def test_a_supervised_run_keeps_its_reference_model_and_has_no_teacher(tmp_path: Path) -> None:
     moves = load(tmp_path, "loss.kl_coef=0.1", "loss.reference_every=5", "loss.reference_mix=0.5")
     assert (moves.loss.reference_every, moves.loss.reference_mix) == (5, 0.5)
@@ -114,10 +120,11 @@ def test_a_supervised_run_keeps_its_reference_model_and_has_no_teacher(tmp_path:
 def test_a_warm_up_trains_all_weights_by_its_texts_alone(tmp_path: Path) -> None:
     groups = "trainer.groups=[{pattern: '*lora_B*', lr_factor: 4}]"
     given = ("sft.train=[]", f"warmup.corpus={tmp_path}/a.jsonl", "loss.kl_coef=0.1", "loss.entropy_coef=0.1")
+    given += ("environment.kind=tool_use", "model.renderer=qwen3", "model.renderer_options={enable_thinking: false}")
     for own in (("trainer.lora.rank=4", groups), ("trainer.freeze=['*norm*']", "trainer.warmup_ratio=0.1")):
         teacher = "distillation.teachers=[{model: m, data_source: a}]"
         config = load(tmp_path, *given, *own, teacher)
-        changed = warmup_sections(config.warmup, config.run, config.sft, config.trainer, tmp_path / "run")
+        changed = _warmup_sections(config, tmp_path)
         warmup = build_config(config.model_copy(update=changed).model_dump())
         assert (warmup.trainer.groups, warmup.trainer.freeze, warmup.trainer.warmup_ratio) == ((), (), 0)
         assert (warmup.loss.kl_coef, warmup.loss.entropy_coef, warmup.distillation.teachers) == (0, 0, ())
