@@ -19,8 +19,8 @@ from headrace.dataplane.factory import DataPlane, connect, connect_async, open_d
 from headrace.dataplane.listen_address import listen_address, own_addresses
 from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.dataplane.planes import put_one
+from headrace.tests.hosts import needs_hosts
 from headrace.tests.process_pool import has_ended, kill
-from headrace.tests.two_hosts import needs_two_hosts
 from headrace.tests.waiting import wait_until
 
 pytestmark = pytest.mark.processes
@@ -200,7 +200,7 @@ with connect(sys.argv[1]) as client:
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["here", "there"])
 def test_rows_go_from_host_to_host_and_the_death_of_a_unit_takes_its_own(killed: str) -> None:
-    needs_two_hosts()
+    needs_hosts()
     config = DataPlaneConfig(store=StoreConfig(kind="tcp", capacity_mib=16), timeout_s=20)
     with open_data_plane(config, run_id=fresh_run_id(), process=True, listen="127.0.0.1") as plane:
         with connect(plane.handle) as client:

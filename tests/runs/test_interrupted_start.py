@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from headrace.bench.hosts.namespaces import Host
+from headrace.tests.hosts import hosts
 from headrace.tests.runs import cli_runs
-from headrace.tests.two_hosts import Host, two_hosts
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 STARTS_RAY = "Ray starts"
@@ -23,16 +24,16 @@ STARTS_ACTORS = "actors start"
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("moment", [STARTS_RAY, OPENS_FOLDER, STARTS_ACTORS])
 def test_an_interrupted_start_leaves_nothing(tmp_path: Path, moment: str) -> None:
-    with two_hosts() as (host, _):
+    with hosts(1) as (host,):
         command = host.command(
-            *cli_runs.command(tmp_path / "run", "warmup.corpus=none", "dataplane.store.capacity_mib=64")
+            *cli_runs.command(tmp_path / "run", "warmup.corpus=none", "dataplane.store.capacity_mib=64"),
+            folder=str(tmp_path),
         )
         with subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            cwd=tmp_path,
             env=cli_runs.environment(),
         ) as process:
             driver = _wait_until(process, tmp_path / "run", moment)
