@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -169,6 +169,22 @@ class HasHolders(Protocol):
         that only does not answer may be stopped or busy, and is not added."""
         ...
 
+    def declare_dead(self, named: str) -> None:
+        """Add the holders with this name, or on the Ray node with this id, to `dead`, although nothing proves it. Their
+        host may be cut off for good, so that nobody can ask."""
+        ...
+
+
+@runtime_checkable
+class StartsUnits(Protocol):
+    """Protocol of a store host that starts storage units on nodes of a Ray cluster."""
+
+    def start_units(self, nodes: Sequence[str]) -> None:
+        """Start a unit on each of these nodes, given by Ray's ids, that has no living one; on all living nodes if
+        `nodes` is empty. A no-op for a store whose units are elsewhere. Thread-safe; takes seconds. Raises ValueError
+        if a node has no room for a unit, and StoreLost if one does not start in time."""
+        ...
+
 
 @runtime_checkable
 class NamesHolders(Protocol):
@@ -177,6 +193,15 @@ class NamesHolders(Protocol):
     @property
     def holders(self) -> Sequence[str]:
         """Name of each holder, as errors give it in `peer`."""
+        ...
+
+
+@runtime_checkable
+class AvoidsDead(Protocol):
+    """Protocol of a `BlockStore` that can write without those of its processes that are dead."""
+
+    def avoid(self, dead: Collection[int]) -> bool:
+        """Write nothing to the processes with these numbers any more. Returns whether that is new for one of them."""
         ...
 
 

@@ -128,18 +128,23 @@ class DirectoryActor:
 
 
 def start_actor(
-    run_id: str, config: DataPlaneConfig, build_host: BuildHost, *, one_host: bool, timeout_s: float
+    run_id: str, config: DataPlaneConfig, build_host: BuildHost, *, node: str, one_host: bool, timeout_s: float
 ) -> tuple[Any, Started]:
-    """Start the directory's actor. Returns the actor's handle and a description of the started directory.
+    """Start the directory's actor on a node, given by Ray's id, of this process if it is "". Returns the actor's handle
+    and a description of the started directory.
 
     The actor ends when the last handle is deleted or when this process ends. `build_host` runs in the actor, and errors
     that it raises are raised here. Raises DirectoryLost when the actor dies or does not start within `timeout_s`.
     """
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     name, began_s = directory_name(run_id), time.monotonic()
-    options = ray.remote(DirectoryActor).options(name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=0)
+    place = NodeAffinitySchedulingStrategy(node or ray.get_runtime_context().get_node_id(), soft=True)
+    options = ray.remote(DirectoryActor).options(
+        name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=0, scheduling_strategy=place
+    )
     actor: Any = options.remote(config, build_host, shipped_objects(config.samplers))
     try:
         started: Any = ray.get(actor.start.remote(name, one_host), timeout=timeout_s)

@@ -13,7 +13,7 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from ..codecs import messages
@@ -37,6 +37,8 @@ from .stores.registry import StorageUnitProcess, store_entry
 
 CHILD_END_TIMEOUT_S = 20.0
 """Seconds that the process of the directory may take to end the store and itself."""
+UNIT_TIMEOUT_S = 90.0
+"""Seconds that a new storage unit may take to start."""
 TEXT_TIMEOUT_S = 30.0
 """Seconds that the directory may take to answer a process that joins with the text of a handle."""
 
@@ -73,6 +75,23 @@ class DataPlane:
         """Return the pids of the directory's process and of the store's processes on the directory's host, by name."""
         return dict(self._processes)
 
+    def ensure_unit(self, node: str, *, timeout_s: float = UNIT_TIMEOUT_S) -> None:
+        """Start a storage unit on a node of the Ray cluster, given by Ray's id, unless it has a living one.
+
+        It is called before an actor that makes or reads rows starts on a new node. A no-op for other stores than `tcp`,
+        and for a data plane on one host. Idempotent.
+
+        Raises ValueError if the node has no room for the unit, StoreLost if the unit does not start, and DirectoryLost
+        if the directory does not answer within `timeout_s`.
+        """
+        _, link = _joined(self.handle, connect_now=True)
+        try:
+            started = time.monotonic()
+            reply = link.call("start_unit", requests.encode(requests.StartUnit(node)), timeout_s)
+            body_of(reply, "start_unit", time.monotonic() - started)
+        finally:
+            link.detach()
+
     def close(self) -> None:
         """End the store and the directory within bounded time. Idempotent. Clients that call later get
         DirectoryLost."""
@@ -104,6 +123,8 @@ def open_data_plane(
     process: bool = False,
     one_host: bool = True,
     listen: str = "",
+    nodes: Sequence[str] | None = None,
+    directory_node: str = "",
     start_timeout_s: float = 300.0,
 ) -> DataPlane:
     """Start the directory (the metadata service) and the store of a run.
@@ -114,7 +135,9 @@ def open_data_plane(
     reserves no CPU (Ray must be initialised). one_host: whether all clients are on the Ray actor's host. listen: with
     process=True, IP address of this host at which clients of other hosts reach the data plane; "" when all clients are
     on this host. On one host, no port is open to other hosts and `store.kind=auto` means `shm`; otherwise it means
-    `tcp`. start_timeout_s: seconds that the directory's process may take to start.
+    `tcp`. nodes: Ray's ids of the nodes on which rows are made or read, each of which gets a storage unit of the store
+    `tcp`; None takes all. directory_node: Ray's id of the node of the Ray actor; "" is this process's. start_timeout_s:
+    seconds that the directory's process may take to start.
 
     Raises InvalidArgument, a ValueError, for wrong arguments, such as a `listen` that is not an address of this host,
     and for arguments that exclude each other. Raises ValueError when Ray is needed but not initialised, and when this
@@ -131,7 +154,7 @@ def open_data_plane(
         return _open_in_process(config, run_id)
     if process:
         return _open_process(config, run_id, listen, start_timeout_s)
-    return _open_actor(config, run_id, one_host, start_timeout_s)
+    return _open_actor(config, run_id, one_host, tuple(nodes or ()), directory_node, start_timeout_s)
 
 
 def _open_in_process(config: DataPlaneConfig, run_id: str) -> DataPlane:
@@ -164,7 +187,9 @@ def _open_process(config: DataPlaneConfig, run_id: str, listen: str, timeout_s: 
     return DataPlane(handle, processes, started["node"], started["space"], end, at_exit=end)
 
 
-def _open_actor(config: DataPlaneConfig, run_id: str, one_host: bool, timeout_s: float) -> DataPlane:
+def _open_actor(
+    config: DataPlaneConfig, run_id: str, one_host: bool, nodes: tuple[str, ...], node: str, timeout_s: float
+) -> DataPlane:
     import ray
 
     if not ray.is_initialized():
@@ -172,8 +197,8 @@ def _open_actor(config: DataPlaneConfig, run_id: str, one_host: bool, timeout_s:
             "open_data_plane: Ray is not initialised; call ray.init() first, or pass process=True or in_process=True, "
             "which need no Ray"
         )
-    build_host = functools.partial(build_store_host, config, run_id)
-    actor, started = start_actor(run_id, config, build_host, one_host=one_host, timeout_s=timeout_s)
+    build_host = functools.partial(build_store_host, config, run_id, nodes=nodes)
+    actor, started = start_actor(run_id, config, build_host, node=node, one_host=one_host, timeout_s=timeout_s)
     name = directory_name(run_id)
     peer = f"{name} pid={started.pid} host={started.node}"
     handle = DataPlaneHandle(run_id, config, started.store, name, started.address, peer)

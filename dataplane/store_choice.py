@@ -6,8 +6,9 @@ Stores whose ports ask for no key are refused, unless the configuration says tha
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 
-from .block_store import StoreHost
+from .block_store import StartsUnits, StoreHost
 from .config import DataPlaneConfig
 from .stores.registry import store_entry
 from .stores.shm_folder import check_room
@@ -15,12 +16,19 @@ from .stores.shm_folder import check_room
 _ALLOW = "set dataplane.trusted_network=true if everyone on that network may do so, or choose another store"
 
 
-def build_store_host(config: DataPlaneConfig, run_id: str, host: str = "") -> StoreHost:
+def build_store_host(config: DataPlaneConfig, run_id: str, host: str = "", *, nodes: Sequence[str] = ()) -> StoreHost:
     """Start the host part of the configured store, which allocates and frees blocks, in the calling process. host: IP
-    address of this host at which clients of other hosts reach the store; "" when all clients are on this host. Raises
-    ValueError as `check_store` does."""
+    address of this host at which clients of other hosts reach the store; "" when all clients are on this host. nodes:
+    Ray's ids of the nodes with storage units; () for all. Raises ValueError as `check_store` does, also for a node."""
     check_store(config, one_host=not host)
-    return store_entry(store_kind(config, one_host=not host)).open_host(config.store, run_id, host)
+    store = store_entry(store_kind(config, one_host=not host)).open_host(config.store, run_id, host)
+    if isinstance(store, StartsUnits):
+        try:
+            store.start_units(nodes)
+        except BaseException:
+            store.close()
+            raise
+    return store
 
 
 def store_kind(config: DataPlaneConfig, *, one_host: bool) -> str:
@@ -44,7 +52,7 @@ def check_store(config: DataPlaneConfig, *, one_host: bool = True) -> None:
             "dataplane.store.kind: got 'shm' for a run on several hosts, whose processes share no memory; expected "
             "'tcp', 'ray', 'simple' or 'mooncake', or 'auto', which chooses"
         )
-    if kind in ("shm", "tcp"):
+    if kind == "shm" or kind == "tcp" and one_host:  # On several hosts, each unit checks its own host.
         check_room(config.store.capacity_mib << 20)
 
 

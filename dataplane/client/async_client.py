@@ -219,6 +219,10 @@ class AsyncDataPlaneClient(CountedClient):
             self._operations.clear_stale(partition, task, fields, min_version, whole_groups, timeout_s),
         )
 
+    async def forget_unit(self, unit: str = "", *, timeout_s: float | None = None) -> dict[str, tuple[str, ...]]:
+        """Remove the rows that were lost with a process of the store, as `DataPlaneClient.forget_unit` does."""
+        return await self._run(self._operations.forget_unit(unit, timeout_s))
+
     async def save(self, partition: str, path: str | os.PathLike[str], *, timeout_s: float | None = None) -> int:
         """Write a partition into one file and return how many rows it has, as `DataPlaneClient.save` does."""
         return await self._move(save(self._operations, partition, path, timeout_s))

@@ -21,7 +21,7 @@ from ...codecs import messages
 from ...codecs.batch import Batch
 from ...codecs.blocks import EncodedBlock
 from ...codecs.schema import Schema
-from ..block_store import BlockStore
+from ..block_store import AvoidsDead, BlockStore
 from ..compact import pack_keys, unpack_keys
 from ..directory import requests
 from ..directory.calls import ClaimRows, Committed, Fence, Outcome, PutRows, check_distinct
@@ -231,15 +231,23 @@ class Operations:
         except SchemaMismatch:
             self._schemas.pop(partition, None)  # The partition may have been registered again.
             raise
-        except StoreLost:
-            yield from self._find_lost()
-            raise
         receipt = written.receipt(put, schema, self._plane_id)
         undo = None if replace else partial(self._withdraw, put, written.first_block_id, 0)
         return Moved(receipt, put.value_bytes, undo)
 
     def _place(self, put: PutRows, blocks: list[EncodedBlock], deadline: float) -> Steps[Committed]:
-        """Carry out a put: write its blocks and commit its rows. If no space granted in advance fits, it reserves space
+        """Carry out a put: write its blocks and commit its rows. If that fails because of a process of the store that
+        this client did not know to be dead, it is done once more, without this process."""
+        try:
+            return (yield from self._place_once(put, blocks, deadline))
+        except StoreLost:
+            dead = yield from self._find_lost()
+            if not isinstance(self.store, AvoidsDead) or not self.store.avoid(dead):
+                raise
+        return (yield from self._place_once(put, blocks, deadline))
+
+    def _place_once(self, put: PutRows, blocks: list[EncodedBlock], deadline: float) -> Steps[Committed]:
+        """Write the blocks of a put and commit its rows. If no space granted in advance fits, it reserves space
         first."""
         space, given_back = self._credit.take(put.nbytes, len(blocks))
         if space is not None:
@@ -468,6 +476,15 @@ class Operations:
         rows = ClaimRows(partition, task, fields, 0, whole_groups, min_version)
         reply = yield from self._ask("clear_stale", requests.ClearStale(rows), timeout_s)
         return tuple(unpack_keys(reply))
+
+    @checked
+    def forget_unit(self, unit: str, timeout_s: float | None) -> Steps[dict[str, tuple[str, ...]]]:
+        reply = yield from self._ask("forget_unit", requests.ForgetUnit(unit), timeout_s)
+        found = messages.decode(reply, dict[str, bytes])
+        keys = {partition: tuple(unpack_keys(packed)) for partition, packed in found.items()}
+        for partition, gone in keys.items():
+            self._leases.cleared(partition, list(gone))
+        return keys
 
     @checked
     def status(self, partition: str | None, timeout_s: float | None) -> Steps[DataPlaneStatus]:

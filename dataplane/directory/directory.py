@@ -457,6 +457,18 @@ class Directory:
         lost = [part.lose(block_ids, holders.values()) for part in self._partitions] if blocks else []
         return sum(lost), blocks
 
+    def clear_lost(self) -> tuple[dict[str, list[str]], list[FreedBlock]]:
+        """Forget the rows that have lost a value, and the other rows of their groups. Returns their keys by partition,
+        and the blocks to which no row refers any more."""
+        found: dict[str, list[str]] = {}
+        freed: list[FreedBlock] = []
+        for part in self._partitions:
+            rows = part.lost_groups()
+            if len(rows):
+                found[part.name] = part.rows.keys[rows].tolist()
+                freed += self._forget(part, rows)
+        return found, freed
+
     def expire(self, now: float) -> Expired:
         """End the leases and reservations whose deadline has passed."""
         returned = sum(self._end(lease) for lease in self._leases.take_expired(now))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from ..block_store import Cuts, FreesMany, HasHolders, StoreHost, holder_of
+from ..block_store import Cuts, FreesMany, HasHolders, StartsUnits, StoreHost, holder_of
 from ..errors import CapacityExceeded, DirectoryLost, StoreLost
 from .block_table import FreedBlock, Reservation
 
@@ -167,10 +167,19 @@ class HostCalls:
             self._space_freed()
         return found
 
-    async def look(self) -> None:
-        """Ask the store's processes for a sign of life. `newly_dead` then returns those that have died."""
+    async def look(self, declared_dead: str = "") -> None:
+        """Ask the store's processes for a sign of life. `newly_dead` then returns those that have died. declared_dead:
+        name or Ray node of processes that count as dead without being asked; "" for none."""
         if self._holders is not None:
+            if declared_dead:
+                await self._in_thread(self._holders.declare_dead, declared_dead)
             await self._in_thread(self._holders.look)
+
+    async def start_unit(self, node: str) -> None:
+        """Start a unit of the store on a node of the Ray cluster, unless it has one or the store has no such units."""
+        if isinstance(self._host, StartsUnits):
+            # The thread of other calls would wait for seconds.
+            await asyncio.to_thread(self._host.start_units, [node])
 
     def newly_dead(self) -> dict[int, str]:
         """Return the names of the store's processes that have been found dead since the last call, by number."""

@@ -153,6 +153,12 @@ class Partition:
         """Number of rows that have lost a value with the process that held it, and have not been put again."""
         return int(self.rows.lost(self.rows.live()).sum()) if self.rows.any_lost else 0
 
+    def lost_groups(self) -> np.ndarray:
+        """Return the numbers of the rows of all groups in which a row has lost a value, in order of arrival, int64."""
+        rows = self.rows.live()
+        groups = self.rows.groups[rows]
+        return rows[np.isin(groups, groups[self.rows.lost(rows)])]
+
     def find(self, keys: Sequence[str], op: str) -> np.ndarray:
         """Return the row number of each key, int64 `[N]`. Raises KeysNotFound naming the keys that are not in the
         partition."""

@@ -278,6 +278,22 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetUnit:
+    """Request to clear all rows of which a dead storage unit held a field, with the other rows of their groups. The
+    reply is their keys by partition, as `pack_keys` encodes them."""
+
+    unit: str
+    """Name of a unit, or Ray's id of its node, that counts as dead from now on; "" to look for dead units only."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartUnit:
+    """Request to start a storage unit on a node of the Ray cluster, unless a living one is there."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class Plane:
     """Reply to the request `plane`, which has no arguments. A client needs it besides the directory's address and the
     run's key."""
@@ -314,6 +330,7 @@ TAKE_EFFECT = frozenset(
         "free",
         "clear",
         "clear_stale",
+        "forget_unit",
     )
 )
 """Names of the requests with a lasting effect. If the reply to such a request is lost, the error says that it is not

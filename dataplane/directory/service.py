@@ -116,6 +116,8 @@ class DirectoryService:
             "task_status": (requests.StatusOfTask, self._task_status),
             "store": (bytes, self._serve),
             "find_lost": (bytes, self._find_lost),
+            "forget_unit": (requests.ForgetUnit, self._forget_unit),
+            "start_unit": (requests.StartUnit, self._start_unit),
         }
         """Type of the request and the method that answers it, by the request's name. A request of type bytes is passed
         on without decoding."""
@@ -429,6 +431,19 @@ class DirectoryService:
         await self._store.look()
         self._drop_lost()
         return messages.encode(self._store.dead)
+
+    async def _forget_unit(self, request: requests.ForgetUnit) -> bytes:
+        await self._store.look(request.unit)
+        self._drop_lost()
+        found, freed = self._directory.clear_lost()
+        for partition in found:
+            self._ready_pulse(partition).fire()
+        await self._free(freed)
+        return messages.encode({partition: pack_keys(keys) for partition, keys in found.items()})
+
+    async def _start_unit(self, request: requests.StartUnit) -> bytes:
+        await self._store.start_unit(request.node)
+        return b""
 
     # ---------------- These private methods wait, free blocks and keep the timer.
 

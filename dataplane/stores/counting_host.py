@@ -85,6 +85,10 @@ class Unfreed:
         _logger.warning("%s has died, and its blocks with it: %s", self._peers[peer], error)
         self._blocks[peer].clear()
 
+    def name(self, peer: int) -> str:
+        """Return the name of a process, as shown in the log."""
+        return self._peers[peer]
+
     @property
     def dead(self) -> dict[int, str]:
         """Names of the processes that are proven dead, by number."""
@@ -138,6 +142,16 @@ class CountingHost(ABC):
     def dead(self) -> Mapping[int, str]:
         """Names of the processes that are proven dead, by number; see `HasHolders`."""
         return self._unfreed.dead
+
+    def declare_dead(self, named: str) -> None:
+        """Take the processes with this name as dead; see `HasHolders`."""
+        for peer in self._unfreed.living:
+            if named in self._names(peer):
+                self._unfreed.died(peer, RuntimeError("a client has said so"))
+
+    def _names(self, peer: int) -> tuple[str, ...]:
+        """Return the names by which a client can name a process."""
+        return (self._unfreed.name(peer),)
 
     def look(self) -> None:
         """Ask every process for a sign of life; see `HasHolders`."""

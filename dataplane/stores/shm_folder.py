@@ -18,6 +18,7 @@ import contextlib
 import functools
 import mmap
 import os
+import platform
 from bisect import bisect_left
 from pathlib import Path
 
@@ -121,9 +122,9 @@ def check_room(capacity_bytes: int, root: Path = SHARED_MEMORY) -> None:
     free_bytes = free_memory(root)
     if free_bytes < capacity_bytes:
         raise ValueError(
-            f"dataplane.store.capacity_mib: got {capacity_bytes >> 20}, but {root} has {free_bytes >> 20} MiB free; "
-            f"expected at most that: lower capacity_mib, give {root} more room (docker: --shm-size), or use store.kind "
-            "'ray' or 'simple'"
+            f"dataplane.store.capacity_mib: got {capacity_bytes >> 20}, but {root} of host {platform.node()} has "
+            f"{free_bytes >> 20} MiB free; expected at most that: lower capacity_mib, give {root} more room (docker: "
+            "--shm-size), or use store.kind 'ray' or 'simple'"
         )
 
 

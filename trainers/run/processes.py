@@ -170,9 +170,7 @@ class _Launch:
         """Open the data plane, and the driver's client of it."""
         self.heartbeat.enter("starting the data plane", self._start_s)
         config = places.config.dataplane.with_sampler(places.config.resolved_sampler)
-        plane = self._stack.enter_context(
-            _opened(config, self._run_id, one_host=places.one_host, start_timeout_s=self._start_s)
-        )
+        plane = self._stack.enter_context(_opened(config, self._run_id, places, start_timeout_s=self._start_s))
         self._times.mark("data plane")
         client = connect(plane.handle, name="driver")
         self._stack.callback(client.close)
@@ -230,10 +228,18 @@ class _Launch:
         return Run.of(config, plane.client, actors, roles, weights, stages, observers, roles_note=places.roles.why)
 
 
-def _opened(config: DataPlaneConfig, run_id: str, *, one_host: bool, start_timeout_s: float) -> DataPlane:
+def _opened(config: DataPlaneConfig, run_id: str, places: Places, *, start_timeout_s: float) -> DataPlane:
     """Open the run's data plane. Raises UserError if a host cannot provide the configured store."""
+    placement = places.reservation.placement
     try:
-        return open_data_plane(config, run_id=run_id, one_host=one_host, start_timeout_s=start_timeout_s)
+        return open_data_plane(
+            config,
+            run_id=run_id,
+            one_host=places.one_host,
+            nodes=placement.row_nodes,
+            directory_node=placement.directory_node,
+            start_timeout_s=start_timeout_s,
+        )
     except DataPlaneError:
         raise
     except ValueError as error:

@@ -6,9 +6,10 @@ import dataclasses
 import platform
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...block_store import HOLDER_BYTES, StoreSpec, holder_of
 from ...config import StoreConfig
@@ -45,14 +46,43 @@ class TcpHost(CountingHost):
     """Starts the storage units, counts their bytes, and makes them free blocks. Called from one thread, except for
     `serve`, which the directory's event loop calls."""
 
-    def __init__(self, run_id: str, units: Sequence[RunningUnit], key: bytes, capacity_bytes: int) -> None:
+    def __init__(
+        self, run_id: str, units: Sequence[RunningUnit], key: bytes, capacity_bytes: int, num_units: int | None = None
+    ) -> None:
+        """units: units that run already; () for a store whose units are started on nodes of a Ray cluster. num_units:
+        number of units to start there at first; None for one on each node."""
         super().__init__([], capacity_bytes)
-        self._started = list(units)
+        self._started: dict[int, RunningUnit] = {}
+        """Units that this host has started, by number."""
         self._units: list[UnitLink] = []
         self._key = key
+        self._capacity_bytes = capacity_bytes
+        self._num_units = num_units
+        self._on_nodes = not units
+        self._starting = threading.Lock()
+        self.spec = StoreSpec("tcp", run_id, {}, key=key)
         for unit in units:
-            self._add(unit.address)
-        self.spec = StoreSpec("tcp", run_id, {"units": self._listed()}, key=key)
+            self._add(unit.address, unit)
+
+    def start_units(self, nodes: Sequence[str]) -> None:
+        """Start a unit on each node that has no living one; see `StartsUnits`."""
+        if not self._on_nodes:
+            return
+        from .ray_units import living_nodes, start_units
+
+        with self._starting:
+            first = len(self._units)
+            living = {self._units[number].address.node for number in self._unfreed.living}
+            wanted = [node for node in dict.fromkeys(nodes or living_nodes()) if node not in living]
+            if not first and self._num_units is not None:
+                wanted = [wanted[number % len(wanted)] for number in range(self._num_units)]
+            places = [(f"unit-{first + number}", node) for number, node in enumerate(wanted)]
+            for unit in start_units(self.spec.run_id, places, self._key, self._capacity_bytes):
+                self._add(unit.address, unit)
+
+    def _names(self, peer: int) -> tuple[str, ...]:
+        address = self._units[peer].address
+        return address.name, address.peer, address.node
 
     def serve(self, request: bytes) -> bytes:
         """Answer a client's request. `units` lists the units, and `join` with an address adds a unit that was started
@@ -91,7 +121,7 @@ class TcpHost(CountingHost):
                 self._unfreed.delivered(number, block_ids)
 
     def _has_died(self, number: int) -> bool:
-        return number < len(self._started) and self._started[number].has_died()
+        return number in self._started and self._started[number].has_died()
 
     def _death(self, peer: int) -> Exception | None:
         try:
@@ -102,36 +132,35 @@ class TcpHost(CountingHost):
 
     def processes(self) -> dict[str, int]:
         """Return the pids of the units that were started on this host, by name."""
-        return {unit.address.name: unit.address.pid for unit in self._started if isinstance(unit, UnitProcess)}
+        started = self._started.values()
+        return {unit.address.name: unit.address.pid for unit in started if isinstance(unit, UnitProcess)}
 
     def close(self) -> None:
         """End the units that this host started, and remove their pools. Idempotent."""
         for link in self._units:
             link.close()
-        started, self._started = self._started, []
-        for unit in started:
+        started, self._started = self._started, {}
+        for unit in started.values():
             unit.close()
 
-    def _add(self, address: UnitAddress) -> None:
+    def _add(self, address: UnitAddress, started: RunningUnit | None = None) -> None:
         if len(self._units) == MAX_UNITS:
             raise ValueError(f"storage unit {address.name}: the store has {MAX_UNITS} units already, expected fewer")
         self._unfreed.add_peer(address.peer)
+        if started is not None:
+            self._started[len(self._units)] = started
         self._units.append(UnitLink(address, self._key))
-
-    def _listed(self) -> list[tuple[Any, ...]]:
-        return [dataclasses.astuple(unit.address) for unit in self._units]
+        self.spec.address["units"] = [dataclasses.astuple(unit.address) for unit in self._units]
 
 
 def _open_host(config: StoreConfig, run_id: str, host: str) -> TcpHost:
-    """Start the storage units on this host or on every node of the Ray cluster. If `host` is "", the units are on this
-    host and listen on loopback. Otherwise one unit is on each node of the Ray cluster of this process. Without Ray, the
-    units are on this host and listen at `host`; `open_unit` adds units of other hosts."""
+    """Start the storage units on this host, or leave it to `start_units`. If `host` is "", the units are on this host
+    and listen on loopback. Otherwise, units are on nodes of the Ray cluster of this process. Without Ray, the units are
+    on this host and listen at `host`; `open_unit` adds units of other hosts."""
     remove_stale_folders()
     key, capacity_bytes = new_key(), config.capacity_mib << 20
     if host and _in_ray_cluster():
-        from .ray_units import start_units
-
-        return TcpHost(run_id, start_units(run_id, config.num_units, key, capacity_bytes), key, capacity_bytes)
+        return TcpHost(run_id, (), key, capacity_bytes, config.num_units)
     units: list[RunningUnit] = []
     try:
         for number in range(config.num_units or 1):

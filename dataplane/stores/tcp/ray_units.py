@@ -1,10 +1,11 @@
-"""Runs storage units as Ray actors, one on each node of a Ray cluster."""
+"""Runs storage units as Ray actors on chosen nodes of a Ray cluster."""
 
 from __future__ import annotations
 
-import platform
 import time
+from collections.abc import Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -35,8 +36,8 @@ class UnitActor:
         try:
             self._unit = StorageUnit(run_id, name, key, ray.util.get_node_ip_address(), capacity_bytes)
         except ValueError as error:
-            return ValueError(f"{error} (on host {platform.node()})")
-        return self._unit.address
+            return error
+        return replace(self._unit.address, node=ray.get_runtime_context().get_node_id())
 
     def close(self) -> None:
         """Close the unit and remove its pool. Idempotent."""
@@ -67,17 +68,20 @@ class RayUnit:
         end_actors([actor], [])
 
 
-def start_units(run_id: str, num_units: int | None, key: bytes, capacity_bytes: int) -> list[RayUnit]:
-    """Start storage units on the nodes that are alive now: one on each, or `num_units` on the nodes in turn. Raises
-    ValueError when a node has no room, and StoreLost when a unit does not start within START_TIMEOUT_S."""
-    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+def living_nodes() -> list[str]:
+    """Return Ray's ids of the nodes that are alive now, this process's first."""
     here = ray.get_runtime_context().get_node_id()
-    nodes.sort(key=lambda node: node != here)
-    names = [f"unit-{number}" for number in range(num_units or len(nodes))]
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    return sorted(nodes, key=lambda node: node != here)
+
+
+def start_units(run_id: str, places: Sequence[tuple[str, str]], key: bytes, capacity_bytes: int) -> list[RayUnit]:
+    """Start storage units, side by side. places: name of each unit, and Ray's id of its node. Raises ValueError when a
+    node has no room, and StoreLost when a unit does not start within START_TIMEOUT_S."""
     started, actors, units = time.monotonic(), [], []
     actor_class = ray.remote(UnitActor)
-    for number, name in enumerate(names):
-        place = NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=False)
+    for name, node in places:
+        place = NodeAffinitySchedulingStrategy(node, soft=False)
         full_name = f"headrace-{run_id}-{name}"
         options = actor_class.options(
             name=full_name, namespace=NAMESPACE, num_cpus=0, max_concurrency=2, scheduling_strategy=place
@@ -93,7 +97,7 @@ def start_units(run_id: str, num_units: int | None, key: bytes, capacity_bytes: 
         end_actors(actors, [])
         elapsed_s = time.monotonic() - started
         raise StoreLost(
-            f"storage unit did not start: {error}", op="start", peer=names[len(units)], elapsed_s=elapsed_s
+            f"storage unit did not start: {error}", op="start", peer=places[len(units)][0], elapsed_s=elapsed_s
         ) from None
     except BaseException:
         end_actors(actors, [])

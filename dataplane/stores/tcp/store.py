@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -76,6 +76,12 @@ class TcpStore(PutsAll):
     def holders(self) -> list[str]:
         """Names of the units; see `NamesHolders`."""
         return [unit.address.peer for unit in self._units]
+
+    def avoid(self, dead: Collection[int]) -> bool:
+        """Write nothing to these units any more; see `AvoidsDead`."""
+        fresh = set(dead) - self._dead
+        self._dead |= fresh
+        return bool(fresh)
 
     # ---------------- These methods write blocks.
 

@@ -14,6 +14,7 @@ import dataclasses
 import gc
 import logging
 import os
+import platform
 import socket
 import threading
 import time
@@ -92,7 +93,7 @@ class StorageUnit:
             raise
         port = listener.getsockname()[1]
         folder = str(self._pool.spec.address["folder"])
-        self.address = UnitAddress(name, os.getpid(), host, port, memory_id(), folder)
+        self.address = UnitAddress(name, os.getpid(), host, port, memory_id(), folder, platform.node())
         self._handlers: dict[str, Callable[[Connection, bytes, int], None]] = {
             "put": self._put,
             "get": self._get,

@@ -253,11 +253,15 @@ class UnitAddress:
     different ones."""
     folder: str
     """Folder of the unit's pool in that shared memory."""
+    host_name: str = ""
+    """Name of the unit's host."""
+    node: str = ""
+    """Ray's id of the unit's node; "" for a unit that is no Ray actor."""
 
     @property
     def peer(self) -> str:
-        """Name of the unit in error messages, with its pid and address."""
-        return f"storage unit {self.name} pid={self.pid} {self.host}:{self.port}"
+        """Name of the unit in error messages, with its pid, host and address."""
+        return f"storage unit {self.name} pid={self.pid} host={self.host_name} {self.host}:{self.port}"
 
 
 def memory_id() -> str:

@@ -280,7 +280,13 @@ def test_storage_units_of_a_cluster_are_actors_on_its_nodes(ray_session: None) -
         client.get(lost[0])
     client.put("p", ["new.0"], block_of(7, 1))
     assert client.status("p").lost_rows == len(lost) == 2
-    assert client.clear("p", timeout_s=20) == 5
+    here = ray.get_runtime_context().get_node_id()
+    plane.ensure_unit(here)  # unit-1 is there
+    assert client.forget_unit(here) == {"p": tuple(f"k.{number}" for number in range(4)) + ("new.0",)}
+    for _ in range(2):
+        plane.ensure_unit(here)
+    assert client.put("p", ["new.0"], block_of(7, 1)).blocks[0].location[:2] == b"\0\2"
+    assert client.clear("p", timeout_s=20) == 1
     client.close()
     plane.close()
     assert not list(Path("/dev/shm").glob(f"*{plane.handle.run_id}*"))
