@@ -33,7 +33,8 @@ MEASURED: list[tuple[str, float, float, dict[str, Any]]] = [
     ("4b", 4.022e9, 119.9, {**LEAN, "recompute_layers": 10}),
     ("4b", 4.022e9, 77.5, LEAN),
     ("4b", 4.022e9, 73.9, {**LEAN, "backend": "megatron"}),
-    ("4b", 4.022e9, 14.1, {**LEAN, "lora": {"rank": 16}}),
+    ("1.7b", 1.721e9, 34.3, {"recompute": "full"}),
+    ("4b", 4.022e9, 13.4, {**LEAN, "lora": {"rank": 16}}),
 ]
 """Shapes, parameters, measured peaks of a train worker in GiB, and keys of the trainer. The peaks are those of
 docs/benchmarks.md and docs/start/smollm2.md."""
