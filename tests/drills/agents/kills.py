@@ -86,6 +86,7 @@ def config_of(plan: Plan, folder: Path) -> dict[str, Any]:
         "rollout": {"engine": "scripted", "num_engines": 2, "num_actors": 2, "max_new_tokens": 6 * LONGEST},
         "environment": {
             "kind": "headrace.tests.drills.agents.skewed_game:SkewedGame", "recover": plan.recover, "retries": 20,
+            **({"recover_tokens": 2} if plan.recover == "prefix" else {}),  # Half of a turn.
             "options": {"wait_s": plan.wait_s, "apart": plan.chaos},
         },
         "reward": {"functions": [{"kind": "environment"}]},
@@ -127,7 +128,7 @@ def play(plan: Plan, folder: Path, tell: Callable[[str], None]) -> Outcome:
     notes = run.control.notes()
     outcome.seconds, outcome.launches = time.monotonic() - began, run.launches
     outcome.balance = balance(notes, prompts_per_step=plan.prompts, group_size=GROUP_SIZE)
-    outcome.accounts = accounts(notes, journaled if plan.recover == "turn" else ())
+    outcome.accounts = accounts(notes, journaled if plan.recover != "restart" else ())
     outcome.complaints += _complaints(outcome)
     return outcome
 
@@ -259,7 +260,7 @@ def run_drill(plans: Sequence[Plan], out: Path, tell: Callable[[str], None], com
     complaints = [f"{outcome.plan.name}: {line}" for outcome in outcomes for line in outcome.complaints]
     for outcome in outcomes[1:]:
         found = figures[outcome.plan.name]
-        if outcome.plan.recover == "turn" and min(found["p_turns"], found["p_tokens"]) < LEVEL:
+        if outcome.plan.recover != "restart" and min(found["p_turns"], found["p_tokens"]) < LEVEL:
             complaints.append(f"{outcome.plan.name}: its episodes have other lengths than those without faults")
     count, share = min(f["episodes"] for f in figures.values()), 1 / LONG_OF
     seen = {f"{cut:.0%}": round(power(count, share, share * (1 - cut), LEVEL), 3) for cut in (0.2, 0.3, 0.5)}
@@ -280,11 +281,12 @@ def run_drill(plans: Sequence[Plan], out: Path, tell: Callable[[str], None], com
 
 
 def plans_of(kills: int, steps: int, prompts: int, seed: int, only: Sequence[str] = ()) -> list[Plan]:
-    """Return the plans of the drill: without faults, kills of the whole run with both kinds of recovery, and chaos."""
+    """Return the plans of the drill: without faults, kills of the whole run with each kind of recovery, and chaos."""
     size: dict[str, Any] = {"steps": steps, "prompts": prompts, "seed": seed}
     plans = [
         Plan("plain", kills=0, **size),
         Plan("turn", kills=kills, **size),
+        Plan("prefix", recover="prefix", kills=(kills + 1) // 2, **size),
         Plan("restart", recover="restart", kills=kills, **size),
         Plan("chaos", kills=2 * kills, chaos=True, **size),
     ]
@@ -297,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=20, metavar="N", help="kills of each run, twice as many in chaos")
     parser.add_argument("--steps", type=int, default=16, metavar="N", help="steps of each run")
     parser.add_argument("--prompts", type=int, default=32, metavar="N", help="prompts of each step")
-    parser.add_argument("--only", default="", metavar="NAMES", help="some of turn, restart and chaos, with commas")
+    parser.add_argument("--only", default="", metavar="NAMES", help="some of turn, prefix, restart and chaos, with commas")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the moments and the victims")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results")
     arguments = parser.parse_args(argv)
