@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..dataplane.imports import import_ahead, import_object, ship_objects
+from ..dataplane.rpc.child_process import end_with_parent
 from .engines.vllm.start import start_ahead
 from .process.own_process import ActorInfo, keep_freed_memory, leave_cores_free, settle, show_gpus
 
@@ -54,6 +55,7 @@ class EarlyEngineActor:
         EngineHost, as `package.module:Class`. vllm_ahead: whether to start vLLM's engine process before these imports.
         gpus: CUDA's names of the GPUs that the process may use; with None these are the GPUs that Ray assigned. folder:
         the driver's working folder. objects: pickles of shipped objects by path (see `ship_objects`)."""
+        end_with_parent()
         # The imports below may look for GPUs, so the limit comes first.
         show_gpus(gpus)
         enter(folder)
@@ -99,6 +101,7 @@ class EarlyTrainActor:
     ) -> None:
         """Start to import `modules`. gpus: CUDA's names of the GPUs that the process may use; with None these are the
         GPUs that Ray assigned. folder: the driver's working folder. objects: pickles of shipped objects by path."""
+        end_with_parent()
         # The imports below may look for GPUs, so the limit comes first.
         show_gpus(gpus)
         enter(folder)

@@ -27,7 +27,7 @@ from .directory.service import DirectoryService
 from .errors import DataPlaneError, DirectoryLost
 from .imports import ship_objects, shipped_objects
 from .owned_folder import pid_space
-from .rpc.child_process import serve_parent
+from .rpc.child_process import end_with_parent, serve_parent
 from .rpc.frames import DirectoryAddress
 from .rpc.server import DirectoryServer
 from .store_choice import build_store_host
@@ -109,6 +109,7 @@ class DirectoryActor:
 
     def __init__(self, config: DataPlaneConfig, build_host: BuildHost, samplers: Mapping[str, bytes]) -> None:
         """samplers: pickles of those samplers of `config` that are shipped objects, by path."""
+        end_with_parent()
         ship_objects(samplers)
         self._directory = HostedDirectory(config, build_host)
 

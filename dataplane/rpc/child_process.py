@@ -1,4 +1,4 @@
-"""Starts a process of the data plane without Ray, which ends when the process that started it ends.
+"""Starts a process of the data plane without Ray, and ends a process when the one that started it ends.
 
 The parent holds the writing end of the child's standard input. The child closes down when this input ends. The input
 ends when the parent closes it or dies, however it dies.
@@ -18,10 +18,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 from ..errors import DataPlaneError, StoreLost
 
 END_TIMEOUT_S = 10.0
 """Seconds that a child may take to end after its standard input has ended; after that it is killed."""
+PARENT_LOOK_S = 1.0
+"""Seconds between two looks of a Ray actor at its parent process."""
 _ERRORS = (ValueError, StoreLost)
 
 
@@ -153,3 +157,22 @@ def _exit_soon() -> None:
     timer = threading.Timer(1.0, os._exit, (0,))
     timer.daemon = True
     timer.start()
+
+
+def end_with_parent() -> None:
+    """Kill this process and its descendants as soon as its parent process has ended, however that ended.
+
+    Ray 2.60 leaves its workers alone when their raylet dies, as it does on a host that was cut off. They would keep
+    their memory, ports and GPUs, and the run has replaced them by then.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_LOOK_S)
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()

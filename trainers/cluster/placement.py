@@ -8,7 +8,7 @@ a tensor-parallel group of the trainer are always within one host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -129,15 +129,6 @@ class Placement:
     def seats(self) -> tuple[Seat, ...]:
         """Seats of all actors."""
         return (*self.engines, *self.teachers, *self.ranks, *self.rollouts)
-
-    def nodes_for(self, name: str, nodes: Set[str]) -> Set[str]:
-        """Return the members of `nodes`, ids of Ray's nodes, that can host the actor `name`. They are the node of its
-        GPUs, or all."""
-        if self.layout == "cpu":
-            return nodes
-        return nodes & {
-            self.hosts[seat.host].node for seat in self.seats if seat.name == name and seat.host is not None
-        }
 
     def numbers(self, seat: Seat) -> tuple[int, ...]:
         """Return the numbers of a seat's GPUs, counted over all hosts."""

@@ -125,13 +125,16 @@ def asks_for_token(address: str) -> bool:
         Config.initialize("")
 
 
-def open_cluster(resources: ResourcesConfig, request: PlacementRequest, dataplane: DataPlaneConfig) -> Cluster:
+def open_cluster(
+    resources: ResourcesConfig, request: PlacementRequest, dataplane: DataPlaneConfig, *, check_cpus: bool = True
+) -> Cluster:
     """Join the Ray cluster that the configuration names, or start one. Raises UserError if the cluster has too few
-    CPUs, or asks for no token on a network that is not trusted."""
+    CPUs, unless `check_cpus` is false, or asks for no token on a network that is not trusted."""
+    demand = CpuDemand(request.num_actors or 0, request.engine_cpus, request.topology.world)
     return Cluster(
         address=resources.ray_address,
         num_cpus=resources.num_cpus,
-        demand=CpuDemand(request.num_actors or 0, request.engine_cpus, request.topology.world),
+        demand=demand if check_cpus or resources.ray_address is None else CpuDemand(0, 0, 0),
         pooled=request.pooled,
         namespace=f"headrace-{uuid.uuid4().hex[:8]}",
         object_store_mib=object_store_mib(dataplane.store),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, NoReturn, Protocol, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle as RayActor
@@ -26,12 +26,13 @@ from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.imports import shipped_objects
 from ..config.config import Config, ResourcesConfig
 from ..errors import UserError
-from .calls import ActorFailed, ActorHandle, Call, DriverMeter, ended, gather
-from .engine_pool import Engine, EnginePool
+from .calls import ActorFailed, ActorHandle, Call, DriverMeter, ended, gather, gather_each
+from .engine_pool import Engine, EnginePool, NoEngineLeft
 from .engine_specs import engine_ahead, engine_config, threads
 from .gpu_bundles import Reservation, check_reports
 from .handles import EngineHandle, RolloutHandle, SeatHandle, TrainHandle
-from .placement import ON_CPUS, TEACHER_ACTOR, Placement, PlacementRequest, Seat
+from .lost_hosts import HostGone, gone, host_of, in_words, moved
+from .placement import ON_CPUS, TEACHER_ACTOR, Host, Placement, PlacementRequest, Seat
 from .rollout_specs import rollout_setup
 from .start_times import StartTimes
 from .teacher_specs import teacher_engine
@@ -81,18 +82,41 @@ class RunActors:
     """Callback that receives the new processes of actors before they are built."""
     teachers: list[EngineHandle] = field(default_factory=list)
     """The actors with engines of teachers. None of them is replaced alone: if one dies, the run starts again."""
+    move: Callable[[Sequence[str]], Placement | None] = lambda names: None
+    """Function that gives actors, by name, places on hosts with room. Returns the new placement, or None if there is no
+    room for all of them."""
+    ensure_unit: Callable[[str], None] = lambda node: None
+    """Function that starts a storage unit on a node of Ray, by its id, unless it has one; `DataPlane.ensure_unit`."""
+    away: list[EngineHandle] = field(default_factory=list)
+    """The rollout actors and engines whose host is gone, and for which no other host has had room yet."""
+    on_away: list[Callable[[str], None]] = field(default_factory=list)
+    """Callbacks that receive a sentence about an actor when it is added to `away`."""
 
     @property
     def handles(self) -> list[EngineHandle | TrainHandle]:
-        """Handles of all actors, without duplicates."""
+        """Handles of all actors that have a process, without duplicates."""
         hosts = [] if self.engines.embedded else [engine.handle for engine in self.engines.engines]
-        return [*hosts, *self.rollouts, *self.teachers, *self.workers]
+        every: list[EngineHandle | TrainHandle] = [*hosts, *self.rollouts, *self.teachers, *self.workers]
+        return [handle for handle in every if handle not in self.away]
 
     @property
     def active_rollouts(self) -> list[RolloutHandle]:
         """The rollout actors that have an engine to generate with. Raises NoEngineLeft when there is none."""
         active = [engine.handle for engine in self.engines.active]
-        return [rollout for rollout in self.rollouts if rollout in active] if self.engines.embedded else self.rollouts
+        if self.engines.embedded:
+            return [rollout for rollout in self.rollouts if rollout in active]
+        found = [rollout for rollout in self.rollouts if rollout not in self.away]
+        if not found:
+            raise NoEngineLeft(f"none of the {len(self.rollouts)} rollout actors is left, because their hosts are gone")
+        return found
+
+    @property
+    def can_generate(self) -> bool:
+        """True if a rollout actor and an engine are left."""
+        try:
+            return bool(self.active_rollouts)
+        except NoEngineLeft:
+            return False
 
     @property
     def may_replace(self) -> bool:
@@ -104,13 +128,15 @@ class RunActors:
         process.
 
         The old actor is killed first, because it still runs if only its engine's process died. A new engine serves
-        version 0. Raises `failure` if `max_replaced` is reached or the actor's node has left the Ray cluster, and
-        ActorFailed if the new process does not start.
+        version 0. If the actor's host is gone, the new process is on another host. Raises `failure` if `max_replaced`
+        is reached, HostGone if no host has room, and ActorFailed if the new process does not start.
         """
         if not self.may_replace:
             raise failure
-        if self._without_node([handle]):
-            raise failure  # A new process would only wait for a node until the time limit.
+        if lost := self._without_place([handle]):
+            self._wait_for_host(handle, lost)
+        if handle in self.away:
+            self.away.remove(handle)
         self.replaced += 1
         _log.warning("replaced: %s", failure)
         for tell in self.on_death:
@@ -149,11 +175,11 @@ class RunActors:
         """Kill all train workers, then start and build new ones with the run's first weights. The handles in `workers`
         then refer to the new workers.
 
-        Raises ActorFailed if the new workers do not start, and at once if the node of a worker has left the Ray
-        cluster.
+        Workers of a host that is gone start on other hosts. Raises ActorFailed if the new workers do not start, and at
+        once if no other host has room.
         """
-        if lost := self._without_node(self.workers):
-            raise ActorFailed(f"start: the host of {', '.join(lost)} has left the Ray cluster", died=True)
+        if lost := self._without_place(self.workers):
+            raise ActorFailed(f"start: {in_words(lost)}, and no other host has room for its train workers", died=True)
         for worker in self.workers:
             worker.kill("was ended, because all train workers are started again")
             worker.restart()
@@ -162,10 +188,46 @@ class RunActors:
         _introduce_teachers(self.teachers, self.workers, self.start_timeout_s)
         self._tell()
 
-    def _without_node(self, handles: Sequence[EngineHandle | TrainHandle]) -> list[str]:
-        """Return the names of the actors that cannot be placed. No suitable node is alive for them."""
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return [handle.info.name for handle in handles if not self.placement.nodes_for(handle.info.name, alive)]
+    def on_lost_host(self, handle: EngineHandle | TrainHandle) -> bool:
+        """Return whether the host of an actor has left the Ray cluster."""
+        host = host_of(self.placement, handle.info.name)
+        return host is not None and bool(gone([host]))
+
+    def _without_place(self, handles: Sequence[EngineHandle | TrainHandle]) -> list[Host]:
+        """Give the actors whose host is gone places on other hosts. Returns the hosts that are gone if there is no room
+        elsewhere."""
+        places = {handle.info.name: host_of(self.placement, handle.info.name) for handle in handles}
+        lost = gone([host for host in places.values() if host is not None])
+        if not lost:
+            return []
+        placement = self.move([name for name, host in places.items() if host in lost])
+        if placement is None:
+            return lost
+        self.placement = placement
+        self.ensure_units()
+        return []
+
+    def ensure_units(self) -> None:
+        """Start a storage unit on each node on which rows are made or read and that has none."""
+        if len(self.placement.hosts) == 1:
+            return
+        left = gone(self.placement.hosts)
+        for node in self.placement.row_nodes:
+            if node in [host.node for host in left]:
+                continue
+            try:
+                self.ensure_unit(node)
+            except (DataPlaneError, ValueError) as error:  # Rows of this host go to units of other hosts.
+                _log.warning("no storage unit on node %s: %s", node, error)
+
+    def _wait_for_host(self, handle: EngineHandle, lost: Sequence[Host]) -> NoReturn:
+        """Add an actor to `away`, and raise HostGone. The user is told when it is added."""
+        sentence = f"{handle.info.name}: {in_words(lost)}, and no other host has room for it"
+        if handle not in self.away:
+            self.away.append(handle)
+            for tell in self.on_away:
+                tell(f"{sentence}; the run goes on without it until one has")
+        raise HostGone(sentence, died=True)
 
     def _tell(self) -> None:
         for call in self.on_replaced:
@@ -259,7 +321,8 @@ class StartingActors:
         _introduce_teachers(self.teachers, self.workers, timeout_s)
         [data_notes] = _started([asked], "start", timeout_s)
         actors = RunActors(engines, self.rollouts, self.workers, self._max_replaced, data_notes, timeout_s, placement)
-        actors.on_started, actors.teachers = self._on_started, self.teachers
+        actors.on_started, actors.teachers, actors.move = self._on_started, self.teachers, self._starter.move
+        actors.ensure_unit = plane.ensure_unit
         return actors
 
     def _build_in_turns(self, generators: Sequence[EngineHandle], times: StartTimes, loan: Loan | None) -> None:
@@ -382,16 +445,25 @@ class ActorStarter:
             handle.setup = spec(model=model, handle=plane)
             assert handle.setup.name == handle.info.name, "the plan and the settings number the actors alike"
 
+    def move(self, names: Sequence[str]) -> Placement | None:
+        """Give actors, by name, places on hosts with room, where their next processes start. Returns the new placement,
+        or None if there is no room for all of them. An engine of a pool keeps its place."""
+        reservation = None if self._seat_in is not None else moved(self._reservation, names)
+        if reservation is None:
+            return None
+        self._reservation, self.placement = reservation, reservation.placement
+        return self.placement
+
     def _start(
         self, handle: type[H], host: type, arguments: Sequence[Any], spec: Spec, seat: Seat, **options: Any
     ) -> H:
         """Start the actor of `seat`. host: class of the early actor, with its first arguments. spec: function that
         returns the actor's settings."""
-        options |= self._reservation.options(seat)
-        arguments = (*arguments, self._reservation.devices(seat), os.getcwd(), self._objects)
 
         def start() -> Any:
-            actor = ray.remote(max_restarts=0, **options)(host).remote(*arguments)
+            place = next(one for one in self.placement.seats if one.name == seat.name)
+            own = (*arguments, self._reservation.devices(place), os.getcwd(), self._objects)
+            actor = ray.remote(max_restarts=0, **options, **self._reservation.options(place))(host).remote(*own)
             self._stack.callback(ray.kill, cast(RayActor, actor), no_restart=True)
             return actor
 
@@ -468,11 +540,14 @@ def _introduce(engines: EnginePool, rollouts: Sequence[RolloutHandle], timeout_s
             calls += [rollout.suspend_engine(engine.handle, False) for rollout in rollouts]
         else:
             calls = [rollout.add_engine(engine.handle) for rollout in rollouts]
-        try:
-            _started(calls, "engines", timeout_s)
-        except ActorFailed as error:
-            if error.cause is None:
-                raise
-            engines.exclude(engine, str(error.cause))  # The engine died again before a router could connect to it.
+        for answer in gather_each(calls, "engines", timeout_s):
+            if not isinstance(answer, ActorFailed):
+                continue
+            if answer.cause is not None:
+                # The engine died again before a router could connect to it.
+                engines.exclude(engine, str(answer.cause))
+            elif not answer.died:
+                raise answer
+            # A rollout actor that died gets the engines when it is replaced.
 
     engines.on_change.append(tell)

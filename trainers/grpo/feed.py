@@ -32,14 +32,14 @@ from ...actors.rollout.rows import RouteCounts
 from ...codecs.tokens.routes import ROUTES
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.directory.samplers import TaskConfig
-from ...dataplane.errors import ClaimTimeout, KeysNotFound, LeaseLost
+from ...dataplane.errors import ClaimTimeout, KeysNotFound, LeaseLost, StoreLost
 from ...dataplane.meta import POSITION, KVBatchMeta
 from ..base_model.prepare import route_spec
 from ..cluster.calls import ActorFailed, Call
 from ..cluster.handles import RolloutHandle
 from ..cluster.rollout_specs import sampling
 from ..config.config import Config
-from ..observe.data_plane_watch import Busy, check_none_lost
+from ..observe.data_plane_watch import Busy
 from .checkpoints import State
 from .dynamic_sampling import useful_rows
 from .pool_demand import Demand
@@ -534,11 +534,26 @@ class Feed:
         if not failure.died and not self._rollouts.may_repeat(failure, issue.call.started, self._state.version):
             raise failure
         self._lost(issue)
+        lost = self._forget_lost()  # A storage unit can have ended with the actor's host.
         missing = self._not_put([position for position in issue.positions if self._in_flight.get(position) is issue])
         if failure.died:
             self._rollouts.replace(issue.actor, issue.call.pid, failure, self._state.version)
-        self._tally.reissued += len(missing)
+        self._tally.reissued += len(missing) + len(lost)
         self._issue(missing, issue.fresh)
+        self._issue(lost, False)
+
+    def _forget_lost(self) -> list[int]:
+        """Remove the rows that were lost with a process of the store from the data plane. Returns the positions of
+        their prompts, which must be issued again. Raises StoreLost if the current step has claimed some of them,
+        because its train workers would read them."""
+        keys = set(self._client.forget_unit().get(self._partition, ()))
+        lost = {position for position in (*self._in_flight, *self._claimed) if row_key(base36(position), 0) in keys}
+        if held := lost & self._claimed:
+            what = f"the rows of {len(held)} groups of the current step were lost with a process of the store"
+            raise StoreLost(what, op="claim", partition=self._partition, keys=sorted(keys))
+        for position in lost:
+            del self._in_flight[position]
+        return sorted(lost)
 
     def _not_put(self, positions: Iterable[int]) -> list[int]:
         """Return those of `positions` (in the prompt stream) whose groups are not in the data plane. Looks up only one
@@ -575,8 +590,11 @@ class Feed:
                         min_version=self._oldest if self._overtaking else None, timeout_s=wait_s,
                     )  # fmt: skip
                 except ClaimTimeout:
-                    check_none_lost(self._client.status(self._partition))
                     reissued = self._tally.reissued
+                    if self._client.status(self._partition).lost_rows:
+                        lost = self._forget_lost()
+                        self._tally.reissued += len(lost)
+                        self._issue(lost, False)
                     self._look_after(0.0)
                     if self._look_for_progress() or self._tally.reissued > reissued:
                         deadline = time.monotonic() + self._timeout_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,7 +12,8 @@ from ...actors.rollout.results import RolloutReport
 from ..cluster.calls import ActorFailed, Call, ProgressWatch, ended, gather_each
 from ..cluster.engine_pool import Engine, NoEngineLeft
 from ..cluster.handles import EngineHandle, RolloutHandle
-from ..cluster.run_actors import RunActors
+from ..cluster.lost_hosts import LOOK_S, HostGone, NoRoom
+from ..cluster.run_actors import BY_START_TIMEOUT, RunActors
 from ..supervision.stuck_report import STUCK, record_stuck
 from .gpu_turns import Roles
 from .stages import Stages
@@ -163,26 +165,48 @@ class RolloutPool:
 
     def replace(self, actor: EngineHandle, pid: int, failure: ActorFailed, version: int) -> None:
         """Replace a rollout actor or engine whose process `pid` died, and wait until the new one has started. The new
-        process serves `version`. Does nothing if that process was replaced before. Raises `failure` if run.max_restarts
-        allows no more replacements.
+        process serves `version`. Does nothing if that process was replaced before.
+
+        If its host is gone and no other has room, the run goes on with the other actors, and `replace_dead` tries again
+        after each step. Without others, the call waits for room. Raises `failure` if run.max_restarts allows no more
+        replacements, and NoRoom if there was no room for resources.start_timeout_s.
         """
         if actor.info.pid != pid:
             return
         engines = self._actors.engines
         with (
             self.roles.engines_kept(),
-            # The limit covers build, ping and set_engines.
-            self.stages.timed("replace", 3 * self._actors.start_timeout_s),
+            # The limit covers the wait for room, build, ping and set_engines.
+            self.stages.timed("replace", 4 * self._actors.start_timeout_s),
         ):
             engine = next((engine for engine in engines.engines if engine.handle is actor), None)
             if engine is not None:
+                engine.dead = True
                 engines.exclude(engine, str(failure))
-            self._actors.replace(actor, failure)
+            if not self._start_again(actor, failure):
+                return
             if engine is not None:
                 engine.renew()
                 if self.roles.sync_engine(engine, version):
                     engines.readmit(engine)
         self.begin_watch()  # The progress of other actors was not watched meanwhile.
+
+    def _start_again(self, actor: EngineHandle, failure: ActorFailed) -> bool:
+        """Start a new process of an actor that died. Returns False if no host has room, and others can generate."""
+        until_s = time.monotonic() + self._actors.start_timeout_s
+        while True:
+            try:
+                self._actors.replace(actor, failure)
+                return True
+            except HostGone as error:
+                if self._actors.can_generate:
+                    return False
+                if time.monotonic() >= until_s:
+                    waited = f"waited for room for {self._actors.start_timeout_s:g} s"
+                    raise NoRoom(
+                        f"{BY_START_TIMEOUT}: {waited} in vain, and nothing else can generate: {error}"
+                    ) from error
+                time.sleep(LOOK_S)
 
     def may_repeat(self, failure: ActorFailed, since_s: float, version: int) -> bool:
         """Return whether a call that failed can be sent again. It can if it found no engine and one was replaced.
@@ -219,8 +243,8 @@ class RolloutPool:
 
     def replace_dead(self, version: int) -> bool:
         """Replace the engines that died, as often as run.max_restarts allows. An engine that has not answered for
-        resources.stage_timeout_s is killed and replaced, too. Returns whether at least one engine had to be replaced
-        and all of them were."""
+        resources.stage_timeout_s is killed and replaced, too. So is a rollout actor whose host is gone, once there is
+        room. Returns whether at least one engine had to be replaced and all of them were."""
         engines = self._actors.engines.engines
         gone = [
             engine for engine in engines if (engine.dead or engine.silent_s >= self.timeout_s) and not engine.asleep
@@ -232,4 +256,7 @@ class RolloutPool:
             if not engine.dead:
                 reason = self.end_stuck(engine.handle, "without an answer")
             self.replace(engine.handle, engine.handle.info.pid, ActorFailed(reason, died=True), version)
-        return bool(gone)
+        for actor in [] if self._actors.engines.embedded else [*self._actors.away]:
+            if actor in self._actors.rollouts and self._actors.may_replace:
+                self.replace(actor, actor.info.pid, ActorFailed(f"{actor.info}: its host was gone", died=True), version)
+        return bool(gone) and not any(engine.dead for engine in gone)

@@ -43,6 +43,8 @@ class DataPlaneWatch:
         self._step = Traffic()
         self._total = Traffic()
         self._seen_bytes = 0
+        self._last: DataPlaneStatus | None = None
+        """Content of the data plane at the last `end_step`; None before the first one."""
 
     def add(self, report: bytes) -> None:
         """Add the calls that another process made since its last report. report: result of
@@ -60,11 +62,9 @@ class DataPlaneWatch:
         are those that the driver exchanged with the data plane's directory since then.
 
         group_size: number of rows of a group. Makes one call to the directory for the current content of the data
-        plane. Raises DataPlaneError if that call fails, and StoreLost if rows have been lost with a process of the
-        store, because claims pass over them.
+        plane. Raises DataPlaneError if that call fails.
         """
-        status = self._client.status()
-        check_none_lost(status)
+        status = self._last = self._client.status()
         own = self._client.stats.take()
         with self._lock:
             self._step.merge(own)
@@ -74,6 +74,12 @@ class DataPlaneWatch:
         metrics["queue/groups_ready"] = float(ready_rows(status) // group_size)
         seen, self._seen_bytes = self._seen_bytes, self._client.stats.directory_bytes
         return metrics, self._seen_bytes - seen
+
+    def check_none_lost(self) -> None:
+        """Raise StoreLost if rows had been lost with a process of the store at the last `end_step`, because claims pass
+        over them."""
+        if self._last is not None:
+            check_none_lost(self._last)
 
     def total(self) -> Traffic:
         """Return the sum of all calls reported so far, with the driver's own calls up to the last step's end."""

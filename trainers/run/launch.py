@@ -15,6 +15,7 @@ from typing import Literal
 from ...dataplane.errors import DataPlaneError
 from ..base_model.prepare import check_model, model_has_experts, prepare_base, prepare_model
 from ..cluster.calls import ActorFailed
+from ..cluster.lost_hosts import Patience, used_hosts
 from ..cluster.ray_cluster import Cluster
 from ..cluster.start_times import StartTimes
 from ..config.checks import cautions, contradictions
@@ -23,6 +24,7 @@ from ..errors import ConfigError, UserError
 from ..grpo.checkpoints import Checkpoints, NoCheckpoint, State, refuse_changed_objects
 from ..grpo.evaluation import BEST
 from ..grpo.feed import PARTITION, Feed
+from ..grpo.gpu_turns import BothResident
 from ..grpo.run_parts import Run
 from ..grpo.step_warnings import StepWarnings
 from ..grpo.training_modes import AfterStep, open_feed, run_steps
@@ -34,7 +36,7 @@ from ..observe.trace import Tracer
 from .checks.preflight import check_start
 from .checks.trust_probe import distrust
 from .processes import launched
-from .restarts import lost_only_workers, lost_process, needed_processes, root_cause
+from .restarts import lost_only_rows, lost_only_workers, lost_process, needed_processes, root_cause
 from .supervised_start import warm_up, warmup_sections
 from .under_watchdog import StepSize, WatchdogProcess, under_watchdog
 
@@ -207,6 +209,10 @@ class _Training:
         """Sentence about the loss that caused the last restart; "" before the first restart."""
         self._stopped: str | None = None
         """Reason for which the receiver of the events ends the run early; None while it goes on."""
+        self._logged = 0
+        """Last step whose metrics were logged."""
+        self._patience: Patience | None = None
+        """Wait for room in the Ray cluster at the next launch; None before the first one."""
         self._begun = False
         """Whether any launch has reached its first step. An earlier failure causes no restart, because it would only
         happen again."""
@@ -269,7 +275,11 @@ class _Training:
                 cluster=cluster,
                 check=self._check_prompts,
                 times=times,
+                patience=self._patience,
             ) as run:
+                self._patience = Patience(
+                    used_hosts(run.actors.placement), config.resources.start_timeout_s, self._progress.message
+                )
                 times.mark("ready")
                 self._folder.metrics.event("start", state.step, **times.figures())
                 self._progress.message(str(times))
@@ -308,9 +318,15 @@ class _Training:
         def replaced(died: str) -> None:
             folder.replaced(state.step, died)
 
+        def away(sentence: str) -> None:
+            self._progress.message(sentence)
+            folder.incident(state.step, sentence)
+
         run.actors.on_death.append(replaced)
+        run.actors.on_away.append(away)
         run.observers.evaluated.append(self._progress.evaluated)
         checkpoints.load(run.workers, run.rollouts, state)
+        self._logged = state.step
         if state.step or state.version > self._config.first_version:
             run.rollouts.sync_weights(state.version)
         if state.step or self._restarts:
@@ -328,17 +344,21 @@ class _Training:
                         yield from self._tell(run, _events(state.step, metrics, checkpoints))
                         if self._stopped is not None:
                             break
+                        run.observers.watch.check_none_lost()
                 break
             except KeyboardInterrupt:
                 self._save_interrupted(run, state, checkpoints)
                 raise
             except Exception as error:
                 cause = root_cause(error, run.actors, needed_processes(folder.path))
-                if not isinstance(cause, ActorFailed) or not self._may_restart_workers(run, cause):
-                    if cause is error:
-                        raise
+                if self._may_repeat_step(run, state, error):
+                    feed = self._repeat_step(run, state, feed, cause)
+                elif isinstance(cause, ActorFailed) and self._may_restart_workers(run, cause):
+                    feed = self._restart_workers(run, state, feed, checkpoints, cause)
+                elif cause is error:
+                    raise
+                else:
                     raise cause from error
-                feed = self._restart_workers(run, state, feed, checkpoints, cause)
         self._finish(run, state, checkpoints)
         yield from self._tell(run, _saved(checkpoints))
 
@@ -358,6 +378,7 @@ class _Training:
 
         def after_step(state: State, metrics: dict[str, float]) -> None:
             metrics["run/restarts"] = float(self._restarts)
+            self._logged = state.step
             if state.step == first:
                 self._tell_distrust(state, metrics)
             self._watch.replace_if_dead()
@@ -429,6 +450,27 @@ class _Training:
             and lost_only_workers(run.actors, run.client, processes)
         )
 
+    def _may_repeat_step(self, run: Run, state: State, error: Exception) -> bool:
+        """Return whether it is enough to make the rows of the open step again. This requires that only rows are lost,
+        that the step has not changed the weights, and that run.max_restarts allows a restart."""
+        if state.ahead or state.step != self._logged or self._watch.reason() is not None:
+            return False  # The weights, or the metrics of the last step, would not fit what follows.
+        if not isinstance(run.roles, BothResident):
+            return False
+        return run.actors.may_replace and lost_only_rows(error, run.actors.workers, run.client)
+
+    def _repeat_step(self, run: Run, state: State, feed: Feed, error: Exception) -> Feed:
+        """Begin the open step again after its rows were lost with a process of the store. Returns a new feed, which
+        issues all prompts again that were in flight or claimed; the journal has the groups that were finished."""
+        self._restarts += 1
+        run.actors.max_replaced -= 1
+        lost = f"{error}; the rows of step {state.step + 1} are made again"
+        self._progress.message(lost)
+        self._folder.incident(state.step, lost)
+        run.actors.ensure_units()
+        feed.give_up()
+        return open_feed(run, state, f"{PARTITION}-{self._restarts}")
+
     def _restart_workers(
         self, run: Run, state: State, feed: Feed, checkpoints: Checkpoints, error: ActorFailed
     ) -> Feed:
@@ -448,6 +490,7 @@ class _Training:
         run.weights.forget()
         checkpoints.load(run.workers, run.rollouts, earlier)
         state.go_back(earlier)
+        self._logged = state.step
         run.rollouts.sync_broken(state.version)
         feed.give_up()
         self._folder.resumed(state.step, died=self._died)

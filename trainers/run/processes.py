@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.config import DataPlaneConfig
@@ -21,6 +22,7 @@ from ...dataplane.factory import DataPlane, connect, open_data_plane
 from ..cluster.calls import DriverMeter
 from ..cluster.gpu_bundles import Reservation, reserve_places
 from ..cluster.gpu_memory import RolesDecision, decide_roles, smallest_gpu
+from ..cluster.lost_hosts import Patience
 from ..cluster.placement import PlacementRequest
 from ..cluster.ray_cluster import Cluster, open_cluster
 from ..cluster.run_actors import ActorStarter, RunActors, StartingActors
@@ -40,6 +42,7 @@ from ..supervision.heartbeat import Heartbeat
 from .listed_processes import ListedProcesses
 from .under_watchdog import WatchdogProcess
 
+T = TypeVar("T")
 CLOSE_TIMEOUT_S = 120.0
 """Seconds within which all processes of a run must have exited after it begins to close."""
 
@@ -78,6 +81,7 @@ def launched(
     cluster: Cluster | None = None,
     check: Callable[[], None] = lambda: None,
     times: StartTimes | None = None,
+    patience: Patience | None = None,
 ) -> Iterator[Run]:
     """Context manager that starts Ray, the data plane and all actors, and yields a `Run` that is ready to train. On
     exit, even after an error, it stops everything.
@@ -85,10 +89,11 @@ def launched(
     prepare: function that returns the model, a local folder or hub id; it is called while the actors' processes start.
     watch: the watchdog, which gets the list of processes; None for a run without one. cluster: an open cluster, which
     is closed at the end; None opens one. check: function that raises an error if the run cannot work; it is called once
-    the actors' processes are starting. times: records when each part of the start has ended.
+    the actors' processes are starting. times: records when each part of the start has ended. patience: waits for room
+    in the Ray cluster if this launch replaces one that has lost a host; None raises UserError at once.
     """
     with ExitStack() as stack:
-        launch = _Launch(config, folder, watch, times or StartTimes(), stack)
+        launch = _Launch(config, folder, watch, times or StartTimes(), stack, patience)
         places = launch.places(launch.cluster(cluster))
         starting = launch.start(places)
         check()
@@ -101,8 +106,15 @@ class _Launch:
     """The start of one run's processes. Each method must be called once, in the order of the definitions."""
 
     def __init__(
-        self, config: Config, folder: Path, watch: WatchdogProcess | None, times: StartTimes, stack: ExitStack
+        self,
+        config: Config,
+        folder: Path,
+        watch: WatchdogProcess | None,
+        times: StartTimes,
+        stack: ExitStack,
+        patience: Patience | None,
     ) -> None:
+        self._patience = patience
         self.heartbeat = Heartbeat() if watch is None else watch.heartbeat
         self._config = config
         self._request = PlacementRequest.of(config)
@@ -120,9 +132,11 @@ class _Launch:
         """Open a Ray cluster, unless one is given."""
         self._listed = ListedProcesses(self._folder, self._run_id)
         self._stack.callback(remove_shared_memory, self._run_id)
-        self.heartbeat.enter("starting Ray", self._start_s)
-        config = self._config
-        cluster = cluster or open_cluster(config.resources, self._request, config.dataplane)
+        self.heartbeat.enter("starting Ray", 2 * self._start_s)
+        config, patient = self._config, self._patience is not None
+        cluster = cluster or self._patiently(
+            lambda: open_cluster(config.resources, self._request, config.dataplane, check_cpus=not patient)
+        )
         self._stack.callback(cluster.close)
         return cluster
 
@@ -135,8 +149,11 @@ class _Launch:
             self._stack.callback(membership.leave, self._listed.actors)
         self._stack.callback(self._listed.end_actors)
         self._stack.callback(self._ending_actors.close)
-        self.heartbeat.enter("placing the actors", self._start_s)
-        reservation = reserve_places(self._request, self._start_s) if membership is None else membership.places()
+        self.heartbeat.enter("placing the actors", 2 * self._start_s)
+        if membership is not None:
+            reservation = membership.places()
+        else:
+            reservation = self._patiently(lambda: reserve_places(self._request, self._start_s))
         placement = reservation.placement
         route = WeightRoute.of(config.sync, placement, pooled=self._request.pooled)
         decision = decide_roles(config, placement, smallest_gpu())
@@ -144,6 +161,10 @@ class _Launch:
         resources = decision.applied_to(config.resources)
         config = config.model_copy(update={"resources": resources, "trainer": trainer})
         return Places(config, reservation, route, decision, membership, one_host=cluster.num_nodes == 1)
+
+    def _patiently(self, attempt: Callable[[], T]) -> T:
+        """Return the result of `attempt`. In a launch after the loss of a host, it is repeated while it lacks room."""
+        return attempt() if self._patience is None else self._patience.wait(attempt, self._request.num_cpus)
 
     def start(self, places: Places) -> StartingActors:
         """Start the processes of all actors, without waiting for them."""

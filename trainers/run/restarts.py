@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ray.exceptions import RayError, RayTaskError
 
 from ...dataplane.client.client import DataPlaneClient
-from ...dataplane.errors import DataPlaneError, DataPlaneTimeout, PeerLost
-from ..cluster.calls import ActorFailed, gather_each
+from ...dataplane.errors import DataPlaneError, DataPlaneTimeout, PeerLost, StoreLost
+from ..cluster.calls import ActorFailed, gather, gather_each
+from ..cluster.handles import TrainHandle
 from ..cluster.run_actors import RunActors
 from ..grpo.weight_sync import HEALTH_S
 from ..supervision.cleanup import is_running
@@ -22,6 +23,8 @@ close earlier, so connected processes fail first."""
 NEWS_S = 5.0
 """Largest number of seconds until Ray reports a death on another host, counted from the break of a connection to the
 dead process."""
+HOST_NEWS_S = 45.0
+"""Largest number of seconds until Ray reports that a host is gone which does not answer."""
 LOOK_S = 0.5
 """Seconds spent on querying actors before the processes of this host are checked again."""
 POLL_S = 0.05
@@ -36,12 +39,15 @@ def root_cause(error: Exception, actors: RunActors, processes: Mapping[str, int]
     death.
 
     processes: name -> pid of the processes on this host that the run needs. Waits for proof of a death, from Ray or
-    from this host: up to NEWS_S after an error about a connection, up to DEATH_S after any other error.
+    from this host: up to NEWS_S after an error about a connection, up to DEATH_S after any other error. In a run over
+    several hosts, an error about a connection waits up to HOST_NEWS_S for an actor that does not answer.
     """
     if isinstance(error, ActorFailed) and error.died:
         return error
     insist = is_about_another(error)
     dead = _proof(actors, processes, NEWS_S if insist else DEATH_S, insist)
+    if insist and not dead and len({handle.info.host for handle in actors.handles}) > 1:
+        dead = [str(info) for info in actors.find_dead(HOST_NEWS_S, insist=False)]
     return ActorFailed(f"{' and '.join(dead)} died: {error}", died=True) if dead else error
 
 
@@ -71,8 +77,8 @@ def lost_process(error: Exception) -> str | None:
 
 
 def lost_only_workers(actors: RunActors, client: DataPlaneClient, processes: Mapping[str, int]) -> bool:
-    """Return whether the only failed processes are train workers. At least one has died or is unresponsive, and every
-    other process of the run is alive and responding.
+    """Return whether the only failed processes are train workers, and rollout actors and engines of a host that is
+    gone. At least one worker has died or is unresponsive, and every other process of the run is alive and responding.
 
     processes: name -> pid of the processes on this host that the run needs.
     """
@@ -80,13 +86,28 @@ def lost_only_workers(actors: RunActors, client: DataPlaneClient, processes: Map
     answers = gather_each([handle.ping() for handle in handles], "health", HEALTH_S)
     silent = [handle for handle, answer in zip(handles, answers, strict=True) if isinstance(answer, ActorFailed)]
     workers = {worker.info.name for worker in actors.workers}
-    if not silent or any(handle.info.name not in workers for handle in silent):
+    others = [handle for handle in silent if handle.info.name not in workers]
+    if len(others) == len(silent) or any(one in actors.teachers or not actors.on_lost_host(one) for one in others):
         return False
     try:
         client.status(timeout_s=HEALTH_S)
     except DataPlaneError:
         return False
     return all(is_running(pid) for name, pid in processes.items() if name not in workers)
+
+
+def lost_only_rows(error: Exception, workers: Sequence[TrainHandle], client: DataPlaneClient) -> bool:
+    """Return whether `error` is the loss of rows with a process of the store, while the directory and all train workers
+    answer. The workers drop the gradients of the open step. A worker that waits for another does not answer."""
+    cause = error.cause if isinstance(error, ActorFailed) else error
+    if not isinstance(cause, StoreLost):
+        return False
+    try:
+        client.status(timeout_s=HEALTH_S)
+        gather([worker.abort() for worker in workers], "health", HEALTH_S)
+    except (DataPlaneError, ActorFailed):
+        return False
+    return True
 
 
 def _proof(actors: RunActors, processes: Mapping[str, int], wait_s: float, insist: bool) -> list[str]:

@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...errors import StoreLost
+from ...rpc.child_process import end_with_parent
 from ..ray_processes import end_actors, has_died
 from .unit import StorageUnit
 from .wire import UnitAddress
@@ -26,6 +27,7 @@ class UnitActor:
     """Ray actor that hosts a storage unit, which listens at the address of the actor's node."""
 
     def __init__(self, run_id: str, name: str, key: bytes, capacity_bytes: int) -> None:
+        end_with_parent()
         self._arguments = (run_id, name, key, capacity_bytes)
         self._unit: StorageUnit | None = None
 

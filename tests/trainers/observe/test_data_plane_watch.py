@@ -70,8 +70,11 @@ def test_a_step_has_the_calls_of_all_processes() -> None:
 def test_lost_rows_end_the_step_because_nothing_else_would_tell() -> None:
     client = FakeClient()
     client.state = replace(STATUS, lost_rows=3)
+    watch = watch_of(client)
+    watch.check_none_lost()
+    watch.end_step(8)
     with pytest.raises(StoreLost, match="3 rows were lost with a process of the store"):
-        watch_of(client).end_step(8)
+        watch.check_none_lost()
 
 
 def test_the_next_step_starts_at_nothing_and_the_line_goes_on() -> None:

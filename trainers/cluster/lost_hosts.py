@@ -1,0 +1,118 @@
+"""Finds another place for the actors of a host that has left the Ray cluster, and waits for room at a restart.
+
+Ray declares a node dead about 30 s after its last sign of life. A node that comes back has a new id.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import ray
+
+from ..errors import UserError
+from .calls import ActorFailed
+from .gpu_bundles import BY_START_TIMEOUT, Reservation, read_hosts
+from .placement import Host, Placement, Seat
+
+T = TypeVar("T")
+LOOK_S = 1.0
+"""Seconds between two looks for room in the Ray cluster."""
+
+
+class NoRoom(RuntimeError):
+    """A run has lost a host, and the Ray cluster got no room for it within `resources.start_timeout_s`. The message
+    names the host."""
+
+
+class HostGone(ActorFailed):
+    """An actor cannot be replaced now, because its host has left the Ray cluster and no other host has room for it."""
+
+
+def used_hosts(placement: Placement) -> tuple[Host, ...]:
+    """Return the hosts of a run that are nodes of the Ray cluster."""
+    return tuple(host for host in placement.hosts if host.node and host.node in placement.nodes)
+
+
+def host_of(placement: Placement, name: str) -> Host | None:
+    """Return the host of the actor `name`; None if Ray chooses it, as in a cluster of one node."""
+    seat = next((seat for seat in placement.seats if seat.name == name), None)
+    if seat is None or seat.host is None or (placement.layout == "cpu" and len(placement.hosts) == 1):
+        return None
+    return placement.hosts[seat.host]
+
+
+def gone(hosts: Sequence[Host]) -> list[Host]:
+    """Return those of `hosts` whose node has left the Ray cluster of this process."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    return [host for host in hosts if host.node not in alive]
+
+
+def in_words(hosts: Sequence[Host]) -> str:
+    """Return a clause that names hosts which have left, or says that others use the cluster if there are none."""
+    names = sorted({host.name for host in hosts})
+    if not names:
+        return "others use the rest of the Ray cluster"
+    return f"host {names[0]} is gone" if len(names) == 1 else f"hosts {', '.join(names)} are gone"
+
+
+def moved(reservation: Reservation, names: Sequence[str]) -> Reservation | None:
+    """Return `reservation` with new places for the actors `names`, whose hosts are gone. Their places are on hosts with
+    free CPUs, those that the run uses already first. Returns None if there is no room for all of them, and for actors
+    with GPUs, which only a new start can place."""
+    placement = reservation.placement
+    hosts, used = list(placement.hosts), set(placement.nodes)
+    free = {host.node: host.free_cpus for host in read_hosts()}
+    found = {host.node: host for host in read_hosts()}
+    seats = dict[str, Seat]()
+    for seat in placement.seats:
+        if seat.name not in names:
+            continue
+        rooms = [node for node, cpus in free.items() if cpus >= seat.cpus]
+        if seat.gpus or not rooms:
+            return None
+        node = min(rooms, key=lambda node: (node not in used, -free[node]))
+        free[node] -= seat.cpus
+        if node not in [host.node for host in hosts]:
+            hosts.append(found[node])
+        seats[seat.name] = replace(seat, host=[host.node for host in hosts].index(node))
+    kinds = ("engines", "ranks", "rollouts", "teachers")
+    changed = {kind: tuple(seats.get(seat.name, seat) for seat in getattr(placement, kind)) for kind in kinds}
+    return replace(reservation, placement=replace(placement, hosts=tuple(hosts), **changed))
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Waits for room in the Ray cluster when a run starts again, because hosts come back within minutes."""
+
+    hosts: Sequence[Host]
+    """Hosts of the start before."""
+    limit_s: float
+    """Largest number of seconds of the wait (`resources.start_timeout_s`)."""
+    tell: Callable[[str], None]
+    """Function that shows the user a sentence."""
+
+    def wait(self, attempt: Callable[[], T], num_cpus: int) -> T:
+        """Return the result of `attempt`, which is repeated while it raises UserError. num_cpus: number of logical CPUs
+        that the run needs. Raises NoRoom when the time is over."""
+        began, told = time.monotonic(), ""
+        while True:
+            try:
+                return attempt()
+            except UserError as error:
+                sentence = self._sentence(num_cpus) if ray.is_initialized() else f"waiting for the Ray cluster: {error}"
+                if time.monotonic() - began >= self.limit_s:
+                    raise NoRoom(
+                        f"{BY_START_TIMEOUT}: {sentence} in vain for {self.limit_s:g} s; --resume goes on when there "
+                        f"is room ({error})"
+                    ) from error
+                if sentence != told:
+                    self.tell(sentence)
+                told = sentence
+            time.sleep(LOOK_S)
+
+    def _sentence(self, num_cpus: int) -> str:
+        missing = num_cpus - ray.available_resources().get("CPU", 0.0)
+        return f"waiting for {f'{missing:g} CPUs' if missing > 0 else 'room'}: {in_words(gone(self.hosts))}"
