@@ -7,6 +7,7 @@
 # make drills     kills, soaks and long random runs, for hours; `make drill-ten_minutes` runs those with that in their name
 # make drill-chaos  two minutes of random faults in real runs; ARGS=--minutes=30 for longer
 # make drill-agents  kills real runs of long episodes and compares them with one without kills; ARGS=--only=chaos for a part
+# make drill-hosts   kills and cuts off hosts of real runs, for an hour; ARGS="--only=ranks --times=1" for a part
 # make list-slow  prints what only `make test-all` tests
 # make lint       style, types, import contracts
 # make docs       builds the documentation site, strictly, into build/site
@@ -32,7 +33,7 @@ QUICK := not processes and not long and not slow and not drill and not gpu and n
 # Compiled files are kept: without them each of the many processes that tests start compiles the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train pool check check-tests test test-all test-other families drills drill-chaos drill-agents list-slow lint docs docs-sources vllm clean
+.PHONY: help train pool check check-tests test test-all test-other families drills drill-chaos drill-agents drill-hosts list-slow lint docs docs-sources vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -76,6 +77,9 @@ drill-chaos: .venv/test.stamp
 
 drill-agents: .venv/test.stamp
 	$(BIN)/python -m headrace.tests.drills.agents.kills $(ARGS)
+
+drill-hosts: .venv/test.stamp
+	$(BIN)/python -m headrace.tests.drills.hosts.host_drill $(ARGS)
 
 drill-%: .venv/test.stamp .venv/vllm.stamp
 	$(PYTEST) -m drill -k "$*" $(ARGS)

@@ -279,6 +279,7 @@ _DEATHS = (
     ("ray.kill", "it was ended on request"),
     ("its node has died", "its host is no longer part of the Ray cluster"),
     ("node was terminated", "its host is no longer part of the Ray cluster"),
+    ("temporarily unavailable", "its host does not answer"),
     ("creation task", "it failed while it started"),
     ("SIGKILL", "its process was killed (SIGKILL, as the kernel does when memory runs out) or crashed"),
     ("connection error", "its process was killed (SIGKILL, as the kernel does when memory runs out) or crashed"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from ...actors.adapters.spec import AdapterSlots
@@ -98,3 +99,23 @@ def engine_log(folder: str | None, name: str) -> str:
     run folder, which contains the file; for None the path is ""."""
     index = name.rpartition(" ")[2]
     return os.path.join(folder, "engines", f"engine-{index}.log") if folder else ""
+
+
+def teacher_engine(policy: EngineConfig, model: str, rollout: RolloutConfig, top_k: int) -> EngineConfig:
+    """Return the settings of a teacher's engine, whose weights never change. policy: settings of an engine of the
+    policy in the same actor. model: the teacher's folder or hub id. rollout: section with the kind of the engine, which
+    differs from that of `policy` in a replay."""
+    longest = policy.max_model_len
+    if rollout.engine == "vllm":  # It limits the log-probs of a request, and generates a token after the prompt.
+        rollout = rollout.model_copy(update={"vllm": {"max_logprobs": max(top_k, 20), **rollout.vllm}})
+        longest = None if longest is None else longest + 1
+    return replace(
+        policy,
+        rollout=rollout,
+        model=policy.model.model_copy(update={"path": model, "adapter": None}),
+        max_model_len=longest,
+        version=0,
+        receiver=None,
+        adapters=None,
+        routes=None,
+    )

@@ -5,10 +5,11 @@ Ray declares a node dead about 30 s after its last sign of life. A node that com
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import ray
 
@@ -19,7 +20,9 @@ from .placement import Host, Placement, Seat
 
 T = TypeVar("T")
 LOOK_S = 1.0
-"""Seconds between two looks for room in the Ray cluster."""
+"""Seconds between two looks at the Ray cluster, and largest number of seconds for a connection to a node."""
+NEWS_S = 45.0
+"""Largest number of seconds until Ray reports that a host is gone which does not answer."""
 
 
 class NoRoom(RuntimeError):
@@ -45,9 +48,24 @@ def host_of(placement: Placement, name: str) -> Host | None:
 
 
 def gone(hosts: Sequence[Host]) -> list[Host]:
-    """Return those of `hosts` whose node has left the Ray cluster of this process."""
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    return [host for host in hosts if host.node not in alive]
+    """Return those of `hosts` whose node has left the Ray cluster of this process. Waits up to NEWS_S until Ray says so
+    of a node that accepts no connection, because an actor that started there meanwhile would fail."""
+    until_s = time.monotonic() + NEWS_S
+    while True:
+        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        known = [alive[host.node] for host in hosts if host.node in alive]
+        if all(map(_answers, known)) or time.monotonic() >= until_s:
+            return [host for host in hosts if host.node not in alive]
+        time.sleep(LOOK_S)
+
+
+def _answers(node: dict[str, Any]) -> bool:
+    """Return whether a node's raylet accepts a connection."""
+    try:
+        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), LOOK_S):
+            return True
+    except OSError:
+        return False
 
 
 def in_words(hosts: Sequence[Host]) -> str:
@@ -98,6 +116,8 @@ class Patience:
         """Return the result of `attempt`, which is repeated while it raises UserError. num_cpus: number of logical CPUs
         that the run needs. Raises NoRoom when the time is over."""
         began, told = time.monotonic(), ""
+        if ray.is_initialized():
+            gone(self.hosts)
         while True:
             try:
                 return attempt()
@@ -115,4 +135,6 @@ class Patience:
 
     def _sentence(self, num_cpus: int) -> str:
         missing = num_cpus - ray.available_resources().get("CPU", 0.0)
-        return f"waiting for {f'{missing:g} CPUs' if missing > 0 else 'room'}: {in_words(gone(self.hosts))}"
+        back = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
+        lost = [host for host in gone(self.hosts) if host.name not in back]
+        return f"waiting for {f'{missing:g} logical CPU(s)' if missing > 0 else 'room'}: {in_words(lost)}"

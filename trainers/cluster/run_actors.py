@@ -28,14 +28,13 @@ from ..config.config import Config, ResourcesConfig
 from ..errors import UserError
 from .calls import ActorFailed, ActorHandle, Call, DriverMeter, ended, gather, gather_each
 from .engine_pool import Engine, EnginePool, NoEngineLeft
-from .engine_specs import engine_ahead, engine_config, threads
+from .engine_specs import engine_ahead, engine_config, teacher_engine, threads
 from .gpu_bundles import Reservation, check_reports
 from .handles import EngineHandle, RolloutHandle, SeatHandle, TrainHandle
 from .lost_hosts import HostGone, gone, host_of, in_words, moved
 from .placement import ON_CPUS, TEACHER_ACTOR, Host, Placement, PlacementRequest, Seat
 from .rollout_specs import rollout_setup
 from .start_times import StartTimes
-from .teacher_specs import teacher_engine
 from .transport_choice import WeightRoute
 from .worker_specs import worker_modules, worker_setup
 
@@ -221,7 +220,7 @@ class RunActors:
                 _log.warning("no storage unit on node %s: %s", node, error)
 
     def _wait_for_host(self, handle: EngineHandle, lost: Sequence[Host]) -> NoReturn:
-        """Add an actor to `away`, and raise HostGone. The user is told when it is added."""
+        """Add an actor to `away`, and raise HostGone. `on_away` is called when it is added."""
         sentence = f"{handle.info.name}: {in_words(lost)}, and no other host has room for it"
         if handle not in self.away:
             self.away.append(handle)

@@ -6,9 +6,11 @@ import os
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any, cast
 
 from ...actors.engines.config import ModelConfig
 from ...actors.train.microbatch_plan import Budget
+from ...actors.train.teachers import TeacherSetup
 from ...actors.train.worker import WorkerSetup
 from ...actors.weight_sync.transports.factory import build_sender
 from ...actors.weight_sync.transports.protocol import SenderConfig, WeightSender
@@ -18,9 +20,9 @@ from ..backends.factory import MODULES, build_backend
 from ..backends.model_split import resolved_packing
 from ..base_model.prepare import model_config, model_modules, route_spec, unrounded
 from ..config.config import AlgorithmConfig, Config
+from ..losses.distillation_config import DistillationConfig
 from .engine_specs import threads
 from .rollout_specs import sample_file
-from .teacher_specs import teacher_setups
 from .transport_choice import bucket_mib
 
 
@@ -119,4 +121,18 @@ def budget(trainer: TrainerConfig, model: ModelConfig) -> Budget:
         linear_cost=1.0,
         quadratic_cost=1.0 / (6 * hidden) if hidden else 0.0,
         packing=packing,
+    )
+
+
+def teacher_setups(config: DistillationConfig, backend: BackendConfig, *, offload: bool) -> tuple[TeacherSetup, ...]:
+    """Return the settings of all teachers for a train worker. backend: settings of the policy's backend. offload: see
+    `BackendConfig.frozen`."""
+    builders = [
+        None if one.where == "engine" else partial(build_backend, backend.frozen(one.model, offload=offload))
+        for one in config.teachers
+    ]
+    sources = [None if one.data_source is None else config.sources.index(one.data_source) for one in config.teachers]
+    return tuple(
+        TeacherSetup(name, one.weight, source, cast(Any, builder))
+        for name, one, source, builder in zip(config.names, config.teachers, sources, builders, strict=True)
     )

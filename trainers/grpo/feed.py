@@ -549,7 +549,7 @@ class Feed:
         keys = set(self._client.forget_unit().get(self._partition, ()))
         lost = {position for position in (*self._in_flight, *self._claimed) if row_key(base36(position), 0) in keys}
         if held := lost & self._claimed:
-            what = f"the rows of {len(held)} groups of the current step were lost with a process of the store"
+            what = f"the rows of {len(held)} group(s) of the current step were lost with a process of the store"
             raise StoreLost(what, op="claim", partition=self._partition, keys=sorted(keys))
         for position in lost:
             del self._in_flight[position]

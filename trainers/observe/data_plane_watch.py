@@ -76,8 +76,7 @@ class DataPlaneWatch:
         return metrics, self._seen_bytes - seen
 
     def check_none_lost(self) -> None:
-        """Raise StoreLost if rows had been lost with a process of the store at the last `end_step`, because claims pass
-        over them."""
+        """Raise StoreLost if rows of the store were lost before the last `end_step`. Claims would pass over them."""
         if self._last is not None:
             check_none_lost(self._last)
 

@@ -15,7 +15,6 @@ from typing import Literal
 from ...dataplane.errors import DataPlaneError
 from ..base_model.prepare import check_model, model_has_experts, prepare_base, prepare_model
 from ..cluster.calls import ActorFailed
-from ..cluster.lost_hosts import Patience, used_hosts
 from ..cluster.ray_cluster import Cluster
 from ..cluster.start_times import StartTimes
 from ..config.checks import cautions, contradictions
@@ -24,7 +23,6 @@ from ..errors import ConfigError, UserError
 from ..grpo.checkpoints import Checkpoints, NoCheckpoint, State, refuse_changed_objects
 from ..grpo.evaluation import BEST
 from ..grpo.feed import PARTITION, Feed
-from ..grpo.gpu_turns import BothResident
 from ..grpo.run_parts import Run
 from ..grpo.step_warnings import StepWarnings
 from ..grpo.training_modes import AfterStep, open_feed, run_steps
@@ -35,8 +33,8 @@ from ..observe.run_folder import RunFolder
 from ..observe.trace import Tracer
 from .checks.preflight import check_start
 from .checks.trust_probe import distrust
-from .processes import launched
-from .restarts import lost_only_rows, lost_only_workers, lost_process, needed_processes, root_cause
+from .processes import Wait, launched
+from .restarts import lost_only_rows, lost_only_workers, lost_process, needed_processes, room_again, root_cause
 from .supervised_start import warm_up, warmup_sections
 from .under_watchdog import StepSize, WatchdogProcess, under_watchdog
 
@@ -211,8 +209,8 @@ class _Training:
         """Reason for which the receiver of the events ends the run early; None while it goes on."""
         self._logged = 0
         """Last step whose metrics were logged."""
-        self._patience: Patience | None = None
-        """Wait for room in the Ray cluster at the next launch; None before the first one."""
+        self._patiently: Wait | None = None
+        """Function that waits for room in the Ray cluster in the next launch; None before the first one."""
         self._begun = False
         """Whether any launch has reached its first step. An earlier failure causes no restart, because it would only
         happen again."""
@@ -275,11 +273,9 @@ class _Training:
                 cluster=cluster,
                 check=self._check_prompts,
                 times=times,
-                patience=self._patience,
+                patiently=self._patiently,
             ) as run:
-                self._patience = Patience(
-                    used_hosts(run.actors.placement), config.resources.start_timeout_s, self._progress.message
-                )
+                self._patiently = room_again(run.actors, self._progress.message)
                 times.mark("ready")
                 self._folder.metrics.event("start", state.step, **times.figures())
                 self._progress.message(str(times))
@@ -455,9 +451,7 @@ class _Training:
         that the step has not changed the weights, and that run.max_restarts allows a restart."""
         if state.ahead or state.step != self._logged or self._watch.reason() is not None:
             return False  # The weights, or the metrics of the last step, would not fit what follows.
-        if not isinstance(run.roles, BothResident):
-            return False
-        return run.actors.may_replace and lost_only_rows(error, run.actors.workers, run.client)
+        return run.actors.may_replace and lost_only_rows(error, run)
 
     def _repeat_step(self, run: Run, state: State, feed: Feed, error: Exception) -> Feed:
         """Begin the open step again after its rows were lost with a process of the store. Returns a new feed, which

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.config import DataPlaneConfig
@@ -22,7 +22,6 @@ from ...dataplane.factory import DataPlane, connect, open_data_plane
 from ..cluster.calls import DriverMeter
 from ..cluster.gpu_bundles import Reservation, reserve_places
 from ..cluster.gpu_memory import RolesDecision, decide_roles, smallest_gpu
-from ..cluster.lost_hosts import Patience
 from ..cluster.placement import PlacementRequest
 from ..cluster.ray_cluster import Cluster, open_cluster
 from ..cluster.run_actors import ActorStarter, RunActors, StartingActors
@@ -43,6 +42,8 @@ from .listed_processes import ListedProcesses
 from .under_watchdog import WatchdogProcess
 
 T = TypeVar("T")
+Wait = Callable[[Callable[[], Any], int], Any]
+"""Function that repeats a call until the Ray cluster has room for it; see `Patience.wait`."""
 CLOSE_TIMEOUT_S = 120.0
 """Seconds within which all processes of a run must have exited after it begins to close."""
 
@@ -81,7 +82,7 @@ def launched(
     cluster: Cluster | None = None,
     check: Callable[[], None] = lambda: None,
     times: StartTimes | None = None,
-    patience: Patience | None = None,
+    patiently: Wait | None = None,
 ) -> Iterator[Run]:
     """Context manager that starts Ray, the data plane and all actors, and yields a `Run` that is ready to train. On
     exit, even after an error, it stops everything.
@@ -89,11 +90,11 @@ def launched(
     prepare: function that returns the model, a local folder or hub id; it is called while the actors' processes start.
     watch: the watchdog, which gets the list of processes; None for a run without one. cluster: an open cluster, which
     is closed at the end; None opens one. check: function that raises an error if the run cannot work; it is called once
-    the actors' processes are starting. times: records when each part of the start has ended. patience: waits for room
-    in the Ray cluster if this launch replaces one that has lost a host; None raises UserError at once.
+    the actors' processes are starting. times: records when each part of the start has ended. patiently: function that
+    waits for room in the Ray cluster, for a launch that replaces another; with None, UserError is raised at once.
     """
     with ExitStack() as stack:
-        launch = _Launch(config, folder, watch, times or StartTimes(), stack, patience)
+        launch = _Launch(config, folder, watch, times or StartTimes(), stack, patiently)
         places = launch.places(launch.cluster(cluster))
         starting = launch.start(places)
         check()
@@ -112,9 +113,9 @@ class _Launch:
         watch: WatchdogProcess | None,
         times: StartTimes,
         stack: ExitStack,
-        patience: Patience | None,
+        patiently: Wait | None,
     ) -> None:
-        self._patience = patience
+        self._wait = patiently
         self.heartbeat = Heartbeat() if watch is None else watch.heartbeat
         self._config = config
         self._request = PlacementRequest.of(config)
@@ -133,7 +134,7 @@ class _Launch:
         self._listed = ListedProcesses(self._folder, self._run_id)
         self._stack.callback(remove_shared_memory, self._run_id)
         self.heartbeat.enter("starting Ray", 2 * self._start_s)
-        config, patient = self._config, self._patience is not None
+        config, patient = self._config, self._wait is not None
         cluster = cluster or self._patiently(
             lambda: open_cluster(config.resources, self._request, config.dataplane, check_cpus=not patient)
         )
@@ -164,7 +165,7 @@ class _Launch:
 
     def _patiently(self, attempt: Callable[[], T]) -> T:
         """Return the result of `attempt`. In a launch after the loss of a host, it is repeated while it lacks room."""
-        return attempt() if self._patience is None else self._patience.wait(attempt, self._request.num_cpus)
+        return attempt() if self._wait is None else self._wait(attempt, self._request.num_cpus)
 
     def start(self, places: Places) -> StartingActors:
         """Start the processes of all actors, without waiting for them."""

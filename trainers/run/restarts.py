@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ray.exceptions import RayError, RayTaskError
@@ -11,11 +11,15 @@ from ray.exceptions import RayError, RayTaskError
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.errors import DataPlaneError, DataPlaneTimeout, PeerLost, StoreLost
 from ..cluster.calls import ActorFailed, gather, gather_each
-from ..cluster.handles import TrainHandle
+from ..cluster.lost_hosts import NEWS_S as NEWS_OF_HOST_S
+from ..cluster.lost_hosts import Patience, used_hosts
 from ..cluster.run_actors import RunActors
+from ..grpo.gpu_turns import BothResident
+from ..grpo.run_parts import Run
 from ..grpo.weight_sync import HEALTH_S
 from ..supervision.cleanup import is_running
 from ..supervision.stuck_report import read_actors
+from .processes import Wait
 
 DEATH_S = 1.0
 """Largest number of seconds from the first sign of a process's death until its exit. The sockets of a dying process
@@ -23,8 +27,6 @@ close earlier, so connected processes fail first."""
 NEWS_S = 5.0
 """Largest number of seconds until Ray reports a death on another host, counted from the break of a connection to the
 dead process."""
-HOST_NEWS_S = 45.0
-"""Largest number of seconds until Ray reports that a host is gone which does not answer."""
 LOOK_S = 0.5
 """Seconds spent on querying actors before the processes of this host are checked again."""
 POLL_S = 0.05
@@ -40,14 +42,14 @@ def root_cause(error: Exception, actors: RunActors, processes: Mapping[str, int]
 
     processes: name -> pid of the processes on this host that the run needs. Waits for proof of a death, from Ray or
     from this host: up to NEWS_S after an error about a connection, up to DEATH_S after any other error. In a run over
-    several hosts, an error about a connection waits up to HOST_NEWS_S for an actor that does not answer.
+    several hosts, an error about a connection waits up to NEWS_OF_HOST_S for an actor that does not answer.
     """
     if isinstance(error, ActorFailed) and error.died:
         return error
     insist = is_about_another(error)
     dead = _proof(actors, processes, NEWS_S if insist else DEATH_S, insist)
     if insist and not dead and len({handle.info.host for handle in actors.handles}) > 1:
-        dead = [str(info) for info in actors.find_dead(HOST_NEWS_S, insist=False)]
+        dead = [str(info) for info in actors.find_dead(NEWS_OF_HOST_S, insist=False)]
     return ActorFailed(f"{' and '.join(dead)} died: {error}", died=True) if dead else error
 
 
@@ -77,8 +79,9 @@ def lost_process(error: Exception) -> str | None:
 
 
 def lost_only_workers(actors: RunActors, client: DataPlaneClient, processes: Mapping[str, int]) -> bool:
-    """Return whether the only failed processes are train workers, and rollout actors and engines of a host that is
-    gone. At least one worker has died or is unresponsive, and every other process of the run is alive and responding.
+    """Return whether the only failed processes are train workers, and actors with engines on a lost host.
+
+    At least one worker has died or is unresponsive, and every other process of the run is alive and responding.
 
     processes: name -> pid of the processes on this host that the run needs.
     """
@@ -96,15 +99,25 @@ def lost_only_workers(actors: RunActors, client: DataPlaneClient, processes: Map
     return all(is_running(pid) for name, pid in processes.items() if name not in workers)
 
 
-def lost_only_rows(error: Exception, workers: Sequence[TrainHandle], client: DataPlaneClient) -> bool:
-    """Return whether `error` is the loss of rows with a process of the store, while the directory and all train workers
-    answer. The workers drop the gradients of the open step. A worker that waits for another does not answer."""
+def room_again(actors: RunActors, tell: Callable[[str], None]) -> Wait:
+    """Return the function that waits for room in the Ray cluster when the run of `actors` starts again. tell: shows the
+    user a sentence."""
+    return Patience(used_hosts(actors.placement), actors.start_timeout_s, tell).wait
+
+
+def lost_only_rows(error: Exception, run: Run) -> bool:
+    """Return whether `error` is the loss of rows with a process of the store, and nothing else.
+
+    The directory and all train workers answer, and the workers drop the gradients of the open step. A worker that waits
+    for another does not answer. False if engines and train workers take turns in memory, because no engine could make
+    the rows again now.
+    """
     cause = error.cause if isinstance(error, ActorFailed) else error
-    if not isinstance(cause, StoreLost):
+    if not isinstance(cause, StoreLost) or not isinstance(run.roles, BothResident):
         return False
     try:
-        client.status(timeout_s=HEALTH_S)
-        gather([worker.abort() for worker in workers], "health", HEALTH_S)
+        run.client.status(timeout_s=HEALTH_S)
+        gather([worker.abort() for worker in run.actors.workers], "health", HEALTH_S)
     except (DataPlaneError, ActorFailed):
         return False
     return True

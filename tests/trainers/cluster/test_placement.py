@@ -193,15 +193,6 @@ def test_rollout_actors_take_the_cpus_that_are_left_near_the_engines() -> None:
     assert [seat.host for seat in placement.rollouts] == [1, 1, 2, 2]
 
 
-def test_an_actor_returns_to_the_node_of_its_gpus() -> None:
-    machine = [Host("a", 1, (0,), 8, "node a"), Host("b", 1, (0,), 8, "node b")]
-    placement = plan_placement(PlacementRequest.of(config()), machine)
-    assert [seat.host for seat in (*placement.ranks, *placement.engines)] == [0, 1]
-    assert placement.nodes_for("train worker 0", {"node a", "node b"}) == {"node a"}
-    assert placement.nodes_for("rollout 0", {"node a", "node c"}) == set()
-    assert plan_placement(PlacementRequest.of(config()), hosts(0, 0)).nodes_for("rollout 0", {"node c"}) == {"node c"}
-
-
 def test_gpus_that_ray_gives_instead_keep_their_order() -> None:
     placement = plan_placement(PlacementRequest.of(config(1, 2, trainer={"dp": 2})), hosts(8, free=[[0, 1]]))
     given = with_reserved_gpus(placement, {0: {6: "GPU-f", 3: "GPU-c"}})

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.actors.engines.config import RouterReplayConfig
+from headrace.actors.rollout.prompts import base36, row_key
 from headrace.actors.rollout.rows import RouteCounts
 from headrace.dataplane.client.lease_renewal import LeaseRenewal
 from headrace.dataplane.errors import LeaseLost, StoreLost
@@ -179,12 +180,44 @@ def test_a_step_longer_than_the_lease_trains_each_row_once(short_leases: DataPla
     assert sorted(positions) == list(range(PROMPTS))
 
 
-def test_a_wait_for_rows_that_are_lost_ends(short_leases: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(short_leases, settings("sync"), random.Random(1))
+def lose(world: World, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lose the group at a position as with a storage unit: the directory counts its rows until they are forgotten."""
+    keys = (row_key(base36(position), 0), row_key(base36(position), 1))
+    world.inner.clear(world.partition, keys)
+    lost = {world.partition: keys}
+    real = world.inner.status
+    monkeypatch.setattr(world, "status", lambda *_: replace(real(), lost_rows=2 * len(lost)), raising=False)
+    monkeypatch.setattr(world, "forget_unit", lambda: dict(lost.popitem() for _ in [*lost]), raising=False)
+
+
+def test_a_group_that_is_lost_with_a_storage_unit_is_made_again(
+    plane: DataPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(plane, settings("sync"), random.Random(1))
     feed = world.begin(State())
-    monkeypatch.setattr(world, "status", lambda *_: replace(world.inner.status(), lost_rows=2), raising=False)
-    with pytest.raises(StoreLost, match="2 rows were lost"):
-        feed.claim(1)
+    feed.top_up()
+    while world.put_one():
+        pass
+    lose(world, 1, monkeypatch)
+    assert positions_of(feed.claim(PROMPTS)) == [0, 1, 2] and len(world.generated) == PROMPTS, "the journal had it"
+    assert feed.settle().reissued == 1
+
+
+def test_a_lost_group_that_the_step_has_claimed_ends_the_step(
+    plane: DataPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, state = World(plane, settings("sync"), random.Random(1)), State()
+    feed = world.begin(state)
+    feed.top_up()
+    [position] = positions_of(feed.claim(1))
+    lose(world, position, monkeypatch)
+    monkeypatch.setattr(world, "put_one", lambda: False)
+    with pytest.raises(StoreLost, match=r"the rows of 1 group\(s\) of the current step were lost"):
+        feed.claim(PROMPTS - 1)
+    monkeypatch.undo()
+    feed = world.begin_again(feed, state)
+    feed.top_up()
+    assert positions_of(feed.claim(PROMPTS)) == [0, 1, 2]
 
 
 @pytest.mark.long
