@@ -299,7 +299,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=20, metavar="N", help="kills of each run, twice as many in chaos")
     parser.add_argument("--steps", type=int, default=16, metavar="N", help="steps of each run")
     parser.add_argument("--prompts", type=int, default=32, metavar="N", help="prompts of each step")
-    parser.add_argument("--only", default="", metavar="NAMES", help="some of turn, prefix, restart and chaos, with commas")
+    parser.add_argument(
+        "--only", default="", metavar="NAMES", help="some of turn, prefix, restart and chaos, with commas"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the moments and the victims")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results")
     arguments = parser.parse_args(argv)

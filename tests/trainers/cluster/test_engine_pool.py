@@ -54,7 +54,8 @@ class Recorder:
 
 
 def test_every_rollout_actor_is_introduced_to_the_engines_and_hears_of_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_actors, "_started", lambda calls, stage, timeout_s: None)
+    for wait in ("_started", "gather_each"):
+        monkeypatch.setattr(run_actors, wait, lambda calls, stage, timeout_s: [])
     found = engines()
     rollouts: list[Any] = [Recorder(), Recorder()]
     found.engines[1].asleep = True
