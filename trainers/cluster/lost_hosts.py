@@ -82,8 +82,8 @@ def moved(reservation: Reservation, names: Sequence[str]) -> Reservation | None:
     with GPUs, which only a new start can place."""
     placement = reservation.placement
     hosts, used = list(placement.hosts), set(placement.nodes)
-    free = {host.node: host.free_cpus for host in read_hosts()}
     found = {host.node: host for host in read_hosts()}
+    free = {node: host.free_cpus for node, host in found.items()}
     seats = dict[str, Seat]()
     for seat in placement.seats:
         if seat.name not in names:

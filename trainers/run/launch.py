@@ -449,8 +449,10 @@ class _Training:
     def _may_repeat_step(self, run: Run, state: State, error: Exception) -> bool:
         """Return whether it is enough to make the rows of the open step again. This requires that only rows are lost,
         that the step has not changed the weights, and that run.max_restarts allows a restart."""
-        if state.ahead or state.step != self._logged or self._watch.reason() is not None:
-            return False  # The weights, or the metrics of the last step, would not fit what follows.
+        if not state.step or state.step != self._logged:
+            return False  # The metrics of a step would be missing, or those of step 0 would be there twice.
+        if state.ahead or self._watch.reason() is not None:
+            return False
         return run.actors.may_replace and lost_only_rows(error, run)
 
     def _repeat_step(self, run: Run, state: State, feed: Feed, error: Exception) -> Feed:
