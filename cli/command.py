@@ -11,6 +11,7 @@ from ..trainers.errors import ConfigError, UserError
 from ..version import __version__
 from .arguments import Parser
 from .bench import add_bench_commands
+from .launch import add_launch_commands
 from .outcome import BROKEN_PIPE, INTERRUPTED, MISTAKE, TERMINATED, Terminated, failure, mistake, output_is_closed
 from .pool import add_pool_commands
 from .results import add_result_commands
@@ -85,6 +86,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_run_commands(commands)
+    add_launch_commands(commands)
     add_supply_commands(commands)
     add_result_commands(commands)
     add_pool_commands(commands)

@@ -1,0 +1,87 @@
+"""The manifest of a RayJob has KubeRay's fields, and says of each pod what the run needs there."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headrace.cli import main
+from headrace.tests.trainers.jobs.kuberay_fields import RAY_JOB, problems
+
+GIVEN = ("run.dir=runs/mine", "dataplane.store.capacity_mib=4096")
+SIZES = ("--nodes", "4", "--gpus-per-node", "8", "--image", "registry/headrace:1", "--claim", "shared")
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("run: {name: My run}\n")
+    return "run.yaml"
+
+
+def manifest(config: str, *words: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ConfigMap and the RayJob that the command writes."""
+    assert main(["launch", "k8s", config, *GIVEN, *SIZES, *words]) == 0
+    [first, second] = yaml.safe_load_all(Path("job.yaml").read_text())
+    return first, second
+
+
+def test_a_manifest_has_the_fields_of_kuberay(config: str) -> None:
+    _, job = manifest(config)
+    assert problems(job, RAY_JOB, "RayJob") == []
+    job["spec"]["rayClusterSpec"]["headGroupSpec"]["tokens"] = job["spec"]["backoffLimit"] = "3"
+    del job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["groupName"]
+    assert sorted(problem.split(": ")[1] for problem in problems(job, RAY_JOB, "RayJob")) == [
+        "got '3', expected int", "missing", "there is no such field",
+    ]  # fmt: skip
+
+
+def test_the_head_has_no_gpu_and_workers_have_room(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    settings, job = manifest(config)
+    assert settings["data"]["config.yaml"] == Path(config).read_text()
+    assert Path("job.yaml").read_text() in capsys.readouterr().out
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}  # KubeRay makes the token, which no file of ours has
+    head, [workers] = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    assert head["rayStartParams"]["num-cpus"] == "0"
+    [driver], [container] = (group["template"]["spec"]["containers"] for group in (head, workers))
+    assert "nvidia.com/gpu" not in driver["resources"]["limits"]
+    assert container["resources"]["limits"] == {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "8"}
+    assert (workers["replicas"], job["metadata"]["name"]) == (4, "my-run")
+    volumes = {volume["name"]: volume for volume in workers["template"]["spec"]["volumes"]}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "6144Mi"}
+    assert volumes["shared"]["persistentVolumeClaim"]["claimName"] == "shared"
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/dev/shm", "/work", "/etc/headrace"}
+
+
+@pytest.mark.processes
+def test_a_repeated_job_resumes(config: str, tmp_path: Path) -> None:
+    """The entry point is run by a shell, with stand-ins for its two programs."""
+    _, job = manifest(config, f"--mount={tmp_path}", "algorithm.steps=2")
+    for program in ("python", "headrace"):
+        stand_in = tmp_path / program
+        stand_in.write_text(f'#!/bin/sh\necho {program} "$@"\n')
+        stand_in.chmod(0o755)
+    entry = ["env", f"PATH={tmp_path}:/usr/bin:/bin", "sh", "-c", job["spec"]["entrypoint"]]
+
+    def said() -> list[str]:
+        return subprocess.run(entry, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    run_dir = tmp_path / "runs" / "mine"
+    train = f"headrace train /etc/headrace/config.yaml {GIVEN[1]} algorithm.steps=2 run.dir={run_dir}"
+    train += " resources.ray_address=auto"
+    assert said() == ["python -m headrace.trainers.jobs.joined_nodes auto 5 600", train]
+    run_dir.mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text("{}\n")
+    assert said()[1] == f"{train} --resume"
+
+
+def test_a_run_folder_outside_of_the_volume_is_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "k8s", config, "run.dir=/home/me/runs", *SIZES]) == 2
+    assert capsys.readouterr().err == (
+        "headrace: run.dir: got '/home/me/runs', expected a folder in --mount /work, the shared volume\n"
+    )
