@@ -80,7 +80,7 @@ class SlurmJob:
 
 
 _BODY = r"""
-# The files of this start. Only the user can read the token, without which nobody can use the job's Ray.
+# The files of this start. The job's Ray refuses calls without the token, which only the user can read.
 export JOB=$RUN_DIR/slurm-$SLURM_JOB_ID
 mkdir -p "$JOB" && rm -f "$JOB/token" || exit 1
 (umask 077 && head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' > "$JOB/token") || exit 1
@@ -105,6 +105,7 @@ export HEAD
 # One Ray on each node. Its words are in the files ray-*.log; its last ones are shown here if it ends by itself.
 "${STEP[@]}" "${ALL_NODES[@]}" --nodes="$NUM_NODES" --ntasks="$NUM_NODES" --ntasks-per-node=1 bash -c '
   ulimit -n "$(ulimit -Hn)"
+  trap "STOPPED=1" TERM
   LOG=$JOB/ray-$SLURM_PROCID.log
   COMMON=(--block --disable-usage-stats --num-cpus="$SLURM_CPUS_ON_NODE" --num-gpus="$NUM_GPUS"
           --min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0)  # 0 is any free port
@@ -114,7 +115,9 @@ export HEAD
   else
     ray start --address="$HEAD:$PORT" "${COMMON[@]}" > "$LOG" 2>&1
   fi
-  echo "$(hostname): Ray ended with code $?:" && tail -n 20 "$LOG" | sed "s/^/$(hostname): /"' &
+  CODE=$?
+  if [ "$STOPPED" ]; then rm -rf "$TEMP"; exit; fi
+  echo "$(hostname): Ray ended with code $CODE:" && tail -n 20 "$LOG" | sed "s/^/$(hostname): /"' &
 RAY=$!
 # The Ray of this job ends with its step; that of another job on the same node goes on.
 trap 'kill -TERM "$RAY" 2> /dev/null; wait "$RAY"; rm -f "$JOB/token"' EXIT
