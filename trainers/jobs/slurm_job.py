@@ -120,7 +120,7 @@ export HEAD
   echo "$(hostname): Ray ended with code $CODE:" && tail -n 20 "$LOG" | sed "s/^/$(hostname): /"' &
 RAY=$!
 # The Ray of this job ends with its step; that of another job on the same node goes on.
-trap 'kill -TERM "$RAY" 2> /dev/null; wait "$RAY"; rm -f "$JOB/token"' EXIT
+trap 'rm -f "$JOB/token"; kill -TERM "$RAY" 2> /dev/null; wait "$RAY"' EXIT
 
 RESUME=()
 [ -s "$RUN_DIR/metrics.jsonl" ] && RESUME=(--resume)
@@ -135,7 +135,7 @@ STOPPED='' AGAIN=''
 trap 'STOPPED=1 AGAIN=1; kill -TERM "$DRIVER"' USR1
 trap 'STOPPED=1 AGAIN=""; kill -TERM "$DRIVER"' TERM INT
 while wait "$DRIVER"; CODE=$?; [ "$STOPPED" ]; do STOPPED=''; done  # A signal ends `wait` early.
-if [ "$AGAIN" ] && [ "$CODE" = 143 ]; then
+if [ "$AGAIN" ] && { [ "$CODE" = 143 ] || [ "$CODE" = 130 ]; }; then
   echo "the time limit is near: the job goes back to the queue and continues from its last checkpoint"
   scontrol requeue "$SLURM_JOB_ID"
 fi

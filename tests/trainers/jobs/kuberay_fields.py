@@ -2,8 +2,9 @@
 
 They are those of the API `ray.io/v1`, read on 2026-11-28 from KubeRay's sources: RayJobSpec at commit f6ef3f7b, and
 RayClusterSpec, HeadGroupSpec and WorkerGroupSpec at commit 3275ee09, both older than 1.5. `authOptions`, which came
-with 1.5.1 (November 2025), and the mode with a sidecar are from the documentation of 1.6.2. Of a pod, it lists what we use,
-as the core API `v1` of Kubernetes has it. This is our own summary and not the CRD; no API server has read a manifest.
+with 1.5.1 (November 2025), and the mode with a sidecar are from the documentation of 1.6.2. Of a pod, it lists what our
+manifests use, as the core API `v1` of Kubernetes has it. This is a summary of ours and not the CRD, and no API server
+has read a manifest.
 """
 
 from __future__ import annotations

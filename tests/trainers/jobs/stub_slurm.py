@@ -154,10 +154,6 @@ class StubSlurm:
             until = time.monotonic() + grace_s
             while time.monotonic() < until and self.starts == start and self.state == "RUNNING":
                 time.sleep(0.05)
-            import os as _o
-            if _o.environ.get("E_DEBUG"):
-                for p in self._processes(f"SLURM_JOB_ID={JOB_ID}"):
-                    with suppress(Exception): print("DBG", p.pid, p.name(), p.cmdline()[:6], p.status(), flush=True)
             if self.starts == start:
                 self._kill_all()
 
