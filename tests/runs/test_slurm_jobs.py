@@ -97,15 +97,15 @@ def test_a_cancelled_job_does_not_go_on(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / f"slurm-{JOB_ID}" / "token").exists()
 
 
-def test_a_node_without_ray_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_ray_is_named(tmp_path: Path) -> None:
     """Its Ray cannot start, and the output of the job says where and why."""
-    monkeypatch.setattr(sys.modules[__name__], "GIVEN", (*GIVEN, "resources.start_timeout_s=15"))
     with hosts(2) as made, StubSlurm(tmp_path, [made]) as slurm:
         config = str(cli_runs.ROOT / "examples" / "quickstart.yaml")
         words = ("launch", "slurm", config, f"run.dir={tmp_path / 'run'}", *GIVEN, "--nodes=2", "--cpus-per-node=2")
+        words += ("resources.start_timeout_s=15",)
         slurm.submit([sys.executable, "-m", "headrace.cli", *words], tmp_path)
         job = tmp_path / "job.sh"
-        job.write_text(job.read_text().replace('ray start --address="$HEAD', 'ray start --address="nowhere'))
+        job.write_text(job.read_text().replace('ray start --address="$ADDRESS"', "ray start --address=nowhere"))
         slurm.submit(["sbatch", "job.sh"], tmp_path)
         slurm.wait("FAILED")
     assert "host2: Ray ended with code" in slurm.output() and "1 of 2 nodes joined Ray at 10.77.0.1:" in slurm.output()

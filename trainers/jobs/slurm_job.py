@@ -100,7 +100,8 @@ family, kind, _, _, address = socket.getaddrinfo(sys.argv[1], 9, type=socket.SOC
 with socket.socket(family, kind) as probe:
     probe.connect(address)
     print(probe.getsockname()[0])' "${NODES[-1]}") || exit 1
-export HEAD
+case $HEAD in *:*) ADDRESS=[$HEAD]:$PORT ;; *) ADDRESS=$HEAD:$PORT ;; esac  # IPv6 has brackets
+export HEAD ADDRESS
 
 # One Ray on each node. Its words are in the files ray-*.log; its last ones are shown here if it ends by itself.
 "${STEP[@]}" "${ALL_NODES[@]}" --nodes="$NUM_NODES" --ntasks="$NUM_NODES" --ntasks-per-node=1 bash -c '
@@ -113,7 +114,7 @@ export HEAD
     ray start --head --port="$PORT" --ray-client-server-port="$((PORT + 1))" --node-ip-address="$HEAD" \
       --temp-dir="$TEMP" --include-dashboard=false "${COMMON[@]}" > "$LOG" 2>&1
   else
-    ray start --address="$HEAD:$PORT" "${COMMON[@]}" > "$LOG" 2>&1
+    ray start --address="$ADDRESS" "${COMMON[@]}" > "$LOG" 2>&1
   fi
   CODE=$?
   if [ "$STOPPED" ]; then rm -rf "$TEMP"; exit; fi
@@ -125,8 +126,8 @@ trap 'rm -f "$JOB/token"; kill -TERM "$RAY" 2> /dev/null; wait "$RAY"' EXIT
 RESUME=()
 [ -s "$RUN_DIR/metrics.jsonl" ] && RESUME=(--resume)
 "${STEP[@]}" "${ON_FIRST[@]}" bash -c '
-  python -m headrace.trainers.jobs.joined_nodes "$HEAD:$PORT" "$NUM_NODES" "$START_TIMEOUT_S" && exec "$@"
-' - "${TRAIN[@]}" resources.ray_address="$HEAD:$PORT" "${RESUME[@]}" &
+  python -m headrace.trainers.jobs.joined_nodes "$ADDRESS" "$NUM_NODES" "$START_TIMEOUT_S" && exec "$@"
+' - "${TRAIN[@]}" resources.ray_address="$ADDRESS" "${RESUME[@]}" &
 DRIVER=$!
 
 # USR1 comes before the time limit: the run writes a checkpoint, and the job goes back to the queue. TERM comes from
