@@ -81,6 +81,10 @@ def _recipe(arguments: argparse.Namespace) -> int:
         else:  # Files beside a configuration are found from its folder.
             copy = copy_example(config, arguments.out)
             print(f"command: cd {shlex.quote(str(copy.parent))} && headrace train {copy.name}")
+        if recipe is not None and recipe.file.machine and not recipe.file.machine.startswith("1x"):
+            nodes, gpus, _ = recipe.file.machine.split("x")
+            job = f"--nodes {nodes} --gpus-per-node {gpus} run.dir=SHARED_FOLDER"
+            print(f"as a job of Slurm: headrace launch slurm {config} {job} (docs/scale/cluster.md)")
         return DONE
     recipe = find_recipe(arguments.name)
     out = arguments.out or Path(f"recipe-{recipe.name}")

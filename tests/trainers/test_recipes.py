@@ -32,6 +32,8 @@ def test_every_recipe_has_a_page_and_is_listed(capsys: pytest.CaptureFixture[str
         page = (recipe.folder / "README.md").read_text()
         assert f"headrace train examples/{name}/config.yaml" in page and "## What was run" in page
         assert f"{name} " in listed and recipe.file.summary in listed
+    assert main(["recipe", "moe-30b-a3b"]) == DONE
+    assert "--nodes 4 --gpus-per-node 8 run.dir=" in capsys.readouterr().out
     assert main(["recipe", "gsm"]) == MISTAKE
     assert "recipe: got 'gsm', expected one of" in capsys.readouterr().err
 
