@@ -79,7 +79,7 @@ def test_a_preempted_job_goes_on_on_other_hosts(tmp_path: Path) -> None:
     """Ray and the driver get SIGTERM at the same time, so the run goes on from an earlier checkpoint."""
     with started(tmp_path, 4) as slurm:
         slurm.wait_for(lambda: len(steps(tmp_path)) >= 7)
-        slurm.preempt(grace_s=20)
+        slurm.preempt(grace_s=5)
         slurm.wait_for(lambda: slurm.starts == 2)
         [first] = slurm.codes
         slurm.wait("COMPLETED")
@@ -91,7 +91,7 @@ def test_a_cancelled_job_does_not_go_on(tmp_path: Path) -> None:
     """Ray's processes do not end by several SIGTERM in a row, so Slurm kills the last ones."""
     with started(tmp_path, 2) as slurm:
         slurm.wait_for(lambda: len(steps(tmp_path)) >= 2)
-        slurm.cancel(grace_s=10)
+        slurm.cancel(grace_s=5)
         slurm.wait("FAILED")
     assert slurm.starts == 1 and "headrace: " in slurm.output(), slurm.output()
     assert not (tmp_path / "run" / f"slurm-{JOB_ID}" / "token").exists()
