@@ -47,6 +47,8 @@ class Reservation:
     """Ray's placement group with all bundles; None for a run without GPUs, which reserves nothing."""
     bundles: Mapping[str, int] = field(default_factory=dict)
     """Name of each actor -> index of its bundle in `group`. An actor without a bundle is placed outside the group."""
+    groups: Mapping[str, PlacementGroup] = field(default_factory=dict)
+    """Name of each actor that was moved from a lost host -> placement group with its GPUs, in place of `group`."""
 
     def options(self, seat: Seat) -> dict[str, Any]:
         """Return Ray's options for the actor of `seat`. A process that replaces the actor's process gets the same
@@ -60,7 +62,9 @@ class Reservation:
             return {"num_cpus": seat.cpus, "scheduling_strategy": strategy}
         if seat.name in self.bundles:
             bundle = self.bundles[seat.name]
-            strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
+            strategy = PlacementGroupSchedulingStrategy(
+                self.groups.get(seat.name, self.group), placement_group_bundle_index=bundle
+            )
         else:
             assert seat.host is not None, "in a run with GPUs every actor has a host"
             strategy = NodeAffinitySchedulingStrategy(self.placement.hosts[seat.host].node, soft=False)

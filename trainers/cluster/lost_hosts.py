@@ -8,14 +8,16 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import ray
+from ray.util.placement_group import PlacementGroup
 
 from ..errors import UserError
 from .calls import ActorFailed
-from .gpu_bundles import BY_START_TIMEOUT, Reservation, read_hosts
+from .gpu_bundles import BY_START_TIMEOUT, Bundle, Reservation, create_group, read_hosts, tell_gpus
 from .placement import Host, Placement, Seat
 
 T = TypeVar("T")
@@ -76,29 +78,63 @@ def in_words(hosts: Sequence[Host]) -> str:
     return f"host {names[0]} is gone" if len(names) == 1 else f"hosts {', '.join(names)} are gone"
 
 
-def moved(reservation: Reservation, names: Sequence[str]) -> Reservation | None:
+def moved(reservation: Reservation, names: Sequence[str], timeout_s: float) -> Reservation | None:
     """Return `reservation` with new places for the actors `names`, whose hosts are gone. Their places are on hosts with
-    free CPUs, those that the run uses already first. Returns None if there is no room for all of them, and for actors
-    with GPUs, which only a new start can place."""
+    free CPUs and GPUs, those that the run uses already first.
+
+    Returns None if there is no room for all of them, and for actors that share a GPU, which only a new start can place.
+    timeout_s: seconds within which Ray must give free GPUs.
+    """
     placement = reservation.placement
     hosts, used = list(placement.hosts), set(placement.nodes)
     found = {host.node: host for host in read_hosts()}
-    free = {node: host.free_cpus for node, host in found.items()}
+    cpus = {node: host.free_cpus for node, host in found.items()}
+    gpus = {node: len(host.free_gpus) for node, host in found.items()}
     seats = dict[str, Seat]()
     for seat in placement.seats:
         if seat.name not in names:
             continue
-        rooms = [node for node, cpus in free.items() if cpus >= seat.cpus]
-        if seat.gpus or not rooms:
+        need = len(seat.gpus)
+        rooms = [node for node in found if cpus[node] >= seat.cpus and gpus[node] >= need]
+        if not rooms or (need and placement.shared):
             return None
-        node = min(rooms, key=lambda node: (node not in used, -free[node]))
-        free[node] -= seat.cpus
+        node = min(rooms, key=lambda node: (node not in used, -cpus[node]))
+        cpus[node], gpus[node] = cpus[node] - seat.cpus, gpus[node] - need
         if node not in [host.node for host in hosts]:
             hosts.append(found[node])
         seats[seat.name] = replace(seat, host=[host.node for host in hosts].index(node))
+    try:
+        groups = _reserve(hosts, seats, time.monotonic() + timeout_s)
+    except (UserError, ActorFailed):  # Another job has taken the GPUs meanwhile.
+        return None
     kinds = ("engines", "ranks", "rollouts", "teachers")
     changed = {kind: tuple(seats.get(seat.name, seat) for seat in getattr(placement, kind)) for kind in kinds}
-    return replace(reservation, placement=replace(placement, hosts=tuple(hosts), **changed))
+    return replace(
+        reservation,
+        placement=replace(placement, hosts=tuple(hosts), **changed),
+        bundles={name: index for name, index in reservation.bundles.items() if name not in seats}
+        | dict.fromkeys(groups, 0),
+        groups={**reservation.groups, **groups},
+    )
+
+
+def _reserve(hosts: Sequence[Host], seats: dict[str, Seat], deadline: float) -> dict[str, PlacementGroup]:
+    """Reserve the GPUs of `seats` in a placement group for each, and enter the GPUs that Ray gives into the seats.
+    Returns the groups by the actors' names. Raises UserError or ActorFailed at the deadline."""
+    groups = dict[str, PlacementGroup]()
+    with ExitStack() as stack:
+        for name, seat in seats.items():
+            if not seat.gpus:
+                continue
+            assert seat.host is not None, "every moved actor has a host"
+            bundles = [Bundle(seat.host, {"GPU": 1, "CPU": 0 if n else seat.cpus}) for n in range(len(seat.gpus))]
+            groups[name] = create_group(hosts, bundles, deadline, stack)
+            told = sorted(tell_gpus([(groups[name], index) for index in range(len(bundles))], deadline))
+            seats[name] = replace(
+                seat, gpus=tuple(number for number, _ in told), devices=tuple(device for _, device in told)
+            )
+        stack.pop_all()  # The groups outlive this block.
+    return groups
 
 
 @dataclass(frozen=True, slots=True)

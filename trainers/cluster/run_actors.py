@@ -447,7 +447,11 @@ class ActorStarter:
     def move(self, names: Sequence[str]) -> Placement | None:
         """Give actors, by name, places on hosts with room, where their next processes start. Returns the new placement,
         or None if there is no room for all of them. An engine of a pool keeps its place."""
-        reservation = None if self._seat_in is not None else moved(self._reservation, names)
+        reservation = (
+            None
+            if self._seat_in is not None
+            else moved(self._reservation, names, self._config.resources.start_timeout_s)
+        )
         if reservation is None:
             return None
         self._reservation, self.placement = reservation, reservation.placement

@@ -64,7 +64,9 @@ SCENES: dict[str, Scene] = {
     "engines": Scene(
         5, "goes on", (0, 2, 2, 2), "engine", ("train worker", "directory"), sections={"trainer": {"dp": 1}}
     ),
-    "ranks": Scene(5, "restarts", (0, 1, 2, 2), "train worker", ("directory",)),
+    "ranks": Scene(
+        5, "restarts", (0, 1, 2, 2), "train worker", ("directory",), sections={"rollout": {"num_actors": None}}
+    ),
     "directory": Scene(5, "stops", (0, 2, 2, 2), "directory", (), sections=_EMBEDDED),
     "link": Scene(2, "stops", (0, 1, 1, 2), "rollout", ("train worker", "directory"), ("cut for 60 s",), _EMBEDDED),
 }

@@ -19,6 +19,7 @@ from headrace.tests import process_pool
 from headrace.trainers.cluster import gpu_bundles, run_actors
 from headrace.trainers.cluster.calls import ActorFailed, ActorHandle, DriverMeter, gather
 from headrace.trainers.cluster.gpu_bundles import Reservation, reserve_places
+from headrace.trainers.cluster.lost_hosts import moved
 from headrace.trainers.cluster.placement import Placement, PlacementRequest
 from headrace.trainers.cluster.ray_cluster import lean_start
 from headrace.trainers.cluster.start_times import StartTimes
@@ -205,6 +206,21 @@ def test_two_hosts_of_eight(start: Callable[[Config, ExitStack], Seen]) -> None:
         expected = {f"train worker {gpu}": (0, str(gpu)) for gpu in range(8)}
         assert seen.table() == expected | {f"rollout {gpu}": (1, str(gpu)) for gpu in range(8)}
         assert seen.placement.layout == "separate" and not seen.placement.shared
+
+
+@pytest.mark.slow
+def test_an_engine_moves_to_a_free_gpu_of_another_host() -> None:
+    with nodes(1, 1, 1):
+        before = reserve_places(PlacementRequest.of(config(1, 1)), START_S)
+        after = moved(before, ["rollout 0"], START_S)
+        assert after is not None
+        [seat] = after.placement.engines
+        assert seat.host is not None and seat.devices == ("0",)
+        node = after.placement.hosts[seat.host].node
+        assert node not in [before.placement.hosts[one.host or 0].node for one in before.placement.seats]
+        where: Any = ray.remote(_where).options(**after.options(seat))
+        assert ray.get(where.remote(None), timeout=START_S)[0] == node
+        assert moved(after, ["train worker 0"], 1.0) is None, "no GPU is free"
 
 
 @pytest.mark.slow

@@ -46,9 +46,9 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 def test_actors_move_together_or_not_at_all(alive: dict[str, float]) -> None:
     assert [host.name for host in used_hosts(PLACEMENT)] == ["a", "b"]
     assert gone(used_hosts(PLACEMENT)) == [HOSTS[1]]
-    assert moved(Reservation(PLACEMENT), ["rollout 0", "rollout 1"]) is None, "there is one CPU"
+    assert moved(Reservation(PLACEMENT), ["rollout 0", "rollout 1"], 1.0) is None, "there is one CPU"
     alive[D] = 2.0
-    reservation = moved(Reservation(PLACEMENT), ["rollout 0", "rollout 1"])
+    reservation = moved(Reservation(PLACEMENT), ["rollout 0", "rollout 1"], 1.0)
     assert reservation is not None
     places = [host_of(reservation.placement, f"rollout {number}") for number in range(2)]
     assert [host and host.node for host in places] == [D, C]
@@ -58,7 +58,7 @@ def test_actors_move_together_or_not_at_all(alive: dict[str, float]) -> None:
 
 def test_the_hosts_of_the_run_come_first(alive: dict[str, float]) -> None:
     alive |= {A: 1.0, C: 5.0}
-    reservation = moved(Reservation(PLACEMENT), ["rollout 0"])
+    reservation = moved(Reservation(PLACEMENT), ["rollout 0"], 1.0)
     assert reservation is not None and host_of(reservation.placement, "rollout 0") == HOSTS[0]
 
 
