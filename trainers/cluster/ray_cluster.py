@@ -31,6 +31,10 @@ from .placement import PlacementRequest
 _log = logging.getLogger(__name__)
 MIN_OBJECT_STORE_MIB = 128
 """Size in MiB of the object store that Ray needs for its own objects."""
+SETTLE_S = 15.0
+"""Seconds within which Ray must register that the CPUs of an ended run are free."""
+LOOK_S = 0.25
+"""Seconds between two queries to Ray for free CPUs."""
 QUICK_FAILURE_S = 10.0
 """Seconds within which a start of Ray that fails is not repeated, because it did not fail for lack of time."""
 
@@ -206,7 +210,11 @@ class Cluster:
             raise
 
     def _check(self, demand: CpuDemand) -> None:
-        free = ray.available_resources().get("CPU", 0.0)
+        until_s, free = time.monotonic() + SETTLE_S, ray.available_resources().get("CPU", 0.0)
+        # Ray notices late that the driver of an ended run, and with it its actors, are gone.
+        while free < demand.cpus <= ray.cluster_resources().get("CPU", 0.0) and time.monotonic() < until_s:
+            time.sleep(LOOK_S)
+            free = ray.available_resources().get("CPU", 0.0)
         if free < demand.cpus:
             raise UserError(
                 f"resources.ray_address: that Ray cluster has {free:g} free CPUs, expected at least {demand.cpus}: "

@@ -305,6 +305,13 @@ class Feed:
         tally.generated += [issue.busy_until(math.inf) for issue in self._issues]
         return tally
 
+    def make_lost_again(self) -> None:
+        """Issue the prompts again whose rows were lost with a process of the store. Raises StoreLost if the step
+        has claimed some of them."""
+        lost = self._forget_lost()
+        self._tally.reissued += len(lost)
+        self._issue(lost, False)
+
     def give_up(self) -> None:
         """End the feed without another step. Wait until the rollouts in flight have ended, so that the journal has
         their groups, and clear all rows of the partition. Raises as `drain` does."""
@@ -592,9 +599,7 @@ class Feed:
                 except ClaimTimeout:
                     reissued = self._tally.reissued
                     if self._client.status(self._partition).lost_rows:
-                        lost = self._forget_lost()
-                        self._tally.reissued += len(lost)
-                        self._issue(lost, False)
+                        self.make_lost_again()
                     self._look_after(0.0)
                     if self._look_for_progress() or self._tally.reissued > reissued:
                         deadline = time.monotonic() + self._timeout_s

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from ...actors.protocols import TRAIN_FIELDS
 from ...dataplane.client.client import DataPlaneClient
-from ...dataplane.errors import StoreLost
 from ...dataplane.status import DataPlaneStatus
 from ...dataplane.traffic import Traffic
 
@@ -43,8 +42,9 @@ class DataPlaneWatch:
         self._step = Traffic()
         self._total = Traffic()
         self._seen_bytes = 0
-        self._last: DataPlaneStatus | None = None
-        """Content of the data plane at the last `end_step`; None before the first one."""
+        self.lost_rows = 0
+        """Number of rows that had been lost with a process of the store at the last `end_step`. Claims pass over
+        them."""
 
     def add(self, report: bytes) -> None:
         """Add the calls that another process made since its last report. report: result of
@@ -64,7 +64,8 @@ class DataPlaneWatch:
         group_size: number of rows of a group. Makes one call to the directory for the current content of the data
         plane. Raises DataPlaneError if that call fails.
         """
-        status = self._last = self._client.status()
+        status = self._client.status()
+        self.lost_rows = status.lost_rows
         own = self._client.stats.take()
         with self._lock:
             self._step.merge(own)
@@ -74,11 +75,6 @@ class DataPlaneWatch:
         metrics["queue/groups_ready"] = float(ready_rows(status) // group_size)
         seen, self._seen_bytes = self._seen_bytes, self._client.stats.directory_bytes
         return metrics, self._seen_bytes - seen
-
-    def check_none_lost(self) -> None:
-        """Raise StoreLost if rows of the store were lost before the last `end_step`. Claims would pass over them."""
-        if self._last is not None:
-            check_none_lost(self._last)
 
     def total(self) -> Traffic:
         """Return the sum of all calls reported so far, with the driver's own calls up to the last step's end."""
@@ -91,13 +87,6 @@ class DataPlaneWatch:
         """Ask the directory for the current content of the data plane. Raises DataPlaneError if it does not answer
         within `timeout_s` seconds."""
         return self._client.status(timeout_s=timeout_s)
-
-
-def check_none_lost(status: DataPlaneStatus) -> None:
-    """Raise StoreLost if rows have been lost with a process of the store. A run then goes back to its checkpoint,
-    because it would wait for these rows in vain."""
-    if status.lost_rows:
-        raise StoreLost(f"{status.lost_rows} rows were lost with a process of the store that has died", op="status")
 
 
 def call_metrics(step: Traffic, total: Traffic) -> dict[str, float]:

@@ -340,7 +340,8 @@ class _Training:
                         yield from self._tell(run, _events(state.step, metrics, checkpoints))
                         if self._stopped is not None:
                             break
-                        run.observers.watch.check_none_lost()
+                        if run.observers.watch.lost_rows:
+                            feed.make_lost_again()
                 break
             except KeyboardInterrupt:
                 self._save_interrupted(run, state, checkpoints)
