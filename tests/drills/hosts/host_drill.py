@@ -130,7 +130,7 @@ def judged(event: Event, worst: Outcome, code: int | None) -> list[str]:
         broken.append(f"{where}: the run {event.outcome}, expected that it {worst} at worst")
     if code == 2:
         broken.append(f"{where}: exit code 2, expected 1, because it is no mistake of the user")
-    if event.outcome == "stops" and not event.sentences and "directory" not in event.had:
+    if code is not None and not event.sentences:
         broken.append(f"{where}: it stopped without a sentence")
     return broken
 
@@ -154,7 +154,8 @@ class Stage:
             told.append(f"{self._name}: the run did not start: {run.explanation() or run.output[-500:]}")
             return
         for number in range(1, times + 1):
-            host = choose(run.places(), self._scene, [run.members[0].name], self._dice)
+            kept = [run.members[0].name] + [run.members[run.driver].name] * (self._name != "directory")
+            host = choose(run.places(), self._scene, kept, self._dice)
             if host is None:
                 told.append(f"{self._name}: no host has only what the scene asks for: {run.places()}")
                 break
@@ -190,13 +191,14 @@ class Stage:
             run.wait_for_steps(STEPS_AFTER, 60.0)  # Its raylet does not come back by itself.
         host.restart()
         run.join(number)
-        if number == run.driver:
+        ended = number == run.driver
+        if ended:
             run.wait(30.0)  # It ended with its host; a wrapper starts it again on another one.
             run.driver = next(n for n in range(1, len(run.members)) if n != number)
             run.start(resume=True)
         went_on = run.wait_for_steps(STEPS_AFTER, HEALED_S)
         said, code = run.output[before:], run.returncode
-        outcome = "stops" if "directory" in had else outcome_of(said, code=code, went_on=went_on)
+        outcome = "stops" if ended else outcome_of(said, code=code, went_on=went_on)
         if outcome == "stops" and code is not None:
             run.start(resume=True)
             went_on = run.wait_for_steps(STEPS_AFTER, HEALED_S)

@@ -34,6 +34,7 @@ def test_a_run_is_judged_by_what_the_page_allows() -> None:
     [broken] = judged(replace(EVENT, outcome="restarts"), "goes on", None)
     assert broken == "rollouts: host4 killed at step 7: the run restarts, expected that it goes on at worst"
     stopped = replace(EVENT, outcome="stops")
+    assert judged(stopped, "stops", None) == [], "the driver was lost with its host"
     assert judged(replace(stopped, sentences=("host host4 is gone",)), "stops", 1) == []
     assert len(judged(stopped, "stops", 2)) == 2, "exit code 2, and no sentence"
 
