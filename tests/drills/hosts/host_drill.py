@@ -32,6 +32,8 @@ WORSE: tuple[Outcome, ...] = ("goes on", "restarts", "stops", "hangs")
 """Outcomes, from the best to the worst."""
 STEPS_AFTER = 3
 """Number of steps that a run must finish after an event."""
+CHECKPOINT_EVERY = 3
+"""Number of steps from one checkpoint to the next."""
 HEALED_S = 300.0
 """Seconds within which a run must have finished them."""
 DECLARED_DEAD_S = 45.0
@@ -148,9 +150,9 @@ class Stage:
     def play(self, times: int, tell: Callable[[str], None]) -> None:
         """Lose a host `times` times, then interrupt the run, resume it, and compare its rows."""
         run, told = self._run, self.result.complaints
-        run.configure(self._seed, run={"checkpoint_every": 3}, **self._scene.sections)
+        run.configure(self._seed, run={"checkpoint_every": CHECKPOINT_EVERY}, **self._scene.sections)
         run.start(resume=False)
-        if not run.wait_for_steps(STEPS_AFTER, HEALED_S):
+        if not run.wait_for_steps(2 * CHECKPOINT_EVERY, HEALED_S):  # Then there is a checkpoint to go back to.
             told.append(f"{self._name}: the run did not start: {run.explanation() or run.output[-500:]}")
             return
         for number in range(1, times + 1):
