@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from ...errors import CapacityExceeded, DataPlaneError, IntegrityError, RowsCleared, StoreLost
 from ...rpc.frames import LAST_NUMBER
@@ -23,6 +24,18 @@ DYING_S = 1.0
 
 class UnitDied(StoreLost):
     """A storage unit's address refuses connections, so its process has ended, and its blocks are lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request that a unit has been sent, and whose reply is still to be received."""
+
+    connection: Connection
+    op: str
+    """The client's operation, for errors."""
+    started: float
+    deadline: float
+    progress: Progress
 
 
 class UnitLink:
@@ -45,7 +58,7 @@ class UnitLink:
 
     def ask(self, op: str, request: str, head: bytes, raw: Sequence[memoryview], deadline: float) -> bytes:
         """Send a request whose reply has no raw bytes, and return the reply's head. op: the client's operation, for
-        errors. Raises the errors of `exchange`."""
+        errors. Raises the errors of `answer`."""
         with self.exchange(op, request, head, raw, deadline) as (_, answer, _):
             return answer
 
@@ -53,20 +66,38 @@ class UnitLink:
     def exchange(
         self, op: str, request: str, head: bytes, raw: Sequence[memoryview], deadline: float, *, expected: int = 0
     ) -> Iterator[tuple[Connection, bytes, int]]:
-        """Send a request and receive the beginning of its reply. The context's value is the connection, the reply's
-        head, and the number of raw bytes to receive from the connection. expected: number of raw bytes of the reply,
-        for errors.
+        """Send a request and receive the beginning of its reply, as `send` and `answer` do."""
+        with self.answer(self.send(op, request, head, raw, deadline, expected=expected)) as answer:
+            yield answer
+
+    def send(
+        self, op: str, request: str, head: bytes, raw: Sequence[memoryview], deadline: float, *, expected: int = 0
+    ) -> Sent:
+        """Send a request. The caller must pass the result to `answer`, or close its connection. expected: number of raw
+        bytes of the reply, for errors. Raises the errors of `answer` for a unit that cannot be reached."""
+        started, progress = time.monotonic(), Progress(expected)
+        try:
+            connection = self._sent(request, head, raw, deadline, progress)
+        except (OSError, ValueError) as error:
+            if isinstance(error, DataPlaneError):
+                raise
+            raise self._lost(op, error, started, deadline, progress) from None
+        return Sent(connection, op, started, deadline, progress)
+
+    @contextlib.contextmanager
+    def answer(self, sent: Sent) -> Iterator[tuple[Connection, bytes, int]]:
+        """Receive the beginning of the reply to a request. The context's value is the connection, the reply's head, and
+        the number of raw bytes to receive from the connection.
 
         Raises RowsCleared when a block was freed, CapacityExceeded when the unit has no room, IntegrityError when the
         raw bytes were damaged on the way, UnitDied when the unit's address refuses connections, DataPlaneTimeout when
         the deadline passes, and StoreLost when it passes after SILENT_S seconds without a byte, or when the unit breaks
         the connection, or got or sent a damaged message.
         """
-        started, progress = time.monotonic(), Progress(expected)
+        connection, op = sent.connection, sent.op
         try:
-            connection = self._sent(request, head, raw, deadline, progress)
             try:
-                reply = connection.receive(deadline, reply=True)
+                reply = connection.receive(sent.deadline, reply=True)
                 if reply is None:
                     raise ConnectionResetError
                 answer, text, raw_bytes = reply
@@ -84,11 +115,11 @@ class UnitLink:
         except (OSError, ValueError) as error:
             if isinstance(error, DataPlaneError):
                 raise
-            raise self._lost(op, error, started, deadline, progress) from None
+            raise self._lost(op, error, sent.started, sent.deadline, sent.progress) from None
         if answer != DONE:
             kind = {FREED: RowsCleared, FULL: CapacityExceeded, DAMAGED: IntegrityError}.get(answer, StoreLost)
             text = text.decode(errors="replace")
-            raise kind(text, op=op, peer=self.address.peer, elapsed_s=time.monotonic() - started)
+            raise kind(text, op=op, peer=self.address.peer, elapsed_s=time.monotonic() - sent.started)
 
     def check_alive(self, op: str, deadline: float) -> None:
         """Raise UnitDied, StoreLost or DataPlaneTimeout unless the unit's process still holds a connection. The check

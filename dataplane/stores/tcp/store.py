@@ -27,7 +27,7 @@ from ...errors import CapacityExceeded, DataPlaneError, IntegrityError, RowsClea
 from ...meta import BlockRef
 from ...rpc.links import Link
 from ..shared_memory import SharedMemoryStore
-from .link import UnitDied, UnitLink
+from .link import Sent, UnitDied, UnitLink
 from .wire import (
     ENDING,
     GONE,
@@ -211,20 +211,33 @@ class TcpStore(PutsAll):
         self._read(blocks, ranges, time.monotonic() + timeout_s)
 
     def _read(self, blocks: Sequence[BlockRef], ranges: Sequence[ByteRanges], deadline: float) -> None:
+        """Read ranges of blocks. All far units are asked before the first reply is received, so that they work side by
+        side, and while this process copies from the pools of its host."""
         unit_of = np.array([self._number(block, deadline) for block in blocks], np.int64)
         columns = _Columns(ranges)
-        for number in distinct(unit_of).tolist():
-            positions = np.flatnonzero(unit_of == number)
-            chosen = np.flatnonzero(unit_of[columns.block] == number) if len(columns.block) else columns.block
-            near = self._near.get(number)
-            of_unit = [blocks[position] for position in positions.tolist()]
-            if near is not None:
+        near: list[tuple[int, list[BlockRef], np.ndarray, np.ndarray]] = []
+        asked: list[tuple[UnitLink, Sent, int, np.ndarray]] = []
+        try:
+            for number in distinct(unit_of).tolist():
+                positions = np.flatnonzero(unit_of == number)
+                chosen = np.flatnonzero(unit_of[columns.block] == number) if len(columns.block) else columns.block
+                of_unit = [blocks[position] for position in positions.tolist()]
+                if number in self._near:
+                    near.append((number, of_unit, positions, chosen))
+                    continue
+                sent = self._ask_for(self._units[number], of_unit, positions, columns, chosen, deadline)
+                asked.append((self._units[number], sent, len(of_unit), chosen))
+            for number, of_unit, positions, chosen in near:
                 self._units[number].check_alive("get", deadline)
-                self._copy_near(near, of_unit, positions, columns, chosen)
-            else:
-                self._receive(self._units[number], of_unit, positions, columns, chosen, deadline)
+                self._copy_near(self._near[number], of_unit, positions, columns, chosen)
+            while asked:
+                unit, sent, num_blocks, chosen = asked.pop(0)
+                self._receive(unit, sent, num_blocks, columns, chosen)
+        finally:
+            for _, sent, _, _ in asked:  # After an error, replies that nobody receives would block the connections.
+                sent.connection.close()
 
-    def _receive(
+    def _ask_for(
         self,
         unit: UnitLink,
         blocks: Sequence[BlockRef],
@@ -232,9 +245,9 @@ class TcpStore(PutsAll):
         columns: _Columns,
         chosen: np.ndarray,
         deadline: float,
-    ) -> None:
-        """Ask one unit for the ranges at the indices `chosen`, and receive them. positions: position of each of
-        `blocks` among all blocks of the read, ascending."""
+    ) -> Sent:
+        """Ask one unit for the ranges at the indices `chosen`. positions: position of each of `blocks` among all blocks
+        of the read, ascending."""
         request = Get(
             column([block.block_id for block in blocks]),
             column(np.searchsorted(positions, columns.block[chosen])),
@@ -243,17 +256,21 @@ class TcpStore(PutsAll):
             self._checks,
         )
         expected = int(columns.nbytes[chosen].sum()) + ENDING.size
-        targets, ending = columns.targets(chosen), bytearray(ENDING.size)
-        with unit.exchange("get", "get", encode(request), (), deadline, expected=expected) as answer:
-            connection, _, raw_bytes = answer
+        return unit.send("get", "get", encode(request), (), deadline, expected=expected)
+
+    def _receive(self, unit: UnitLink, sent: Sent, num_blocks: int, columns: _Columns, chosen: np.ndarray) -> None:
+        """Receive the ranges at the indices `chosen`, for which a unit was asked. num_blocks: number of their
+        blocks, for errors."""
+        targets, ending, expected = columns.targets(chosen), bytearray(ENDING.size), sent.progress.to_receive
+        with unit.answer(sent) as (connection, _, raw_bytes):
             if raw_bytes != expected:
                 raise ValueError(f"got a reply of {raw_bytes} bytes, expected {expected}")
-            connection.receive_into([*targets, memoryview(ending)], deadline)
+            connection.receive_into([*targets, memoryview(ending)], sent.deadline)
         state, checksum = ENDING.unpack(ending)
         if state == GONE:
             raise RowsCleared("a block was freed while it was read", op="get", peer=unit.address.peer)
         if state != STILL or self._checks and raw_checksum(targets) != checksum:
-            what = f"{expected} bytes of {len(blocks)} blocks were damaged on the way"
+            what = f"{expected} bytes of {num_blocks} blocks were damaged on the way"
             raise IntegrityError(what, op="get", peer=unit.address.peer)
 
     def _copy_near(

@@ -372,7 +372,9 @@ def test_folder_of_a_killed_host_is_readable_then_removed_by_the_next(tmp_path: 
 def test_a_host_without_the_memory_is_told_at_the_start() -> None:
     free_mib = free_memory() >> 20
     config = DataPlaneConfig(store=StoreConfig(kind="shm", capacity_mib=free_mib + 1000))
-    sentence = rf"dataplane.store.capacity_mib: got {free_mib + 1000}, but /dev/shm has \d+ MiB free.*--shm-size"
+    sentence = (
+        rf"dataplane.store.capacity_mib: got {free_mib + 1000}, but /dev/shm of host \S+ has \d+ MiB free.*--shm-size"
+    )
     for start in (check_store, lambda config: open_data_plane(config, in_process=True)):
         with pytest.raises(ValueError, match=sentence):
             start(config)

@@ -14,6 +14,7 @@ from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import KeysNotFound, LeaseLost, StoreLost
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
 from headrace.dataplane.meta import KVBatchMeta
+from headrace.dataplane.stores.tcp.link import UnitLink
 from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.process_pool import kill
 
@@ -67,3 +68,33 @@ def test_rows_of_a_lost_unit_are_cleared_by_whole_groups_and_named(two_units: Da
         assert client.task_status("p", "a").done == 8 - len(expected)
         again = client.put("p", list(lost[0].keys), ids(2))
         assert holders(again) == {0} and client.claim("p", "a", ["ids"], 2).keys == lost[0].keys
+
+
+def test_all_far_units_are_asked_before_the_first_answer(two_units: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    send, answer = UnitLink.send, UnitLink.answer
+
+    def sends(link: UnitLink, *arguments: Any, **named: Any) -> Any:
+        events.append(f"ask {link.address.name}")
+        return send(link, *arguments, **named)
+
+    def answers(link: UnitLink, sent: Any) -> Any:
+        events.append(f"hear {link.address.name}")
+        return answer(link, sent)
+
+    with connect(two_units.handle.over_sockets()) as client:
+        client.register("p", SCHEMA)
+        metas = [client.put("p", [f"{group}.0"], ids(1)) for group in range(4)]
+        both = metas[0].concat(*metas[1:])
+        assert holders(both) == {0, 1}
+        monkeypatch.setattr(UnitLink, "send", sends)
+        monkeypatch.setattr(UnitLink, "answer", answers)
+        assert client.get(both).jagged("ids").values.shape == (400,)
+        assert events == ["ask unit-0", "ask unit-1", "hear unit-0", "hear unit-1"]
+        # An error of the first answer leaves no reply of the second in a connection that is used again.
+        with monkeypatch.context() as patch:
+            patch.setattr(UnitLink, "answer", lambda link, sent: sent.connection.close() or 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                client.get(both)
+        for _ in range(2):
+            assert client.get(both).jagged("ids").values.shape == (400,)

@@ -337,7 +337,8 @@ def test_shared_memory_that_is_too_small(place: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(shm_folder, "free_memory", lambda _: 3 << 20)
     run = {"model": {"path": "no-one/has-this-model"}}
     [problem] = problems(place, run)
-    assert problem.startswith("dataplane.store.capacity_mib: got 1024, but /dev/shm has 3 MiB free")
+    assert problem.startswith("dataplane.store.capacity_mib: got 1024, but /dev/shm of host ")
+    assert " has 3 MiB free" in problem
     assert checked(place, {**run, "dataplane": {"store": {"kind": "ray"}}})
 
 
