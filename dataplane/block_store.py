@@ -45,6 +45,10 @@ HOLDER_BYTES = 2
 of several processes of a store, each of which can die without the others."""
 
 
+ANY_HOLDER = -1
+"""Number that stands for any of a store's holders."""
+
+
 def holder_of(location: bytes) -> int:
     """Return the number of the process that holds the block at a location.
 
@@ -176,6 +180,24 @@ class HasHolders(Protocol):
 
 
 @runtime_checkable
+class HasRooms(Protocol):
+    """Protocol of a store host whose holders are on several hosts. Each host is a room with a capacity of its own."""
+
+    @property
+    def rooms(self) -> Mapping[int, str]:
+        """Names of the hosts with a living holder, by number; never empty."""
+        ...
+
+    def room_of(self, holder: int) -> int:
+        """Return the number of a holder's host."""
+        ...
+
+    def holder_in(self, room: int) -> int:
+        """Return the number of a holder on a host."""
+        ...
+
+
+@runtime_checkable
 class StartsUnits(Protocol):
     """Protocol of a store host that starts storage units on nodes of a Ray cluster."""
 
@@ -202,6 +224,22 @@ class AvoidsDead(Protocol):
 
     def avoid(self, dead: Collection[int]) -> bool:
         """Write nothing to the processes with these numbers any more. Returns whether that is new for one of them."""
+        ...
+
+
+@runtime_checkable
+class PutsToHolders(Protocol):
+    """Protocol of a `BlockStore` whose processes (holders) are on several hosts, and which can choose among them."""
+
+    def near(self, timeout_s: float) -> int:
+        """Return the number of a living holder on this process's host; ANY_HOLDER if there is none."""
+        ...
+
+    def put_to(
+        self, holder: int, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float
+    ) -> tuple[bytes, ...]:
+        """Write blocks as `PutsMany.put_many` does, to the host of a holder if possible; ANY_HOLDER leaves it to the
+        store."""
         ...
 
 

@@ -104,7 +104,10 @@ class StoreConfig(Section):
     storage units. `mooncake` keeps them in a Mooncake store. `auto` is `shm` when the run is on one host, else
     `tcp`."""
     capacity_mib: Count = 1024
-    """Largest number of MiB that rows can take in the store at the same time. A put that would exceed it waits."""
+    """Largest number of MiB that rows can take in the store at the same time. A put that would exceed it waits. For the
+    store `tcp`, it is the room of each host with rollout actors or train workers: rows are stored on their writer's
+    host, and on another one if that has no room (the metric `dataplane/puts_elsewhere` counts such puts). An eighth of
+    each host's room is kept for its own writers."""
     num_units: Count | None = None
     """Number of storage units that the stores `tcp` and `simple` start, each in its own process. Unset: one unit per
     host for `tcp`, one unit in total for `simple`. For `tcp`, a number has an effect only when the run is on one

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -36,6 +36,7 @@ class DataPlaneStatus:
     bytes_reserved: int
     """Number of bytes reserved by puts in progress."""
     bytes_capacity: int
+    """Number of bytes that blocks may take, on all hosts together."""
     bytes_credit: int = 0
     """Number of bytes granted to writers ahead of their next puts; any put that needs this space gets it."""
     waiting_claims: int = 0
@@ -55,6 +56,12 @@ class DataPlaneStatus:
     Claims pass over them. They stay until they are cleared or their fields are put again."""
     oldest_lease: str = ""
     """Description of the oldest lease: its task, partition and holder; "" without leases."""
+    bytes_by_host: dict[str, int] = field(default_factory=dict)
+    """Number of bytes of committed blocks on each host with a living storage unit, by the host's name; empty for other
+    stores than `tcp`."""
+    puts_elsewhere: int = 0
+    """Number of puts so far whose rows are on another host than their writer, because the writer's host had no room.
+    Writers on a host without a storage unit are not counted."""
 
     def to_bytes(self) -> bytes:
         """Encode the values by position, without the fields' names. The message is kept small, because the driver asks

@@ -12,7 +12,16 @@ from ...codecs.batch import Batch, Column, Jagged, Ragged
 from ...codecs.block_header import ChecksumMismatch
 from ...codecs.blocks import EncodedBlock
 from ...codecs.gather import ReadPlan
-from ..block_store import BlockStore, NamesHolders, PutsMany, ReadsRanges, Want, holder_of
+from ..block_store import (
+    ANY_HOLDER,
+    BlockStore,
+    NamesHolders,
+    PutsMany,
+    PutsToHolders,
+    ReadsRanges,
+    Want,
+    holder_of,
+)
 from ..config import MAX_BLOCK_ROWS
 from ..errors import DataPlaneError, FieldsNotReady, IntegrityError, RowsCleared, SchemaMismatch, StoreLost
 from ..meta import KVBatchMeta, narrow_sources
@@ -71,13 +80,19 @@ def rows_per_block(
 
 
 def write_blocks(
-    store: BlockStore, blocks: Sequence[EncodedBlock], first_id: int, space: bytes, deadline: float
+    store: BlockStore,
+    blocks: Sequence[EncodedBlock],
+    first_id: int,
+    space: bytes,
+    deadline: float,
+    holder: int = ANY_HOLDER,
 ) -> tuple[bytes, ...] | None:
     """Write the blocks of a put into the space that was reserved for them.
 
     first_id: id of the first block; the ids of the other blocks follow. space: location of the space, or b"" for a
-    store that learns locations only when blocks are written. deadline: time by the clock `time.monotonic()`. Returns
-    the blocks' locations. If the space has a location, the blocks lie end to end in it and the result is None.
+    store that learns locations only when blocks are written. deadline: time by the clock `time.monotonic()`. holder:
+    process of the store to whose host to write. Returns the blocks' locations. If the space has a location, the blocks
+    lie end to end in it and the result is None.
     """
     timeout_s = max(0.0, deadline - time.monotonic())
     if space:
@@ -87,6 +102,8 @@ def write_blocks(
         offsets = [base + at for base, (places, _) in zip(bases, streams, strict=True) for at in places]
         store.put(first_id, space, chain.from_iterable(pieces for _, pieces in streams), offsets, timeout_s)
         return None
+    if isinstance(store, PutsToHolders):
+        return store.put_to(holder, first_id, [block.complete() for block in blocks], timeout_s)
     if isinstance(store, PutsMany):
         return store.put_many(first_id, [block.complete() for block in blocks], timeout_s)
     final = []

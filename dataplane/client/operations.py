@@ -21,7 +21,7 @@ from ...codecs import messages
 from ...codecs.batch import Batch
 from ...codecs.blocks import EncodedBlock
 from ...codecs.schema import Schema
-from ..block_store import AvoidsDead, BlockStore
+from ..block_store import AvoidsDead, BlockStore, PutsToHolders
 from ..compact import pack_keys, unpack_keys
 from ..directory import requests
 from ..directory.calls import ClaimRows, Committed, Fence, Outcome, PutRows, check_distinct
@@ -208,9 +208,12 @@ class Operations:
         check_distinct(keys, partition)
 
         def prepare(schema: Schema) -> tuple[PutRows, list[EncodedBlock]]:
-            return prepared(
+            put, blocks = prepared(
                 self.handle, self.label, schema, partition, keys, fields, versions, groups, tags or {}, replace, fences
             )
+            if isinstance(self.store, PutsToHolders):
+                put = dataclasses.replace(put, near=self.store.near(deadline - time.monotonic()))
+            return put, blocks
 
         try:
             try:
@@ -284,7 +287,9 @@ class Operations:
             try:
                 locations = yield Work(
                     "put",
-                    lambda: write_blocks(self.store, blocks, space.first_block_id, space.location, deadline),
+                    lambda: write_blocks(
+                        self.store, blocks, space.first_block_id, space.location, deadline, space.holder
+                    ),
                     deadline,
                 )
             except RowsCleared as error:

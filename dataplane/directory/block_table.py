@@ -6,13 +6,15 @@ block without references can be freed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
 from ...codecs.integers import distinct_counts
-from ..block_store import holder_of
+from ..block_store import ANY_HOLDER, HasRooms, holder_of
 from ..meta import BlockRef
 from .rows import ROW_BITS
 
@@ -39,8 +41,35 @@ class Reservation:
     credit: bool
     """True if the space was granted in advance for the writer's next put. Such space is revoked if another writer needs
     it."""
+    room: int = 0
+    """Number of the host on which the space is; see `HasRooms`."""
     location: bytes | None = None
     """Address of the space in the store; None until the store has allocated it."""
+
+
+@dataclass(slots=True)
+class Room:
+    """Counts the bytes of the blocks on one host. A store without hosts has a single room."""
+
+    used_bytes: int = 0
+    reserved_bytes: int = 0
+    """Number of bytes reserved by puts in progress. Credit (space granted in advance) is not included."""
+    credit_bytes: int = 0
+    """Number of bytes granted in advance for future puts (credit)."""
+
+
+class OneRoom:
+    """The hosts of a store whose capacity is not divided by host; see `HasRooms`."""
+
+    rooms: Mapping[int, str] = MappingProxyType({0: ""})
+
+    def room_of(self, holder: int) -> int:
+        """Return the number of the only room."""
+        return 0
+
+    def holder_in(self, room: int) -> int:
+        """Return ANY_HOLDER."""
+        return ANY_HOLDER
 
 
 @dataclass(slots=True)
@@ -48,6 +77,7 @@ class _Entry:
     ref: BlockRef
     row_starts: np.ndarray | None
     nbytes: int
+    room: Room
     live: int
     """Number of (row, field) pairs whose values are in the block."""
 
@@ -55,13 +85,11 @@ class _Entry:
 class BlockTable:
     """Holds the blocks and the reservations by id, and counts the bytes in use and reserved. Ids are never reused."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, rooms: HasRooms | None = None) -> None:
+        """capacity_bytes: capacity of each room. rooms: the rooms; None for a single one."""
         self.capacity_bytes = capacity_bytes
-        self.used_bytes = 0
-        self.reserved_bytes = 0
-        """Number of bytes reserved by puts in progress. Credit (space granted in advance) is not included."""
-        self.credit_bytes = 0
-        """Number of bytes granted in advance for future puts (credit)."""
+        self.rooms: HasRooms = rooms or OneRoom()
+        self._rooms: dict[int, Room] = defaultdict(Room)
         self.reservations: dict[int, Reservation] = {}
         """Reservations by id, in the order of their deadlines."""
         self._entries: dict[int, _Entry] = {}
@@ -72,21 +100,36 @@ class BlockTable:
         return len(self._entries)
 
     @property
-    def free_bytes(self) -> int:
-        return self.capacity_bytes - self.used_bytes - self.reserved_bytes - self.credit_bytes
+    def total(self) -> Room:
+        """Sum of the bytes of all rooms."""
+        held = self._rooms.values()
+        return Room(
+            sum(room.used_bytes for room in held),
+            sum(room.reserved_bytes for room in held),
+            sum(room.credit_bytes for room in held),
+        )
+
+    def used_by_room(self) -> dict[int, int]:
+        """Return the bytes of the blocks in each room with a living process of the store."""
+        return {number: self._rooms[number].used_bytes for number in self.rooms.rooms}
+
+    def free_bytes(self, room: int = 0) -> int:
+        """Return the number of bytes that are free in a room."""
+        held = self._rooms[room]
+        return self.capacity_bytes - held.used_bytes - held.reserved_bytes - held.credit_bytes
 
     def reserve(
-        self, writer: str, nbytes: int, num_blocks: int, deadline: float, *, credit: bool = False
+        self, writer: str, nbytes: int, num_blocks: int, deadline: float, *, room: int = 0, credit: bool = False
     ) -> Reservation | None:
-        """Reserve space for `num_blocks` new blocks of `nbytes` bytes in all. Returns None when fewer bytes are free at
-        the moment.
+        """Reserve space in a room for `num_blocks` new blocks of `nbytes` bytes in all. Returns None when fewer bytes
+        are free there at the moment.
 
         Deadlines must not decrease from call to call.
         """
-        if nbytes > self.free_bytes:
+        if nbytes > self.free_bytes(room):
             return None
         ids = range(self._next_block, self._next_block + num_blocks)
-        reservation = Reservation(self._next_reservation, writer, ids, nbytes, deadline, credit)
+        reservation = Reservation(self._next_reservation, writer, ids, nbytes, deadline, credit, room)
         self._next_block = ids.stop
         self._next_reservation += 1
         self.reservations[reservation.reservation_id] = reservation
@@ -100,9 +143,10 @@ class BlockTable:
             self._count(reservation, -reservation.nbytes)
         return reservation
 
-    def credits(self) -> list[Reservation]:
-        """Return the reservations that are credit (space granted in advance), oldest first."""
-        return [item for item in self.reservations.values() if item.credit]
+    def credits(self, room: int | None = None) -> list[Reservation]:
+        """Return the reservations in a room that are credit (space granted in advance), oldest first; None stands for
+        all rooms."""
+        return [item for item in self.reservations.values() if item.credit and room in (None, item.room)]
 
     def settle(
         self,
@@ -118,9 +162,10 @@ class BlockTable:
         token (None for a block without tokens), and the number of values (row and field) that refer to it.
         """
         self.cancel(reservation.reservation_id)
-        self.used_bytes += sum(sizes)
         for ref, row_starts, nbytes, count in zip(refs, starts, sizes, live, strict=True):
-            self._entries[ref.block_id] = _Entry(ref, row_starts, nbytes, count)
+            room = self._rooms[self.rooms.room_of(holder_of(ref.location))]
+            room.used_bytes += nbytes
+            self._entries[ref.block_id] = _Entry(ref, row_starts, nbytes, room, count)
 
     def unlink(self, slots: np.ndarray) -> list[FreedBlock]:
         """Drop one reference to a block for each slot. A slot is a number that locates one value by block and row;
@@ -134,7 +179,7 @@ class BlockTable:
             assert entry.live >= 0, block_id
             if entry.live == 0:
                 del self._entries[entry.ref.block_id]
-                self.used_bytes -= entry.nbytes
+                entry.room.used_bytes -= entry.nbytes
                 freed.append(FreedBlock(entry.ref.block_id, entry.ref.location))
         return freed
 
@@ -143,7 +188,8 @@ class BlockTable:
         blocks; their bytes become free. The caller must mark the values in them as lost."""
         found = [entry.ref for entry in self._entries.values() if holder_of(entry.ref.location) in holders]
         for ref in found:
-            self.used_bytes -= self._entries.pop(ref.block_id).nbytes
+            entry = self._entries.pop(ref.block_id)
+            entry.room.used_bytes -= entry.nbytes
         return [FreedBlock(ref.block_id, ref.location) for ref in found]
 
     def refs(self, block_ids: np.ndarray) -> tuple[BlockRef, ...]:
@@ -163,7 +209,8 @@ class BlockTable:
         return tokens[base[block] + row]
 
     def _count(self, reservation: Reservation, nbytes: int) -> None:
+        room = self._rooms[reservation.room]
         if reservation.credit:
-            self.credit_bytes += nbytes
+            room.credit_bytes += nbytes
         else:
-            self.reserved_bytes += nbytes
+            room.reserved_bytes += nbytes

@@ -13,6 +13,7 @@ from ...codecs import messages
 from ...codecs.blocks import BlockLayout
 from ...codecs.gather import RowSource
 from ...codecs.schema import Schema
+from ..block_store import ANY_HOLDER
 from ..errors import DuplicateKeys
 from ..meta import BlockRef, KVBatchMeta
 
@@ -136,6 +137,8 @@ class PutRows:
     """Digest of the schema with which the blocks were encoded, from the function `schema_id`."""
     fences: tuple[Fence, ...] = ()
     """Conditions on the rows, all of which must hold; () for a put that may create them."""
+    near: int = ANY_HOLDER
+    """Number of a process of the store on the writer's host; ANY_HOLDER if there is none."""
 
     @property
     def nbytes(self) -> int:

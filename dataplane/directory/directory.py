@@ -14,6 +14,7 @@ import numpy as np
 
 from ...codecs.integers import distinct
 from ...codecs.schema import Field, Schema
+from ..block_store import ANY_HOLDER, HasRooms, holder_of
 from ..errors import CapacityExceeded, DataPlaneTimeout, LeaseLost
 from ..meta import BlockRef, KVBatchMeta
 from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
@@ -59,13 +60,16 @@ class Directory:
         reserve_s: float,
         plane_id: int = 0,
         samplers: Collection[str] = (),
+        rooms: HasRooms | None = None,
     ) -> None:
-        """plane_id: number of the data plane, which every receipt (the keys and locations of rows) contains. samplers:
-        import paths of the samplers that tasks can name besides the built-in ones."""
+        """capacity_bytes: capacity of each host in `rooms`, or of the store if None. plane_id: number of the data
+        plane, which every receipt (the keys and locations of rows) contains. samplers: import paths of the samplers
+        that tasks can name besides the built-in ones."""
         self._plane_id = plane_id
         self._lease_s = lease_s
         self._reserve_s = reserve_s
-        self._blocks = BlockTable(capacity_bytes)
+        self._blocks = BlockTable(capacity_bytes, rooms)
+        self._puts_elsewhere = 0
         self._leases = LeaseBook()
         self._partitions = PartitionRegistry(samplers)
 
@@ -140,16 +144,46 @@ class Directory:
 
     # ---------------- These methods carry out puts.
 
-    def reserve(self, put: PutRows, now: float) -> Reservation | None:
-        """Check a put and reserve space for it. Returns None when there is not enough space at the moment. Raises the
-        same errors as `check`."""
-        self.check(put)
-        return self._blocks.reserve(put.writer, put.nbytes, len(put.layouts), now + self._reserve_s)
+    def rooms_for(self, put: PutRows) -> list[int]:
+        """Return the numbers of the hosts on which a put may be stored, the best first. That of its writer comes first,
+        then those with the most free bytes. On hosts of other writers, an eighth of the capacity is left to these."""
+        blocks, near = self._blocks, self._near_room(put)
+        return sorted(blocks.rooms.rooms, key=lambda room: (room != near, -blocks.free_bytes(room)))
 
-    def has_room(self, nbytes: int) -> bool:
-        """Return whether the directory's count leaves `nbytes` bytes of the capacity free. If so, a put that must still
+    def _near_room(self, put: PutRows) -> int | None:
+        """Return the number of the host of a put's writer; None if no living process of the store is there."""
+        rooms = self._blocks.rooms
+        room = None if put.near == ANY_HOLDER else rooms.room_of(put.near)
+        return room if room in rooms.rooms else None
+
+    def reserve(self, put: PutRows, now: float, room: int = 0) -> Reservation | None:
+        """Check a put and reserve space for it on a host. Returns None when there is not enough space at the moment.
+        Raises the same errors as `check`."""
+        self.check(put)
+        blocks, near = self._blocks, self._near_room(put)
+        spare = 0 if near in (None, room) else blocks.capacity_bytes // SPARE_PART
+        if put.nbytes > blocks.free_bytes(room) - spare:
+            return None
+        return blocks.reserve(put.writer, put.nbytes, len(put.layouts), now + self._reserve_s, room=room)
+
+    def holder_for(self, reservation: Reservation) -> int:
+        """Return the number of a process of the store on the host of a reservation."""
+        return self._blocks.rooms.holder_in(reservation.room)
+
+    def has_room(self, put: PutRows) -> bool:
+        """Return whether the directory's count leaves enough bytes of the capacity free. If so, a put that must still
         wait waits only for room in the store itself."""
-        return nbytes <= self._blocks.free_bytes
+        return any(put.nbytes <= self._blocks.free_bytes(room) for room in self.rooms_for(put))
+
+    def described_room(self, put: PutRows) -> str:
+        """Return the use of the capacity, for the error of a put that finds no room."""
+        rooms, blocks = self._blocks.rooms.rooms, self._blocks
+        total = blocks.total
+        text = f"{total.used_bytes} in use and {total.reserved_bytes} reserved of {blocks.capacity_bytes * len(rooms)}"
+        if len(rooms) == 1:
+            return text
+        free = ", ".join(f"{blocks.free_bytes(room)} on {rooms[room]}" for room in self.rooms_for(put) if room in rooms)
+        return f"{text} on {len(rooms)} hosts, free: {free}"
 
     def check(self, put: PutRows) -> None:
         """Check a put without changing anything. Raises SchemaMismatch, DuplicateKeys or AlreadyWritten when the
@@ -165,19 +199,20 @@ class Directory:
                 keys=put.keys,
             )
 
-    def grant(self, writer: str, nbytes: int, num_blocks: int, now: float) -> Reservation | None:
-        """Reserve space in advance for a writer's next put (credit). Returns None if less than an eighth of the
-        capacity would remain free, or if `nbytes` or `num_blocks` is 0."""
-        if not 0 < nbytes <= self._blocks.free_bytes - self._blocks.capacity_bytes // SPARE_PART or num_blocks < 1:
+    def grant(self, writer: str, nbytes: int, num_blocks: int, now: float, room: int = 0) -> Reservation | None:
+        """Reserve space on a host in advance for a writer's next put (credit). Returns None if less than an eighth of
+        the capacity would remain free, or if `nbytes` or `num_blocks` is 0."""
+        blocks = self._blocks
+        if not 0 < nbytes <= blocks.free_bytes(room) - blocks.capacity_bytes // SPARE_PART or num_blocks < 1:
             return None
-        return self._blocks.reserve(writer, nbytes, num_blocks, now + self._reserve_s, credit=True)
+        return blocks.reserve(writer, nbytes, num_blocks, now + self._reserve_s, room=room, credit=True)
 
-    def revoke(self, nbytes: int | None) -> list[Reservation]:
-        """Cancel credit (space granted in advance), the oldest first, until `nbytes` are free. None cancels all of it.
-        Returns the cancelled reservations."""
+    def revoke(self, nbytes: int | None, room: int = 0) -> list[Reservation]:
+        """Cancel credit (space granted in advance) on a host, the oldest first, until `nbytes` are free there. None
+        cancels the credit of all hosts. Returns the cancelled reservations."""
         revoked = []
-        for item in self._blocks.credits():
-            if nbytes is not None and self._blocks.free_bytes >= nbytes:
+        for item in self._blocks.credits(None if nbytes is None else room):
+            if nbytes is not None and self._blocks.free_bytes(room) >= nbytes:
                 break
             revoked.append(item)
             self.abort(item.reservation_id)
@@ -224,6 +259,9 @@ class Directory:
         refs = [BlockRef(*item) for item in zip(block_ids, locations, put.layouts, strict=True)]
         live = [layout.num_rows * len(put.fields) for layout in put.layouts]
         self._blocks.settle(reservation, refs, sizes, token_starts(put.lengths, put.layouts), live)
+        room_of = self._blocks.rooms.room_of
+        if put.near != ANY_HOLDER and locations and room_of(holder_of(locations[0])) != room_of(put.near):
+            self._puts_elsewhere += 1
         replaced = partition.write(put, rows, block_ids, self._partitions.group_numbers)
         return committed_of(partition, put, rows, block_ids.start, locations), self._blocks.unlink(replaced)
 
@@ -495,6 +533,7 @@ class Directory:
         for part in parts:
             for name, count in part.rows.num_written.items():
                 ready[name] = ready.get(name, 0) + count
+        total, rooms = self._blocks.total, self._blocks.rooms.rooms
         leases = self._leases.of(partition)
         oldest = min(leases, key=lambda lease: lease.granted, default=None)
         return DataPlaneStatus(
@@ -506,12 +545,14 @@ class Directory:
             oldest_lease_s=0.0 if oldest is None else now - oldest.granted,
             oldest_lease="" if oldest is None else f"task {oldest.task!r} of {oldest.partition!r}, {oldest.holder}",
             blocks=len(self._blocks),
-            bytes_used=self._blocks.used_bytes,
-            bytes_reserved=self._blocks.reserved_bytes,
-            bytes_capacity=self._blocks.capacity_bytes,
-            bytes_credit=self._blocks.credit_bytes,
+            bytes_used=total.used_bytes,
+            bytes_reserved=total.reserved_bytes,
+            bytes_capacity=self._blocks.capacity_bytes * len(rooms),
+            bytes_credit=total.credit_bytes,
             stale_rows=sum(cursor.num_stale for part in parts for cursor in part.tasks.values()),
             lost_rows=sum(part.num_lost for part in parts),
+            bytes_by_host={rooms[room]: count for room, count in self._blocks.used_by_room().items() if rooms[room]},
+            puts_elsewhere=self._puts_elsewhere,
         )
 
     # ---------------- These methods are private.

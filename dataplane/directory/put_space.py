@@ -139,7 +139,7 @@ class PutSpace:
                         # The call of `usage` also frees the space of ended writers, so the attempt is repeated.
                         if not unfreed_bytes and (reservation := await self._try_reserve(put)) is not None:
                             return reservation
-                        refused = self._directory.has_room(put.nbytes)  # Only the store refused; /dev/shm may be full.
+                        refused = self._directory.has_room(put)  # Only the store refused; /dev/shm may be full.
                         await self._wait_for_space(seen, deadline, look_again=refused or unfreed_bytes > 0)
             except TimeoutError:
                 raise await self._no_room(put, self._queue.before(place, "put"), timeout_s) from None
@@ -147,12 +147,8 @@ class PutSpace:
     async def _no_room(self, put: PutRows, before: str, timeout_s: float) -> CapacityExceeded:
         """Build the error for a put that found no space in time. before: description of the puts ahead of it in the
         queue; "" when it was this put's turn."""
-        status = self._directory.status(None, _now())
-        message = (
-            f"no room for {put.nbytes} bytes: {status.bytes_used} in use and {status.bytes_reserved} reserved "
-            f"of {status.bytes_capacity}{before}"
-        )
-        if not before and status.bytes_used + status.bytes_reserved + put.nbytes <= status.bytes_capacity:
+        message = f"no room for {put.nbytes} bytes: {self._directory.described_room(put)}{before}"
+        if not before and self._directory.has_room(put):
             reason = await self._store.shortage()
             message += f"; {reason}" if reason else ""
         return CapacityExceeded(message, op="put", partition=put.partition, keys=put.keys, elapsed_s=timeout_s)
@@ -160,10 +156,14 @@ class PutSpace:
     async def _try_reserve(self, put: PutRows) -> Reservation | None:
         """Reserve space for a put, both in the directory's count of bytes and in the store. Credit (space granted to
         writers in advance) is revoked if necessary. Returns None when even that does not free enough."""
-        reservation = self._directory.reserve(put, _now())
-        if reservation is None:
-            await self.take_back(self._directory.revoke(put.nbytes))
-            reservation = self._directory.reserve(put, _now())
+        reservation = None
+        for room in self._directory.rooms_for(put):
+            reservation = self._directory.reserve(put, _now(), room)
+            if reservation is None:
+                await self.take_back(self._directory.revoke(put.nbytes, room))
+                reservation = self._directory.reserve(put, _now(), room)
+            if reservation is not None:
+                break
         if reservation is None:
             return None
         try:
@@ -198,12 +198,13 @@ class PutSpace:
         if self._closed:
             raise DirectoryLost("the data plane was closed while this call waited")
 
-    def grant(self, writer: str, nbytes: int, num_blocks: int) -> Reservation | None:
-        """Reserve space for the writer's next put in advance (credit). Returns None when another put waits for space,
-        or when too little space is free."""
+    def grant(self, put: PutRows, nbytes: int, num_blocks: int) -> Reservation | None:
+        """Reserve space for the next put of the writer of `put` in advance (credit), on its host. Returns None when
+        another put waits for space, or when too little space is free."""
         if self._queue.waiting:
             return None
-        credit = self._directory.grant(writer, nbytes, num_blocks, _now())
+        [room, *_] = self._directory.rooms_for(put)
+        credit = self._directory.grant(put.writer, nbytes, num_blocks, _now(), room)
         if credit is not None and not self._store.allocate_ready(credit):
             self._directory.abort(credit.reservation_id)
             return None

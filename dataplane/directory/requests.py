@@ -12,6 +12,7 @@ import numpy as np
 from ...codecs import messages
 from ...codecs.schema import Schema
 from .. import errors
+from ..block_store import ANY_HOLDER
 from .calls import ClaimRows, Committed, Outcome, PutRows
 from .partition import PartitionState
 from .samplers import TaskConfig
@@ -78,6 +79,8 @@ class Space:
     location: bytes
     """Location of the space in the store, where the put's blocks are laid end to end; b"" for a store that locates each
     block only when it is written."""
+    holder: int = ANY_HOLDER
+    """Number of a process of the store on the host with the space; ANY_HOLDER if the store has only one host."""
 
 
 @dataclass(frozen=True, slots=True)

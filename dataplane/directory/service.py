@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from ...codecs import messages
-from ..block_store import Serving, StoreHost
+from ..block_store import HasRooms, Serving, StoreHost
 from ..compact import pack_keys, unpack_keys
 from ..config import DataPlaneConfig
 from ..errors import (
@@ -69,6 +69,7 @@ class DirectoryService:
             reserve_s=config.reserve_s,
             plane_id=host.spec.plane_id,
             samplers=config.samplers,
+            rooms=host if isinstance(host, HasRooms) else None,
         )
         self._config = config
         self._host = host
@@ -178,7 +179,12 @@ class DirectoryService:
         return self._reserve_later(put, request.timeout_s)
 
     async def _reserve_later(self, put: PutRows, timeout_s: float) -> bytes:
-        return messages.encode(_space(await self._space.reserve(put, timeout_s)))
+        return messages.encode(self._as_space(await self._space.reserve(put, timeout_s)))
+
+    def _as_space(self, reservation: Reservation) -> requests.Space:
+        ids, location = reservation.block_ids, reservation.location or b""
+        holder = self._directory.holder_for(reservation)
+        return requests.Space(reservation.reservation_id, ids.start, len(ids), reservation.nbytes, location, holder)
 
     def _commit(self, request: requests.Commit) -> bytes | Coroutine[Any, Any, bytes]:
         if self._store.is_remote:
@@ -201,8 +207,8 @@ class DirectoryService:
         put = request.put
         committed, freed = self._directory.commit(request.space_id, put, self._store.locate(request.locations))
         self._ready_pulse(put.partition).fire()
-        credit = self._space.grant(put.writer, request.next_bytes, request.next_blocks)
-        return messages.encode(requests.Written(committed, credit and _space(credit))), freed
+        credit = self._space.grant(put, request.next_bytes, request.next_blocks)
+        return messages.encode(requests.Written(committed, credit and self._as_space(credit))), freed
 
     def _abort(self, request: requests.Abort) -> bytes:
         found = [self._directory.abort(space_id) for space_id in request.space_ids]
@@ -523,13 +529,6 @@ class DirectoryService:
             _logger.warning("writers %s did not commit in time: their bytes are reclaimed", expired.writers)
         self._store.take_back(expired.reservations)
         self._arm()
-
-
-def _space(reservation: Reservation) -> requests.Space:
-    ids = reservation.block_ids
-    return requests.Space(
-        reservation.reservation_id, ids.start, len(ids), reservation.nbytes, reservation.location or b""
-    )
 
 
 async def _after(task: asyncio.Task[None], body: bytes) -> bytes:

@@ -29,7 +29,7 @@ class Unfreed:
         """peers: names of the processes, as shown in the log. limit_bytes: bytes of freed but not yet deleted blocks
         above which nothing new should be written."""
         self._peers = peers
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._blocks: list[dict[int, int]] = [{} for _ in peers]
         """Blocks freed but not deleted yet, for each process: block id -> number of bytes."""
         self._silent: set[int] = set()
@@ -104,10 +104,14 @@ class Unfreed:
         """Number of bytes of the blocks that have been freed but not deleted yet."""
         return sum(sum(blocks.values()) for blocks in self._blocks)
 
+    def nbytes_of(self, peer: int) -> int:
+        """Return the number of bytes of the blocks that a process has not deleted yet."""
+        return sum(self._blocks[peer].values())
+
     @property
     def over_limit(self) -> bool:
         """True if blocks that are still to be deleted take so many bytes that nothing new should be written."""
-        return self.nbytes > self._limit_bytes
+        return self.nbytes > self.limit_bytes
 
     def described(self) -> str:
         """Return a text for an error message on cleared blocks that processes still hold; "" if there are none. It
@@ -164,12 +168,15 @@ class CountingHost(ABC):
         """Count the bytes of a block. Returns b"" for the location, which is known only after the write. Returns None
         while the processes still hold more than a quarter of the capacity in freed blocks; otherwise only the
         directory's capacity limits the store."""
-        if nbytes and self._unfreed.over_limit:
+        if nbytes and self._is_over_limit():
             self._deliver()
-            if self._unfreed.over_limit:
+            if self._is_over_limit():
                 return None
         self._bytes[block_id] = nbytes
         return b""
+
+    def _is_over_limit(self) -> bool:
+        return self._unfreed.over_limit
 
     def free(self, block_id: int, location: bytes) -> None:
         """Free one block; see `free_many`."""

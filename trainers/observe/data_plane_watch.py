@@ -22,6 +22,7 @@ STATUS_FIELDS = (
     "oldest_lease_s",
     "waiting_claims",
     "waiting_puts",
+    "puts_elsewhere",
 )
 """Fields of the status that the data plane's directory reports. Each becomes a metric of each step,
 `dataplane/<name>`."""

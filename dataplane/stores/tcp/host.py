@@ -8,10 +8,10 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ...block_store import HOLDER_BYTES, StoreSpec, holder_of
+from ...block_store import ANY_HOLDER, HOLDER_BYTES, StoreSpec, holder_of
 from ...config import StoreConfig
 from ...directory.requests import body_of
 from ...errors import DataPlaneError, DataPlaneTimeout, StoreLost
@@ -55,6 +55,11 @@ class TcpHost(CountingHost):
         self._started: dict[int, RunningUnit] = {}
         """Units that this host has started, by number."""
         self._units: list[UnitLink] = []
+        self._memories: list[str] = []
+        """Identity of the shared memory of each host, in the order of `_host_names`."""
+        self._host_names: list[str] = []
+        self._room_of: list[int] = []
+        """Number of the host of each unit."""
         self._key = key
         self._capacity_bytes = capacity_bytes
         self._num_units = num_units
@@ -83,6 +88,30 @@ class TcpHost(CountingHost):
     def _names(self, peer: int) -> tuple[str, ...]:
         address = self._units[peer].address
         return address.name, address.peer, address.node
+
+    @property
+    def rooms(self) -> Mapping[int, str]:
+        """Names of the hosts with a living unit, by number, or of all hosts if no unit lives; see `HasRooms`."""
+        living = {self._room_of[unit] for unit in self._unfreed.living}
+        return {room: name for room, name in enumerate(self._host_names) if not living or room in living}
+
+    def room_of(self, holder: int) -> int:
+        """Return the number of a unit's host; see `HasRooms`."""
+        return self._room_of[holder] if holder < len(self._room_of) else 0
+
+    def holder_in(self, room: int) -> int:
+        """Return the number of a living unit on a host, or ANY_HOLDER if the store has only one host."""
+        if len(self._host_names) == 1:
+            return ANY_HOLDER
+        return next((unit for unit in self._unfreed.living if self._room_of[unit] == room), ANY_HOLDER)
+
+    def _is_over_limit(self) -> bool:
+        """Return whether on every host too many bytes are still to be deleted. A host that is cut off thus does not
+        make the writers of others wait."""
+        on_host = [0] * len(self._host_names)
+        for unit in self._unfreed.living:
+            on_host[self._room_of[unit]] += self._unfreed.nbytes_of(unit)
+        return all(on_host[room] > self._unfreed.limit_bytes for room in self.rooms)
 
     def serve(self, request: bytes) -> bytes:
         """Answer a client's request. `units` lists the units, and `join` with an address adds a unit that was started
@@ -146,10 +175,15 @@ class TcpHost(CountingHost):
     def _add(self, address: UnitAddress, started: RunningUnit | None = None) -> None:
         if len(self._units) == MAX_UNITS:
             raise ValueError(f"storage unit {address.name}: the store has {MAX_UNITS} units already, expected fewer")
-        self._unfreed.add_peer(address.peer)
         if started is not None:
             self._started[len(self._units)] = started
+        if address.memory not in self._memories:
+            self._memories.append(address.memory)
+            name = address.host_name or address.host
+            self._host_names.append(f"{name} ({address.host})" if name in self._host_names else name)
+        self._room_of.append(self._memories.index(address.memory))
         self._units.append(UnitLink(address, self._key))
+        self._unfreed.add_peer(address.peer)
         self.spec.address["units"] = [dataclasses.astuple(unit.address) for unit in self._units]
 
 

@@ -21,7 +21,7 @@ import torch
 from ....codecs.blocks import BlockLayout, BlockPieces, part_bytes
 from ....codecs.integers import ALIGN, distinct, round_up
 from ....codecs.memory import as_bytes, fresh
-from ...block_store import HOLDER_BYTES, ByteRanges, PutsAll, StoreSpec, Want, holder_of
+from ...block_store import ANY_HOLDER, HOLDER_BYTES, ByteRanges, PutsAll, StoreSpec, Want, holder_of
 from ...directory.requests import body_of
 from ...errors import CapacityExceeded, DataPlaneError, IntegrityError, RowsCleared, StoreLost
 from ...meta import BlockRef
@@ -86,8 +86,20 @@ class TcpStore(PutsAll):
     # ---------------- These methods write blocks.
 
     def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
-        """Write the blocks to one unit. The first choice is a unit on this host; the others follow when it has no room
-        or has died.
+        """Write the blocks to one unit; see `put_to`."""
+        return self.put_to(ANY_HOLDER, first_block_id, blocks, timeout_s)
+
+    def near(self, timeout_s: float) -> int:
+        """Return the number of a living unit of this host; see `PutsToHolders`."""
+        if not self._asked:
+            self._ask_directory(time.monotonic() + timeout_s)
+        return next((number for number in self._near if number not in self._dead), ANY_HOLDER)
+
+    def put_to(
+        self, holder: int, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float
+    ) -> tuple[bytes, ...]:
+        """Write the blocks to one unit. The first choice is a unit on the host of the unit `holder`, then one on this
+        host; the others follow when it has no room or has died.
 
         Raises RowsCleared when the put's reservation has ended, CapacityExceeded when no unit has room in time,
         StoreLost when a unit does not answer or all have died, and DataPlaneTimeout when the time limit passes first.
@@ -95,7 +107,7 @@ class TcpStore(PutsAll):
         started = time.monotonic()
         deadline = started + timeout_s
         layouts = [BlockLayout((), 0, 0, part_bytes(parts)) for parts in blocks]
-        order = self._order(deadline)
+        order = self._order(holder, deadline)
         full: CapacityExceeded | None = None
         died: StoreLost | None = None
         for attempt in range(2):  # In the first attempt, no unit waits for room.
@@ -144,10 +156,10 @@ class TcpStore(PutsAll):
         near.put(first_block_id, room, pieces, offsets, 0.0)
         return locations(unit.ask("put", "cut", encode(Cut(first_block_id, sizes)), (), deadline))
 
-    def _order(self, deadline: float) -> list[int]:
-        """Return the numbers of the units in the order in which a put tries them. Those of this host come first, then
-        the others; each begin at the unit whose turn it is."""
-        if not self._asked:
+    def _order(self, holder: int, deadline: float) -> list[int]:
+        """Return the numbers of the units in the order in which a put tries them. Those on the host of the unit
+        `holder` come first, then those of this host, then the others; each begin at the unit whose turn it is."""
+        if not self._asked or holder >= len(self._units):
             self._ask_directory(deadline)
         alive = [number for number in range(len(self._units)) if number not in self._dead]
         if not alive:
@@ -156,7 +168,11 @@ class TcpStore(PutsAll):
         near = [number for number in alive if number in self._near]
         far = [number for number in alive if number not in self._near]
         turn = next(self._turns)
-        return _from_turn(near, turn) + _from_turn(far, turn)
+        order = _from_turn(near, turn) + _from_turn(far, turn)
+        if 0 <= holder < len(self._units):
+            chosen = self._units[holder].address.memory
+            order.sort(key=lambda number: self._units[number].address.memory != chosen)
+        return order
 
     # ---------------- These methods read blocks.
 
