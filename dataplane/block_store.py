@@ -228,6 +228,15 @@ class AvoidsDead(Protocol):
 
 
 @runtime_checkable
+class NamesHosts(Protocol):
+    """Protocol of a `BlockStore` that knows on which host each of its processes (holders) is."""
+
+    def host_of(self, holder: int) -> str:
+        """Return the host of a holder, as `pid_space` returns it there; "" if it is unknown."""
+        ...
+
+
+@runtime_checkable
 class PutsToHolders(Protocol):
     """Protocol of a `BlockStore` whose processes (holders) are on several hosts, and which can choose among them."""
 

@@ -69,14 +69,37 @@ class ShardPlan:
         return self.rows[start : int(ends[rank])], self.sizes[rank]
 
 
-def plan_shards(lengths: np.ndarray, topology: Topology, budget: Budget, groups: np.ndarray | None = None) -> ShardPlan:
+@dataclass(frozen=True, slots=True)
+class RowHosts:
+    """The hosts on which rows are stored, and those of the ranks that read them."""
+
+    rows: np.ndarray
+    """Number of the host that stores each row, int64 `[N]`; -1 if it is unknown."""
+    ranks: np.ndarray
+    """Number of the host of each data-parallel rank's leader, int64 `[dp]`."""
+
+
+NEAR_TOLERANCE = 1.01
+"""Ratio of the highest to the mean cost of the ranks up to which a plan that reads more rows from their own host counts
+as equal to a plan that is better balanced."""
+
+
+def plan_shards(
+    lengths: np.ndarray,
+    topology: Topology,
+    budget: Budget,
+    groups: np.ndarray | None = None,
+    hosts: RowHosts | None = None,
+) -> ShardPlan:
     """Assign rows to the `topology.dp` data-parallel ranks, and the rows of each rank to microbatches.
 
     lengths: number of tokens of each row, int `[N]`. groups: group number of each row, int `[N]`, shared by the rows of
     one prompt; None makes each row a group. Ranks are balanced by the cost a·L + b·L² of their rows (greedily, longest
     first). All rows of a group go to one rank, unless max/mean of the ranks' cost would exceed
     `budget.group_tolerance`. Microbatches never exceed the budget; `Budget.packing` says how rows are put into them.
-    Deterministic. Raises ValueError when a single row exceeds the budget.
+    hosts: among plans that are equally good, one is preferred whose ranks read rows of their own hosts; a plan is equal
+    if it has no more microbatches and its highest cost is not above that of the best plan, or within NEAR_TOLERANCE of
+    the mean. None prefers none. Deterministic. Raises ValueError when a single row exceeds the budget.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     padded = round_up(lengths, topology.pad_multiple)
@@ -87,6 +110,18 @@ def plan_shards(lengths: np.ndarray, topology: Topology, budget: Budget, groups:
         )
     cost = budget.linear_cost * lengths + budget.quadratic_cost * lengths.astype(np.float64) ** 2
     rank_of = _deal_ranks(cost, topology.dp, groups, budget.group_tolerance)
+    plan = _into_microbatches(rank_of, padded, topology, budget)
+    nearer = None if hosts is None else _deal_near(cost, rank_of, groups, hosts)
+    if nearer is not None:
+        other = _into_microbatches(nearer, padded, topology, budget)
+        if other.num_microbatches <= plan.num_microbatches:
+            return other
+    return plan
+
+
+def _into_microbatches(rank_of: np.ndarray, padded: np.ndarray, topology: Topology, budget: Budget) -> ShardPlan:
+    """Assign the rows of each rank to microbatches. rank_of, padded: rank and padded number of tokens of each row,
+    int64 `[N]`."""
     order = np.argsort(rank_of, kind="stable")
     counts = np.bincount(rank_of, minlength=topology.dp)
     per_rank = np.split(order, np.cumsum(counts)[:-1])
@@ -116,6 +151,36 @@ def _deal_ranks(cost: np.ndarray, dp: int, groups: np.ndarray | None, tolerance:
     if loads.max() <= tolerance * loads.mean():
         return rank_of
     return _split_groups(cost, rank_of, dp, tolerance)
+
+
+def _deal_near(cost: np.ndarray, rank_of: np.ndarray, groups: np.ndarray | None, hosts: RowHosts) -> np.ndarray | None:
+    """Assign each group as a whole to a rank on the host of its first row if that leaves the balance as good as in
+    `rank_of`, heaviest first, else to any rank. Returns the rank of each row, int64 `[N]`, or None if no such
+    assignment is found, or if it has not more rows (by their cost) on their own host."""
+    labels = np.arange(len(cost)) if groups is None else groups
+    _, first, unit = np.unique(labels, return_index=True, return_inverse=True)
+    loads = np.bincount(rank_of, weights=cost, minlength=len(hosts.ranks))
+    if (rank_of != rank_of[first][unit]).any():  # Groups had to be split for the balance.
+        return None
+    limit = max(loads.max(), NEAR_TOLERANCE * loads.mean())
+    weights, home, dealt = np.bincount(unit, weights=cost), hosts.rows[first], np.zeros(len(first), np.int64)
+    ranks = [(0.0, rank) for rank in range(len(hosts.ranks))]
+    near = {int(host): [(0.0, rank) for rank in np.flatnonzero(hosts.ranks == host).tolist()] for host in hosts.ranks}
+    now = [0.0] * len(ranks)
+    for item in np.argsort(-weights, kind="stable").tolist():
+        for heap in (near.get(int(home[item]), []), ranks):
+            while heap and heap[0][0] != now[heap[0][1]]:
+                heapq.heapreplace(heap, (now[heap[0][1]], heap[0][1]))  # The entry is older than the rank's last row.
+            if heap and heap[0][0] + weights[item] <= limit:
+                break
+        else:
+            return None
+        rank = heap[0][1]
+        now[rank] += weights[item]
+        dealt[item] = rank
+    found = dealt[unit]
+    gain = cost[hosts.ranks[found] == hosts.rows].sum() - cost[hosts.ranks[rank_of] == hosts.rows].sum()
+    return found if gain > 0 else None
 
 
 def _longest_first(cost: np.ndarray, num_bins: int) -> np.ndarray:

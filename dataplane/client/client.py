@@ -352,6 +352,11 @@ class DataPlaneClient(CountedClient):
         """
         return self._run(self._operations.forget_unit(unit, timeout_s))
 
+    def hosts_of(self, meta: KVBatchMeta) -> np.ndarray:
+        """Return the host on which each row of a receipt is stored, dtype object (str) `[N]`, in the form of
+        `ActorInfo.space`. It is "" for stores that cannot tell. Asks nobody."""
+        return self._operations.hosts_of(meta)
+
     def save(self, partition: str, path: str | os.PathLike[str], *, timeout_s: float | None = None) -> int:
         """Write a partition into one file, and return how many rows it has.
 

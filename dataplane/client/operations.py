@@ -21,7 +21,7 @@ from ...codecs import messages
 from ...codecs.batch import Batch
 from ...codecs.blocks import EncodedBlock
 from ...codecs.schema import Schema
-from ..block_store import AvoidsDead, BlockStore, PutsToHolders
+from ..block_store import AvoidsDead, BlockStore, NamesHosts, PutsToHolders, holder_of
 from ..compact import pack_keys, unpack_keys
 from ..directory import requests
 from ..directory.calls import ClaimRows, Committed, Fence, Outcome, PutRows, check_distinct
@@ -481,6 +481,14 @@ class Operations:
         rows = ClaimRows(partition, task, fields, 0, whole_groups, min_version)
         reply = yield from self._ask("clear_stale", requests.ClearStale(rows), timeout_s)
         return tuple(unpack_keys(reply))
+
+    def hosts_of(self, meta: KVBatchMeta) -> np.ndarray:
+        """Return the host of each row; see `DataPlaneClient.hosts_of`."""
+        hosts = np.full(len(meta), "", dtype=object)
+        if isinstance(self.store, NamesHosts) and meta.sources:
+            of_block = [self.store.host_of(holder_of(ref.location)) for ref in meta.blocks]
+            hosts[:] = np.array(of_block, dtype=object)[meta.sources[0].block]
+        return hosts
 
     @checked
     def forget_unit(self, unit: str, timeout_s: float | None) -> Steps[dict[str, tuple[str, ...]]]:

@@ -68,5 +68,5 @@ class Run:
     ) -> Run:
         """Build a run from the given parts, and the parts that follow from them."""
         rollouts = RolloutPool(actors, roles, stages, config.resources.stage_timeout_s, config.run.dir)
-        workers = TrainWorkers.of(config, actors.workers, stages)
+        workers = TrainWorkers.of(config, actors.workers, stages, client.hosts_of)
         return cls(config, client, actors, rollouts, workers, roles, weights, stages, observers, roles_note)

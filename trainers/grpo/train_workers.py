@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 
 from ...actors.rollout.rows import TEACHER_SOURCE
 from ...actors.sample_file import SampleFile
-from ...actors.train.microbatch_plan import Budget, plan_shards
+from ...actors.train.microbatch_plan import Budget, RowHosts, plan_shards
 from ...actors.train.reader import FetchPolicy, holds_receipt
 from ...actors.train.step_rows import TrainShard
 from ...actors.train.teachers import TEACHER
@@ -37,6 +37,7 @@ from .row_tags import counted_rows, group_tokens, trained_tokens, with_advantage
 from .stages import Stages
 
 T = TypeVar("T")
+HostsOf = Callable[[KVBatchMeta], np.ndarray]
 STALL_S = 1800.0
 """Seconds without a written byte or any computation after which train workers that save, load or export a model count
 as stuck. A shared file system that hangs may need as long to recover."""
@@ -82,9 +83,12 @@ class TrainWorkers:
     """File of samples, which picks the rows to write; None for a run without samples."""
     timeout_s: float
     """Seconds within which a worker must answer, or make progress (resources.stage_timeout_s)."""
+    hosts_of: HostsOf
+    """Function that returns the host on which each row of a receipt is stored, `[N]`, in the form of
+    `ActorInfo.space`."""
 
     @classmethod
-    def of(cls, config: Config, handles: list[TrainHandle], stages: Stages) -> TrainWorkers:
+    def of(cls, config: Config, handles: list[TrainHandle], stages: Stages, hosts_of: HostsOf) -> TrainWorkers:
         """Return the train workers of the run that `config` describes, where `trainer.packing` has been decided."""
         trainer, loss, prompts = config.trainer, config.loss, config.algorithm.prompts_per_step
         return cls(
@@ -97,6 +101,7 @@ class TrainWorkers:
             frozen=((REF,) if loss.kl_coef else ()) + ((TEACHER,) if config.distillation.teachers else ()),
             samples=sample_file(config.logging.samples, config.run, prompts),
             timeout_s=config.resources.stage_timeout_s,
+            hosts_of=hosts_of,
         )
 
     def gather(self, calls: Sequence[Call[T]], stage: str) -> list[T]:
@@ -126,8 +131,19 @@ class TrainWorkers:
         write the step's results for the picked rows to samples.jsonl."""
         picks, traced = self.samples if write_samples else None, self.stages.tracer.recording
         with self.stages.timed("plan"):
-            shards = plan_step(self.rules, meta, step, traced=traced, columns=columns, picks=picks)
+            hosts = self._row_hosts(meta)
+            shards = plan_step(self.rules, meta, step, traced=traced, columns=columns, picks=picks, hosts=hosts)
             self.gather([worker.begin(shard) for worker, shard in zip(self.handles, shards, strict=True)], "plan")
+
+    def _row_hosts(self, meta: KVBatchMeta) -> RowHosts | None:
+        """Return the hosts of the rows of `meta` and of the ranks that read them; None if all ranks are on one host."""
+        topology = self.rules.topology
+        ranks = [self.handles[topology.leader(dp)].info.space for dp in range(topology.dp)]
+        numbers = {space: number for number, space in enumerate(dict.fromkeys(ranks))}
+        if len(numbers) == 1:
+            return None
+        rows = [numbers.get(space, -1) for space in self.hosts_of(meta).tolist()]
+        return RowHosts(np.array(rows, np.int64), np.array([numbers[space] for space in ranks], np.int64))
 
     def write_logprobs(self, columns: Sequence[str]) -> list[WorkerReport]:
         """Compute log-probs of the rows of the last plan and write them back, for each of `columns`. These are
@@ -186,16 +202,17 @@ def plan_step(
     traced: bool,
     columns: tuple[str, ...] = (),
     picks: SampleFile | None = None,
+    hosts: RowHosts | None = None,
 ) -> list[TrainShard]:
     """Assign rows to data-parallel replicas and microbatches; returns one shard for each rank.
 
     Only ranks that read or write rows get a receipt (the keys and locations of the rows) in their shard. The other
     ranks get their rows from the leader of their replica. traced: whether the workers record spans for the trace.
     columns: log-prob columns that the workers have written to these rows before. picks: file of samples, which picks
-    the rows to write; None for no rows.
+    the rows to write; None for no rows. hosts: hosts of rows and ranks, which `plan_shards` prefers to be equal.
     """
     topology = rules.topology
-    plan = plan_shards(meta.lengths, topology, rules.budget, meta.groups)
+    plan = plan_shards(meta.lengths, topology, rules.budget, meta.groups, hosts)
     tags = {"advantage": meta.tags["advantage"]}
     if rules.group_tokens:
         tags["group_tokens"] = group_tokens(meta)

@@ -83,6 +83,10 @@ class TcpStore(PutsAll):
         self._dead |= fresh
         return bool(fresh)
 
+    def host_of(self, holder: int) -> str:
+        """Return the host of a unit; see `NamesHosts`."""
+        return self._units[holder].address.space if holder < len(self._units) else ""
+
     # ---------------- These methods write blocks.
 
     def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:

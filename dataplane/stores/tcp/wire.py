@@ -259,6 +259,11 @@ class UnitAddress:
     """Ray's id of the unit's node; "" for a unit that is no Ray actor."""
 
     @property
+    def space(self) -> str:
+        """Space of the process ids of the unit's host, as `pid_space` returns it there."""
+        return self.memory.rpartition(" ")[0]
+
+    @property
     def peer(self) -> str:
         """Name of the unit in error messages, with its pid, host and address."""
         return f"storage unit {self.name} pid={self.pid} host={self.host_name} {self.host}:{self.port}"
@@ -267,7 +272,7 @@ class UnitAddress:
 def memory_id() -> str:
     """Return the identity of this process's shared memory: boot of the host, mount of /dev/shm, and namespace of pids.
     Processes with equal identities can share a pool, and see whether each other's writers are alive."""
-    return f"{pid_space()} {os.stat(SHARED_MEMORY).st_dev}"
+    return f"{pid_space()} {os.stat(SHARED_MEMORY).st_dev}"  # `UnitAddress.space` takes the first part of it.
 
 
 @dataclass(frozen=True, slots=True)

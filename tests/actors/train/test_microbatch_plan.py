@@ -1,11 +1,13 @@
 """plan_shards: every row once, equal microbatch counts, balance, budgets, groups."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.actors.train.microbatch_plan import Budget, ShardPlan, plan_shards
+from headrace.actors.train.microbatch_plan import Budget, RowHosts, ShardPlan, plan_shards
 from headrace.actors.train.topology import Topology
 
 
@@ -135,3 +137,70 @@ def test_row_over_the_budget_is_named():
 def test_no_rows_is_one_empty_microbatch_a_rank():
     plan = plan_shards(np.zeros(0, dtype=np.int64), Topology(dp=3), Budget(10))
     assert plan.sizes.tolist() == [[0], [0], [0]]
+
+
+def whole(plan: ShardPlan, unit: np.ndarray, dp: int) -> np.ndarray:
+    """The rank of each row; every group must be on one."""
+    rank_of = np.empty(len(unit), np.int64)
+    for rank in range(dp):
+        rank_of[plan.shard(rank)[0]] = rank
+    for number in set(unit.tolist()):
+        assert len(set(rank_of[unit == number].tolist())) == 1
+    return rank_of
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=7),
+    st.lists(st.integers(-1, 2), min_size=7, max_size=7),
+    st.lists(st.integers(0, 2), min_size=2, max_size=3),
+    st.sampled_from(["none", "packed"]),
+)
+def test_nearness_breaks_ties_and_never_costs_balance(lengths, home, ranks, packing):
+    """By brute force over all assignments of up to seven groups to two or three ranks."""
+    dp, lengths, home = len(ranks), np.array(lengths), np.array(home[: len(lengths)])
+    unit, tokens, ranks = np.repeat(np.arange(len(lengths)), 2), np.repeat(lengths, 2), np.array(ranks)
+    budget = Budget(200, packing=packing, group_tolerance=99.0)
+    plain = plan_shards(tokens, Topology(dp=dp), budget, unit)
+    near = plan_shards(tokens, Topology(dp=dp), budget, unit, RowHosts(np.repeat(home, 2), ranks))
+
+    def judged(plan: ShardPlan) -> tuple[float, int]:
+        rank_of = whole(plan, unit, dp)
+        loads = np.bincount(rank_of, weights=tokens, minlength=dp)
+        return loads.max(), int(tokens[ranks[rank_of] == home[unit]].sum())
+
+    (worst, few), (other, many) = judged(plain), judged(near)
+    limit = max(worst, 1.01 * tokens.sum() / dp)
+    assert other <= limit + 1e-9 and many >= few and near.num_microbatches <= plain.num_microbatches
+    assert many > few or near.digest == plain.digest
+    if len(set(ranks.tolist())) < dp:
+        return
+    # One rank a host: if each row can be on its own host within the balance, it is.
+    best = max(
+        (2 * lengths[ranks[list(dealt)] == home].sum(), dealt)
+        for dealt in product(range(dp), repeat=len(lengths))
+        if np.bincount(dealt, weights=2 * lengths, minlength=dp).max() <= limit
+    )[0]
+    if best == 2 * lengths.sum() and near.num_microbatches == plain.num_microbatches == 1:
+        assert many == best
+
+
+def test_a_large_plan_reads_almost_all_rows_on_their_host():
+    rng = np.random.default_rng(3)
+    lengths, groups = lognormal(2048), np.arange(2048) // 8
+    hosts = RowHosts(rng.integers(0, 4, 256)[groups], np.array([0, 0, 1, 1, 2, 2, 3, 3]))
+    plans = [plan_shards(lengths, Topology(dp=8), Budget(16_384, packing="packed"), groups, at) for at in (None, hosts)]
+    share = [
+        sum(
+            lengths[rows][hosts.rows[rows] == hosts.ranks[rank]].sum()
+            for rank in range(8)
+            for rows in [plan.shard(rank)[0]]
+        )
+        / lengths.sum()
+        for plan in plans
+    ]
+    assert share[0] < 0.35 and share[1] > 0.8 and plans[0].num_microbatches == plans[1].num_microbatches
+    assert max_over_mean(plans[1], lengths, 8) <= 1.01 + 1e-9
+    assert (
+        plans[0].digest == plan_shards(lengths, Topology(dp=8), Budget(16_384, packing="packed"), groups, None).digest
+    )

@@ -112,7 +112,7 @@ class UnitOfAHost(StorageUnit):
 
     def __init__(self, run_id: str, name: str, key: bytes, host: str, capacity_bytes: int) -> None:
         super().__init__(run_id, name, key, host, capacity_bytes)
-        self.address = replace(self.address, memory=f"memory of {name}", host_name=f"host of {name}")
+        self.address = replace(self.address, memory=f"{name} shm", host_name=f"host of {name}")
 
     silent_until: ClassVar[dict[str, threading.Event]] = {}
 
@@ -129,7 +129,7 @@ class UnitOfAHost(StorageUnit):
 def on_host(number: int, plane: DataPlane) -> Iterator[DataPlaneClient]:
     """A client on the host of unit `number`; beside all hosts for a number without a unit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "memory_id", lambda: f"memory of unit-{number}")
+        patch.setattr(store, "memory_id", lambda: f"unit-{number} shm")
         client = connect(plane.handle)
     with client:
         yield client
@@ -156,6 +156,8 @@ def test_each_host_has_room_of_its_own_and_keeps_some_for_its_writers(two_hosts:
         assert status.bytes_capacity == 8 << 20 and not status.puts_elsewhere
         spilled = [here.put("p", [f"more.{number}"], ids(1, HALF_MIB)) for number in range(6)]
         assert [holders(meta) for meta in spilled] == [{1}] * 6 and here.status().puts_elsewhere == 6
+        both = own[0].concat(spilled[0])
+        assert there.hosts_of(both).tolist() == there.hosts_of(both.select([0, 1])).tolist() == ["unit-0", "unit-1"]
         assert here.get(spilled[0]).jagged("ids").lengths.tolist() == [HALF_MIB]
         with pytest.raises(CapacityExceeded, match=r"on 2 hosts, free: \d+ on host of unit-0, \d+ on host of unit-1"):
             here.put("p", ["too.0"], ids(1, 2 * HALF_MIB), timeout_s=0.2)
