@@ -42,11 +42,14 @@ def hosts_of(run_dir: Path) -> dict[str, str]:
 
 @pytest.mark.timeout(300)
 def test_a_drivers_host_may_take_no_actor(tmp_path: Path) -> None:
-    with cluster(0, 3) as (near, _):
-        code, output = train(near, tmp_path / "run", *SCRIPTED, "algorithm.steps=2")
+    """It has the directory and no storage unit, for which it has no room."""
+    with cluster(0, 3) as (near, far):
+        subprocess.run(far.command("mount", "-o", "remount,size=1g", "/dev/shm"), check=True, timeout=30)
+        room = "dataplane.store.capacity_mib=600"
+        code, output = train(near, tmp_path / "run", *SCRIPTED, "algorithm.steps=2", room)
     assert code == 0, output
     hosts = hosts_of(tmp_path / "run")
-    assert {hosts["train worker 0"], hosts["rollout 0"]} == {"host2"}
+    assert {hosts["train worker 0"], hosts["rollout 0"]} == {"host2"} and hosts["directory"] == "host1"
     assert [line["step"] for line in cli_runs.metrics(tmp_path / "run") if "reward/mean" in line] == [1, 2]
 
 
