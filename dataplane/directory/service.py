@@ -448,6 +448,8 @@ class DirectoryService:
         return messages.encode({partition: pack_keys(keys) for partition, keys in found.items()})
 
     async def _start_unit(self, request: requests.StartUnit) -> bytes:
+        await self._store.look()  # The unit that was there may have died unnoticed.
+        self._drop_lost()
         await self._store.start_unit(request.node)
         return b""
 

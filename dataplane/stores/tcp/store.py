@@ -128,6 +128,7 @@ class TcpStore(PutsAll):
                 else:
                     return tuple(number.to_bytes(HOLDER_BYTES) + location for location in found)
             order = [number for number in order if number not in self._dead][:1]
+            order = order or self._order(holder, deadline)  # Others may have been started for those that died.
         if full is not None:
             raise full
         elapsed_s = time.monotonic() - started

@@ -286,6 +286,10 @@ def test_storage_units_of_a_cluster_are_actors_on_its_nodes(ray_session: None) -
     for _ in range(2):
         plane.ensure_unit(here)
     assert client.put("p", ["new.0"], block_of(7, 1)).blocks[0].location[:2] == b"\0\2"
+    kill(client._operations.store._units[2].address.pid)  # type: ignore[attr-defined]
+    plane.ensure_unit(here)  # nobody has noticed the death
+    assert client.status().lost_rows == 1 and client.forget_unit() == {"p": ("new.0",)}
+    assert client.put("p", ["new.0"], block_of(7, 1)).blocks[0].location[:2] == b"\0\3"
     assert client.clear("p", timeout_s=20) == 1
     client.close()
     plane.close()
