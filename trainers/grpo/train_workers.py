@@ -83,9 +83,9 @@ class TrainWorkers:
     """File of samples, which picks the rows to write; None for a run without samples."""
     timeout_s: float
     """Seconds within which a worker must answer, or make progress (resources.stage_timeout_s)."""
-    hosts_of: HostsOf
-    """Function that returns the host on which each row of a receipt is stored, `[N]`, in the form of
-    `ActorInfo.space`."""
+    hosts_of: HostsOf | None
+    """Function that returns the host on which each row of a receipt is stored, `[N]`, in the form of `ActorInfo.space`;
+    None for a run whose plans must not depend on it."""
 
     @classmethod
     def of(cls, config: Config, handles: list[TrainHandle], stages: Stages, hosts_of: HostsOf) -> TrainWorkers:
@@ -101,7 +101,8 @@ class TrainWorkers:
             frozen=((REF,) if loss.kl_coef else ()) + ((TEACHER,) if config.distillation.teachers else ()),
             samples=sample_file(config.logging.samples, config.run, prompts),
             timeout_s=config.resources.stage_timeout_s,
-            hosts_of=hosts_of,
+            # Which host makes a row depends on timing, and a deterministic run must not.
+            hosts_of=None if config.run.deterministic else hosts_of,
         )
 
     def gather(self, calls: Sequence[Call[T]], stage: str) -> list[T]:
@@ -136,11 +137,11 @@ class TrainWorkers:
             self.gather([worker.begin(shard) for worker, shard in zip(self.handles, shards, strict=True)], "plan")
 
     def _row_hosts(self, meta: KVBatchMeta) -> RowHosts | None:
-        """Return the hosts of the rows of `meta` and of the ranks that read them; None if all ranks are on one host."""
+        """Return the hosts of the rows of `meta` and of the ranks that read them; None if they do not matter."""
         topology = self.rules.topology
         ranks = [self.handles[topology.leader(dp)].info.space for dp in range(topology.dp)]
         numbers = {space: number for number, space in enumerate(dict.fromkeys(ranks))}
-        if len(numbers) == 1:
+        if len(numbers) == 1 or self.hosts_of is None:
             return None
         rows = [numbers.get(space, -1) for space in self.hosts_of(meta).tolist()]
         return RowHosts(np.array(rows, np.int64), np.array([numbers[space] for space in ranks], np.int64))
