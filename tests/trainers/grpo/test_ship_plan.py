@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from headrace.codecs import messages
 from headrace.codecs.batch import Batch, Jagged
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.trainers.config.config import Config
-from headrace.trainers.grpo.train_workers import PlanRules, plan_step
+from headrace.trainers.grpo.train_workers import PlanRules, TrainWorkers, plan_step
 
 ROWS = 256
 
@@ -112,3 +113,25 @@ def test_masked_rows_count_in_means_over_rows_and_failed_rows_do_not(meta: KVBat
         assert receipt.tags["counted"].tolist() == [valid[key] for key in receipt.keys]
     [shard], _ = ship(meta, loss={"aggregation": "token"}, algorithm=masked)
     assert "counted" not in KVBatchMeta.from_bytes(shard.meta or b"").tags
+
+
+@pytest.mark.parametrize(
+    ("run", "spaces", "prefers"), [({}, "ab", True), ({"deterministic": True}, "ab", False), ({}, "aa", False)]
+)
+def test_ranks_on_several_hosts_get_rows_of_their_own(
+    meta: KVBatchMeta, run: dict[str, Any], spaces: str, prefers: bool
+) -> None:
+    handles: Any = [SimpleNamespace(info=SimpleNamespace(space=space)) for space in spaces]
+    host = np.array(["b", "a", "elsewhere", "b", "a"], dtype=object)[np.arange(ROWS) // 8 % 5]
+    config = Config.model_validate({"trainer": {"dp": 2, "packing": "packed"}, "run": run})
+    stages: Any = None
+    hosts = TrainWorkers.of(config, handles, stages, lambda asked: host[: len(asked)])._row_hosts(meta)
+    assert (hosts is not None) == prefers
+    if hosts is not None:
+        rules = PlanRules.of(config.trainer, config.loss, Budget(4096), mask_truncated=False)
+        receipts = [
+            KVBatchMeta.from_bytes(shard.meta or b"") for shard in plan_step(rules, meta, 5, traced=False, hosts=hosts)
+        ]
+        for receipt, space in zip(receipts, spaces, strict=True):
+            own = [host[meta.keys.index(key)] for key in receipt.keys]
+            assert own.count(space) > 0.7 * len(own)
