@@ -223,6 +223,10 @@ class AsyncDataPlaneClient(CountedClient):
         """Remove the rows that were lost with a process of the store, as `DataPlaneClient.forget_unit` does."""
         return await self._run(self._operations.forget_unit(unit, timeout_s))
 
+    async def hosts_of(self, meta: KVBatchMeta) -> np.ndarray:
+        """Return the host on which each row of a receipt is stored, as `DataPlaneClient.hosts_of` does."""
+        return await self._carry_out(self._operations.hosts_of(meta))
+
     async def save(self, partition: str, path: str | os.PathLike[str], *, timeout_s: float | None = None) -> int:
         """Write a partition into one file and return how many rows it has, as `DataPlaneClient.save` does."""
         return await self._move(save(self._operations, partition, path, timeout_s))

@@ -16,6 +16,7 @@ from ..block_store import (
     ANY_HOLDER,
     BlockStore,
     NamesHolders,
+    NamesHosts,
     PutsMany,
     PutsToHolders,
     ReadsRanges,
@@ -170,6 +171,15 @@ def _read(
     for number, parts in zip(wants, store.get(list(wants.values()), timeout_s), strict=True):
         views[number] = parts
     return plan.assemble(views, seed=seed)
+
+
+def hosts_of(store: BlockStore, meta: KVBatchMeta) -> np.ndarray:
+    """Return the host of each row of a receipt, dtype object (str) `[N]`; see `DataPlaneClient.hosts_of`."""
+    hosts = np.full(len(meta), "", dtype=object)
+    if isinstance(store, NamesHosts) and meta.sources:
+        of_block = [store.host_of(holder_of(ref.location)) for ref in meta.blocks]
+        hosts[:] = np.array(of_block, dtype=object)[meta.sources[0].block]
+    return hosts
 
 
 def column_bytes(column: Column) -> int:

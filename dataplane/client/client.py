@@ -355,7 +355,7 @@ class DataPlaneClient(CountedClient):
     def hosts_of(self, meta: KVBatchMeta) -> np.ndarray:
         """Return the host on which each row of a receipt is stored, dtype object (str) `[N]`, in the form of
         `ActorInfo.space`. It is "" for stores that cannot tell. Asks nobody."""
-        return self._operations.hosts_of(meta)
+        return self._carry_out(self._operations.hosts_of(meta))
 
     def save(self, partition: str, path: str | os.PathLike[str], *, timeout_s: float | None = None) -> int:
         """Write a partition into one file, and return how many rows it has.

@@ -21,7 +21,7 @@ from ...codecs import messages
 from ...codecs.batch import Batch
 from ...codecs.blocks import EncodedBlock
 from ...codecs.schema import Schema
-from ..block_store import AvoidsDead, BlockStore, NamesHosts, PutsToHolders, holder_of
+from ..block_store import AvoidsDead, BlockStore, PutsToHolders
 from ..compact import pack_keys, unpack_keys
 from ..directory import requests
 from ..directory.calls import ClaimRows, Committed, Fence, Outcome, PutRows, check_distinct
@@ -41,7 +41,7 @@ from ..rpc.links import Link, Undo, in_all
 from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from ..traffic import ClientStats
 from .arguments import Fields, checked, empty_receipt
-from .block_io import check_readable, column_bytes, naming_lost, read_rows, write_blocks
+from .block_io import check_readable, column_bytes, hosts_of, naming_lost, read_rows, write_blocks
 from .lease_renewal import LeaseRenewal
 from .prepared_put import prepared
 from .put_credit import Credit
@@ -482,13 +482,10 @@ class Operations:
         reply = yield from self._ask("clear_stale", requests.ClearStale(rows), timeout_s)
         return tuple(unpack_keys(reply))
 
-    def hosts_of(self, meta: KVBatchMeta) -> np.ndarray:
-        """Return the host of each row; see `DataPlaneClient.hosts_of`."""
-        hosts = np.full(len(meta), "", dtype=object)
-        if isinstance(self.store, NamesHosts) and meta.sources:
-            of_block = [self.store.host_of(holder_of(ref.location)) for ref in meta.blocks]
-            hosts[:] = np.array(of_block, dtype=object)[meta.sources[0].block]
-        return hosts
+    @checked
+    def hosts_of(self, meta: KVBatchMeta) -> Steps[np.ndarray]:
+        self._check_origin(meta, "hosts_of")
+        return (yield Work("hosts_of", lambda: hosts_of(self.store, meta)))
 
     @checked
     def forget_unit(self, unit: str, timeout_s: float | None) -> Steps[dict[str, tuple[str, ...]]]:
