@@ -176,7 +176,7 @@ def _deal_near(cost: np.ndarray, rank_of: np.ndarray, groups: np.ndarray | None,
         else:
             return None
         rank = heap[0][1]
-        now[rank] += weights[item]
+        now[rank] += float(weights[item])
         dealt[item] = rank
     found = dealt[unit]
     gain = cost[hosts.ranks[found] == hosts.rows].sum() - cost[hosts.ranks[rank_of] == hosts.rows].sum()

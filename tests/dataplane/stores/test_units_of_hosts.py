@@ -22,6 +22,7 @@ from headrace.dataplane.stores import counting_host
 from headrace.dataplane.stores.tcp import host, store
 from headrace.dataplane.stores.tcp.link import UnitLink
 from headrace.dataplane.stores.tcp.unit import StorageUnit
+from headrace.dataplane.stores.tcp.wire import Connection
 from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.process_pool import kill
 
@@ -116,10 +117,10 @@ class UnitOfAHost(StorageUnit):
 
     silent_until: ClassVar[dict[str, threading.Event]] = {}
 
-    def _free(self, *arguments: Any) -> None:
+    def _free(self, connection: Connection, head: bytes, raw_bytes: int) -> None:
         if self.address.name in self.silent_until:
             self.silent_until[self.address.name].wait(30)
-        super()._free(*arguments)
+        super()._free(connection, head, raw_bytes)
 
     def has_died(self) -> bool:
         return False
