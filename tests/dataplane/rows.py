@@ -36,15 +36,15 @@ def block_of(value: int, num_rows: int = 1) -> dict[str, torch.Tensor]:
 def stop_after_first_block(store: Any, then: Callable[[], None]) -> Callable[[], None]:
     """Let puts of this kind of store write one block, and then call `then`. Returns what undoes that."""
     store_class = type(store)
-    name = "put_many" if hasattr(store, "put_many") else "put"
+    name = next(name for name in ("put_to", "put_many", "put") if hasattr(store, name))
     real = getattr(store_class, name)
 
-    def put(store: Any, first_block_id: int, *rest: Any) -> None:
-        if name == "put_many":
-            blocks, timeout_s = rest
-            real(store, first_block_id, blocks[:1], timeout_s)
+    def put(store: Any, *arguments: Any) -> None:
+        if name == "put":
+            real(store, *arguments)
         else:
-            real(store, first_block_id, *rest)
+            *where, blocks, timeout_s = arguments
+            real(store, *where, blocks[:1], timeout_s)
         then()
 
     setattr(store_class, name, put)

@@ -133,7 +133,7 @@ def _faulty_store(kind: str, faults: Faults, entry: Any) -> Any:
         return opened
 
     def attach(spec: Any, link: Any) -> Any:
-        return slow(entry.attach(spec, link), "put", "put_many", "get", "read_ranges")
+        return slow(entry.attach(spec, link), "put", "put_many", "put_to", "get", "read_ranges")
 
     return dataclasses.replace(entry, open_host=open_host, attach=attach)
 
