@@ -174,8 +174,10 @@ class HasHolders(Protocol):
         ...
 
     def declare_dead(self, named: str) -> None:
-        """Add the holders with this name, or on the Ray node with this id, to `dead`, although nothing proves it. Their
-        host may be cut off for good, so that nobody can ask."""
+        """Add the holders with this name, or on the Ray node with this id, to `dead`, although nothing proves it.
+
+        Holders that have ended by the word of the system that started them are added, too. Their host may be cut off
+        for good, so that their connections neither answer nor break."""
         ...
 
 
@@ -202,8 +204,8 @@ class StartsUnits(Protocol):
     """Protocol of a store host that starts storage units on nodes of a Ray cluster."""
 
     def start_units(self, nodes: Sequence[str]) -> None:
-        """Start a unit on each of these nodes, given by Ray's ids, that has no living one; on all living nodes if
-        `nodes` is empty. A no-op for a store whose units are elsewhere. Thread-safe; takes seconds. Raises ValueError
+        """Start a unit on each of these nodes, given by Ray's ids, that has no living one. An empty `nodes` stands for
+        all living nodes. A no-op for a store whose units are elsewhere. Thread-safe; takes seconds. Raises ValueError
         if a node has no room for a unit, and StoreLost if one does not start in time."""
         ...
 
@@ -247,8 +249,8 @@ class PutsToHolders(Protocol):
     def put_to(
         self, holder: int, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float
     ) -> tuple[bytes, ...]:
-        """Write blocks as `PutsMany.put_many` does, to the host of a holder if possible; ANY_HOLDER leaves it to the
-        store."""
+        """Write blocks as `PutsMany.put_many` does, to the host of a holder if possible. ANY_HOLDER leaves the choice
+        to the store."""
         ...
 
 

@@ -154,9 +154,11 @@ def _deal_ranks(cost: np.ndarray, dp: int, groups: np.ndarray | None, tolerance:
 
 
 def _deal_near(cost: np.ndarray, rank_of: np.ndarray, groups: np.ndarray | None, hosts: RowHosts) -> np.ndarray | None:
-    """Assign each group as a whole to a rank on the host of its first row if that leaves the balance as good as in
-    `rank_of`, heaviest first, else to any rank. Returns the rank of each row, int64 `[N]`, or None if no such
-    assignment is found, or if it has not more rows (by their cost) on their own host."""
+    """Assign each group as a whole, heaviest first, to a rank on the host of its first row where possible.
+
+    The balance must stay as good as in `rank_of`; a group that would harm it goes to any rank. Returns the rank of each
+    row, int64 `[N]`, or None if no such assignment is found, or if it has not more rows (by their cost) on their own
+    host."""
     labels = np.arange(len(cost)) if groups is None else groups
     _, first, unit = np.unique(labels, return_index=True, return_inverse=True)
     loads = np.bincount(rank_of, weights=cost, minlength=len(hosts.ranks))

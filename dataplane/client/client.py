@@ -346,15 +346,18 @@ class DataPlaneClient(CountedClient):
         A row that has lost a field is removed with all rows of its group, so that the group can be put again. Their
         leases end; a receipt of them raises StoreLost, which names the process and its host, or RowsCleared. unit: name
         of a process, as StoreLost gives it in `peer`, or Ray's id of a node that has been lost. It counts as dead from
-        now on, even if it runs; puts that are under way to it fail with StoreLost. "" looks for dead processes only.
+        now on, even if it runs; puts that are under way to it fail with StoreLost. "" looks for dead processes only,
+        also for those of hosts that Ray counts as lost.
         Takes up to a second for each process that does not answer. Idempotent: rows that were removed earlier are not
         returned.
         """
         return self._run(self._operations.forget_unit(unit, timeout_s))
 
     def hosts_of(self, meta: KVBatchMeta) -> np.ndarray:
-        """Return the host on which each row of a receipt is stored, dtype object (str) `[N]`, in the form of
-        `ActorInfo.space`. It is "" for stores that cannot tell. Asks nobody."""
+        """Return the host on which each row of a receipt is stored, dtype object (str) `[N]`.
+
+        A host is given as the space of its process ids, "" by a store that does not know it. Makes no call to the
+        directory."""
         return self._carry_out(self._operations.hosts_of(meta))
 
     def save(self, partition: str, path: str | os.PathLike[str], *, timeout_s: float | None = None) -> int:

@@ -144,8 +144,8 @@ class BlockTable:
         return reservation
 
     def credits(self, room: int | None = None) -> list[Reservation]:
-        """Return the reservations in a room that are credit (space granted in advance), oldest first; None stands for
-        all rooms."""
+        """Return the reservations that are credit (space granted in advance), oldest first. room: the only room to look
+        in; None stands for all rooms."""
         return [item for item in self.reservations.values() if item.credit and room in (None, item.room)]
 
     def settle(

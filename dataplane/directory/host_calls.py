@@ -167,11 +167,11 @@ class HostCalls:
             self._space_freed()
         return found
 
-    async def look(self, declared_dead: str = "") -> None:
+    async def look(self, declared_dead: str | None = None) -> None:
         """Ask the store's processes for a sign of life. `newly_dead` then returns those that have died. declared_dead:
-        name or Ray node of processes that count as dead without being asked; "" for none."""
+        argument of `HasHolders.declare_dead`, which is called if it is not None."""
         if self._holders is not None:
-            if declared_dead:
+            if declared_dead is not None:
                 await self._in_thread(self._holders.declare_dead, declared_dead)
             await self._in_thread(self._holders.look)
 

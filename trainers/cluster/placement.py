@@ -101,8 +101,8 @@ class Placement:
 
     @property
     def row_nodes(self) -> tuple[str, ...]:
-        """Ray's ids of the nodes on which rows are made or read: those of rollout actors, of engines in rollout actors,
-        and of train workers."""
+        """Ray's ids of the nodes on which rows are made or read. They are those of rollout actors, of engines in
+        rollout actors, and of train workers."""
         return self._nodes_of((*(self.rollouts or self.engines), *self.ranks), with_driver=False)
 
     @property

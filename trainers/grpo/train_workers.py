@@ -88,7 +88,9 @@ class TrainWorkers:
     None for a run whose plans must not depend on it."""
 
     @classmethod
-    def of(cls, config: Config, handles: list[TrainHandle], stages: Stages, hosts_of: HostsOf) -> TrainWorkers:
+    def of(
+        cls, config: Config, handles: list[TrainHandle], stages: Stages, hosts_of: HostsOf | None = None
+    ) -> TrainWorkers:
         """Return the train workers of the run that `config` describes, where `trainer.packing` has been decided."""
         trainer, loss, prompts = config.trainer, config.loss, config.algorithm.prompts_per_step
         return cls(

@@ -255,7 +255,7 @@ class TcpStore(PutsAll):
                 unit, sent, num_blocks, chosen = asked.pop(0)
                 self._receive(unit, sent, num_blocks, columns, chosen)
         finally:
-            for _, sent, _, _ in asked:  # After an error, replies that nobody receives would block the connections.
+            for _, sent, _, _ in asked:  # After an error, replies that are not received would block these connections.
                 sent.connection.close()
 
     def _ask_for(
