@@ -140,10 +140,12 @@ class TrainWorkers:
 
     def _row_hosts(self, meta: KVBatchMeta) -> RowHosts | None:
         """Return the hosts of the rows of `meta` and of the ranks that read them; None if they do not matter."""
+        if self.hosts_of is None:
+            return None
         topology = self.rules.topology
         ranks = [self.handles[topology.leader(dp)].info.space for dp in range(topology.dp)]
         numbers = {space: number for number, space in enumerate(dict.fromkeys(ranks))}
-        if len(numbers) == 1 or self.hosts_of is None:
+        if len(numbers) == 1:
             return None
         rows = [numbers.get(space, -1) for space in self.hosts_of(meta).tolist()]
         return RowHosts(np.array(rows, np.int64), np.array([numbers[space] for space in ranks], np.int64))
