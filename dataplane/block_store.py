@@ -221,29 +221,19 @@ class NamesHolders(Protocol):
 
 
 @runtime_checkable
-class AvoidsDead(Protocol):
-    """Protocol of a `BlockStore` that can write without those of its processes that are dead."""
+class ChoosesHolders(Protocol):
+    """Protocol of a `BlockStore` whose processes (holders) are on several hosts, and which can choose among them."""
 
-    def avoid(self, dead: Collection[int]) -> bool:
-        """Write nothing to the processes with these numbers any more. Returns whether that is new for one of them."""
+    def near(self, timeout_s: float) -> int:
+        """Return the number of a living holder on this process's host; ANY_HOLDER if there is none."""
         ...
-
-
-@runtime_checkable
-class NamesHosts(Protocol):
-    """Protocol of a `BlockStore` that knows on which host each of its processes (holders) is."""
 
     def host_of(self, holder: int) -> str:
         """Return the host of a holder, as `pid_space` returns it there; "" if it is unknown."""
         ...
 
-
-@runtime_checkable
-class PutsToHolders(Protocol):
-    """Protocol of a `BlockStore` whose processes (holders) are on several hosts, and which can choose among them."""
-
-    def near(self, timeout_s: float) -> int:
-        """Return the number of a living holder on this process's host; ANY_HOLDER if there is none."""
+    def avoid(self, dead: Collection[int]) -> bool:
+        """Write nothing to these holders any more. Returns whether that is new for one of them."""
         ...
 
     def put_to(

@@ -15,10 +15,9 @@ from ...codecs.gather import ReadPlan
 from ..block_store import (
     ANY_HOLDER,
     BlockStore,
+    ChoosesHolders,
     NamesHolders,
-    NamesHosts,
     PutsMany,
-    PutsToHolders,
     ReadsRanges,
     Want,
     holder_of,
@@ -103,7 +102,7 @@ def write_blocks(
         offsets = [base + at for base, (places, _) in zip(bases, streams, strict=True) for at in places]
         store.put(first_id, space, chain.from_iterable(pieces for _, pieces in streams), offsets, timeout_s)
         return None
-    if isinstance(store, PutsToHolders):
+    if isinstance(store, ChoosesHolders):
         return store.put_to(holder, first_id, [block.complete() for block in blocks], timeout_s)
     if isinstance(store, PutsMany):
         return store.put_many(first_id, [block.complete() for block in blocks], timeout_s)
@@ -176,7 +175,7 @@ def _read(
 def hosts_of(store: BlockStore, meta: KVBatchMeta) -> np.ndarray:
     """Return the host of each row of a receipt, dtype object (str) `[N]`; see `DataPlaneClient.hosts_of`."""
     hosts = np.full(len(meta), "", dtype=object)
-    if isinstance(store, NamesHosts) and meta.sources:
+    if isinstance(store, ChoosesHolders) and meta.sources:
         of_block = [store.host_of(holder_of(ref.location)) for ref in meta.blocks]
         hosts[:] = np.array(of_block, dtype=object)[meta.sources[0].block]
     return hosts

@@ -21,7 +21,7 @@ from ...codecs import messages
 from ...codecs.batch import Batch
 from ...codecs.blocks import EncodedBlock
 from ...codecs.schema import Schema
-from ..block_store import AvoidsDead, BlockStore, PutsToHolders
+from ..block_store import BlockStore, ChoosesHolders
 from ..compact import pack_keys, unpack_keys
 from ..directory import requests
 from ..directory.calls import ClaimRows, Committed, Fence, Outcome, PutRows, check_distinct
@@ -211,7 +211,7 @@ class Operations:
             put, blocks = prepared(
                 self.handle, self.label, schema, partition, keys, fields, versions, groups, tags or {}, replace, fences
             )
-            if isinstance(self.store, PutsToHolders):
+            if isinstance(self.store, ChoosesHolders):
                 put = dataclasses.replace(put, near=self.store.near(deadline - time.monotonic()))
             return put, blocks
 
@@ -245,7 +245,7 @@ class Operations:
             return (yield from self._place_once(put, blocks, deadline))
         except StoreLost:
             dead = yield from self._find_lost()
-            if not isinstance(self.store, AvoidsDead) or not self.store.avoid(dead):
+            if not isinstance(self.store, ChoosesHolders) or not self.store.avoid(dead):
                 raise
         return (yield from self._place_once(put, blocks, deadline))
 

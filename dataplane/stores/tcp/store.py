@@ -78,13 +78,13 @@ class TcpStore(PutsAll):
         return [unit.address.peer for unit in self._units]
 
     def avoid(self, dead: Collection[int]) -> bool:
-        """Write nothing to these units any more; see `AvoidsDead`."""
+        """Write nothing to these units any more; see `ChoosesHolders`."""
         fresh = set(dead) - self._dead
         self._dead |= fresh
         return bool(fresh)
 
     def host_of(self, holder: int) -> str:
-        """Return the host of a unit; see `NamesHosts`."""
+        """Return the host of a unit; see `ChoosesHolders`."""
         return self._units[holder].address.space if holder < len(self._units) else ""
 
     # ---------------- These methods write blocks.
@@ -94,7 +94,7 @@ class TcpStore(PutsAll):
         return self.put_to(ANY_HOLDER, first_block_id, blocks, timeout_s)
 
     def near(self, timeout_s: float) -> int:
-        """Return the number of a living unit of this host; see `PutsToHolders`."""
+        """Return the number of a living unit of this host; see `ChoosesHolders`."""
         if not self._asked:
             self._ask_directory(time.monotonic() + timeout_s)
         return next((number for number in self._near if number not in self._dead), ANY_HOLDER)
