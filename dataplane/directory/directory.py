@@ -147,12 +147,15 @@ class Directory:
     def rooms_for(self, put: PutRows) -> list[int]:
         """Return the numbers of the hosts on which a put may be stored, the best first. That of its writer comes first,
         then those with the most free bytes. On hosts of other writers, an eighth of the capacity is left to these."""
-        blocks, near = self._blocks, self._near_room(put)
+        blocks, near = self._blocks, self.near_room(put)
         return sorted(blocks.rooms.rooms, key=lambda room: (room != near, -blocks.free_bytes(room)))
 
-    def _near_room(self, put: PutRows) -> int | None:
-        """Return the number of the host of a put's writer; None if no living process of the store is there."""
+    def near_room(self, put: PutRows) -> int | None:
+        """Return the number of the host of a put's writer, or of the only host of the store. None if the store has
+        several, and no living process on the writer's."""
         rooms = self._blocks.rooms
+        if len(rooms.rooms) == 1:
+            return next(iter(rooms.rooms))
         room = None if put.near == ANY_HOLDER else rooms.room_of(put.near)
         return room if room in rooms.rooms else None
 
@@ -160,7 +163,7 @@ class Directory:
         """Check a put and reserve space for it on a host. Returns None when there is not enough space at the moment.
         Raises the same errors as `check`."""
         self.check(put)
-        blocks, near = self._blocks, self._near_room(put)
+        blocks, near = self._blocks, self.near_room(put)
         spare = 0 if near in (None, room) else blocks.capacity_bytes // SPARE_PART
         if put.nbytes > blocks.free_bytes(room) - spare:
             return None

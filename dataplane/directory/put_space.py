@@ -1,12 +1,14 @@
 """Lets requests wait for their turn, and puts wait for space.
 
-A put needs space both in the directory's count of bytes and in the store. Puts get space in their order of arrival.
+A put needs space both in the directory's count of bytes and in the store. Puts of a host get space in their order of
+arrival.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
@@ -109,13 +111,14 @@ class PutSpace:
         self._directory = directory
         self._store = store
         self._freed = freed
-        self._queue = Queue()
+        self._queues: dict[int | None, Queue] = defaultdict(Queue)
+        """Queue of the puts from each host, so that a full host does not make the writers of others wait."""
         self._closed = False
 
     @property
     def num_waiting(self) -> int:
         """Number of puts that wait for space or for their turn."""
-        return self._queue.waiting
+        return sum(queue.waiting for queue in self._queues.values())
 
     def close(self) -> None:
         """Make the waiting puts fail with DirectoryLost. Idempotent."""
@@ -125,8 +128,8 @@ class PutSpace:
     async def reserve(self, put: PutRows, timeout_s: float) -> Reservation:
         """Reserve space for a put that has passed the directory's check, once it is its turn and there is room. Raises
         CapacityExceeded after `timeout_s` seconds, and DirectoryLost when the service is closed meanwhile."""
-        deadline = _now() + timeout_s
-        with self._queue.place(f"{put.nbytes} bytes for {put.writer}") as place:
+        deadline, queue = _now() + timeout_s, self._queues[self._directory.near_room(put)]
+        with queue.place(f"{put.nbytes} bytes for {put.writer}") as place:
             try:
                 async with _turn(place, deadline):
                     while True:
@@ -142,7 +145,7 @@ class PutSpace:
                         refused = self._directory.has_room(put)  # Only the store refused; /dev/shm may be full.
                         await self._wait_for_space(seen, deadline, look_again=refused or unfreed_bytes > 0)
             except TimeoutError:
-                raise await self._no_room(put, self._queue.before(place, "put"), timeout_s) from None
+                raise await self._no_room(put, queue.before(place, "put"), timeout_s) from None
 
     async def _no_room(self, put: PutRows, before: str, timeout_s: float) -> CapacityExceeded:
         """Build the error for a put that found no space in time. before: description of the puts ahead of it in the
@@ -200,8 +203,8 @@ class PutSpace:
 
     def grant(self, put: PutRows, nbytes: int, num_blocks: int) -> Reservation | None:
         """Reserve space for the next put of the writer of `put` in advance (credit), on its host. Returns None when
-        another put waits for space, or when too little space is free."""
-        if self._queue.waiting:
+        another put of this host waits for space, or when too little space is free."""
+        if self._queues[self._directory.near_room(put)].waiting:
             return None
         [room, *_] = self._directory.rooms_for(put)
         credit = self._directory.grant(put.writer, nbytes, num_blocks, _now(), room)

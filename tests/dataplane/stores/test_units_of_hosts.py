@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ from headrace.dataplane.stores.tcp.unit import StorageUnit
 from headrace.dataplane.stores.tcp.wire import Connection
 from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.process_pool import kill
+from headrace.tests.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 SCHEMA = Schema([Field("ids", Kind.PER_TOKEN, torch.int32), Field("reward", Kind.PER_SAMPLE, torch.float32)])
@@ -160,6 +162,12 @@ def test_each_host_has_room_of_its_own_and_keeps_some_for_its_writers(two_hosts:
         both = own[0].concat(spilled[0])
         assert there.hosts_of(both).tolist() == there.hosts_of(both.select([0, 1])).tolist() == ["unit-0", "unit-1"]
         assert here.get(spilled[0]).jagged("ids").lengths.tolist() == [HALF_MIB]
+        with ThreadPoolExecutor() as pool:  # A put that waits for room on its host does not hold up another host.
+            waits = pool.submit(here.put, "p", ["late.0"], ids(1, 2 * HALF_MIB), timeout_s=2)
+            wait_until(lambda: there.status().waiting_puts == 1)
+            assert holders(there.put("p", ["passes.0"], ids(1, 1000), timeout_s=1)) == {1} and not waits.done()
+            assert isinstance(waits.exception(), CapacityExceeded)
+        there.clear("p", ["passes.0"])
         with pytest.raises(CapacityExceeded, match=r"on 2 hosts, free: \d+ on host of unit-0, \d+ on host of unit-1"):
             here.put("p", ["too.0"], ids(1, 2 * HALF_MIB), timeout_s=0.2)
         assert holders(there.put("p", ["far.0"], ids(1, HALF_MIB))) == {1}
