@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..dataplane.imports import import_ahead, import_object, ship_objects
+from ..dataplane.listen_address import Listening
 from ..dataplane.rpc.child_process import end_with_parent
 from .engines.vllm.start import start_ahead
-from .process.own_process import ActorInfo, keep_freed_memory, leave_cores_free, settle, show_gpus
+from .process.own_process import ActorInfo, bind_process_groups, keep_freed_memory, leave_cores_free, settle, show_gpus
 
 if TYPE_CHECKING:
     from .engine_actor import EngineHost
@@ -31,12 +33,19 @@ BUILD = "build"
 actor."""
 
 
-def enter(folder: str) -> None:
-    """Make `folder` the working folder of this process, if this host has that folder. Relative paths of the
-    configuration then mean the same files as in the driver. Ray starts the processes of a cluster that was running
-    before in the folder of `ray start`. A no-op on a host that has no such folder."""
+def enter(folder: str, listening: Listening | None) -> None:
+    """Make `folder` the working folder of this process, if this host has that folder, and adopt `listening`.
+
+    Relative paths of the configuration then mean the same files as in the driver. Ray starts the processes of a cluster
+    that was running before in the folder of `ray start`."""
     if os.path.isdir(folder):
         os.chdir(folder)
+    if listening is None:
+        return
+    listening.adopt()
+    if listening.interface is not None and not listening.one_host:
+        with suppress(ValueError):  # The host lacks the interface, as what listens there will say.
+            bind_process_groups(listening.address())
 
 
 class EarlyEngineActor:
@@ -50,15 +59,17 @@ class EarlyEngineActor:
         gpus: Sequence[str] | None,
         folder: str,
         objects: Mapping[str, bytes] | None = None,
+        listening: Listening | None = None,
     ) -> None:
         """Import the actual actor's class, and start to import `modules`. host: import path of that class, an
         EngineHost, as `package.module:Class`. vllm_ahead: whether to start vLLM's engine process before these imports.
         gpus: CUDA's names of the GPUs that the process may use; with None these are the GPUs that Ray assigned. folder:
-        the driver's working folder. objects: pickles of shipped objects by path (see `ship_objects`)."""
+        the driver's working folder. objects: pickles of shipped objects by path (see `ship_objects`). listening:
+        addresses and ports at which the run's processes listen; None for the defaults."""
         end_with_parent()
         # The imports below may look for GPUs, so the limit comes first.
         show_gpus(gpus)
-        enter(folder)
+        enter(folder, listening)
         keep_freed_memory()
         leave_cores_free()
         if vllm_ahead:
@@ -98,13 +109,15 @@ class EarlyTrainActor:
         gpus: Sequence[str] | None,
         folder: str,
         objects: Mapping[str, bytes] | None = None,
+        listening: Listening | None = None,
     ) -> None:
         """Start to import `modules`. gpus: CUDA's names of the GPUs that the process may use; with None these are the
-        GPUs that Ray assigned. folder: the driver's working folder. objects: pickles of shipped objects by path."""
+        GPUs that Ray assigned. folder: the driver's working folder. objects: pickles of shipped objects by path.
+        listening: addresses and ports at which the run's processes listen; None for the defaults."""
         end_with_parent()
         # The imports below may look for GPUs, so the limit comes first.
         show_gpus(gpus)
-        enter(folder)
+        enter(folder, listening)
         keep_freed_memory()
         leave_cores_free()
         ship_objects(objects or {})

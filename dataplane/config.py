@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from .listen_address import PortRange
+
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -43,6 +45,8 @@ def _as_path(text: str) -> str:
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 PathText = Annotated[Text, AfterValidator(_as_path)]
 """Text that is or can be a path. A leading `~` or `~user` becomes the home folder here, and nowhere else."""
+PortText = Annotated[Text, AfterValidator(lambda text: str(PortRange.parse(text)))]
+"""Range of TCP ports, such as `20000-20999`."""
 
 
 def _takes(annotation: Any, numbers: tuple[type, ...], *, listed: bool) -> bool:

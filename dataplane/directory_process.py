@@ -26,6 +26,7 @@ from .config import DataPlaneConfig
 from .directory.service import DirectoryService
 from .errors import DataPlaneError, DirectoryLost
 from .imports import ship_objects, shipped_objects
+from .listen_address import Listening
 from .owned_folder import pid_space
 from .rpc.child_process import end_with_parent, serve_parent
 from .rpc.frames import DirectoryAddress
@@ -113,13 +114,12 @@ class DirectoryActor:
         ship_objects(samplers)
         self._directory = HostedDirectory(config, build_host)
 
-    async def start(self, name: str, one_host: bool) -> Started | Exception:
+    async def start(self, name: str, listening: Listening) -> Started | Exception:
         """Start the directory; see `HostedDirectory.start`. An error of the store is returned instead of raised,
-        because Ray would wrap a raised error. one_host: whether all clients are on the actor's host."""
-        import ray
-
+        because Ray would wrap a raised error. listening: address and ports at which directory and store listen."""
+        listening.adopt()
         try:
-            return await self._directory.start(name, "" if one_host else ray.util.get_node_ip_address())
+            return await self._directory.start(name, "" if listening.one_host else listening.address())
         except (DataPlaneError, ValueError) as error:
             return error
 
@@ -129,7 +129,7 @@ class DirectoryActor:
 
 
 def start_actor(
-    run_id: str, config: DataPlaneConfig, build_host: BuildHost, *, node: str, one_host: bool, timeout_s: float
+    run_id: str, config: DataPlaneConfig, build_host: BuildHost, *, node: str, listening: Listening, timeout_s: float
 ) -> tuple[Any, Started]:
     """Start the directory's actor on a node, given by Ray's id, of this process if it is "". Returns the actor's handle
     and a description of the started directory.
@@ -148,7 +148,7 @@ def start_actor(
     )
     actor: Any = options.remote(config, build_host, shipped_objects(config.samplers))
     try:
-        started: Any = ray.get(actor.start.remote(name, one_host), timeout=timeout_s)
+        started: Any = ray.get(actor.start.remote(name, listening), timeout=timeout_s)
         if isinstance(started, Exception):
             raise started
     except (RayActorError, GetTimeoutError) as error:

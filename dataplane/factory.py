@@ -27,6 +27,7 @@ from .directory.requests import body_of
 from .directory_process import directory_name, start_actor, stop_actor
 from .errors import InvalidArgument
 from .handle import DataPlaneHandle, PlaneText
+from .listen_address import Listening
 from .owned_folder import pid_space
 from .rpc.child_process import ChildProcess
 from .rpc.frames import DirectoryAddress
@@ -125,6 +126,7 @@ def open_data_plane(
     listen: str = "",
     nodes: Sequence[str] | None = None,
     directory_node: str = "",
+    listening: Listening | None = None,
     start_timeout_s: float = 300.0,
 ) -> DataPlane:
     """Start the directory (the metadata service) and the store of a run.
@@ -132,7 +134,8 @@ def open_data_plane(
     config: None uses the defaults. run_id: up to 64 letters, digits, `-`, `_` and `.`; None generates one. in_process:
     True runs the directory in a thread of this process, for clients of this process only. process: True runs it without
     Ray in a separate process that ends when this process ends. With neither, it runs in one named Ray actor that
-    reserves no CPU (Ray must be initialised). one_host: whether all clients are on the Ray actor's host. listen: with
+    reserves no CPU (Ray must be initialised). one_host: whether all clients are on the Ray actor's host. listening:
+    interface and ports of the data plane on each host of a Ray cluster, instead of one_host. listen: with
     process=True, IP address of this host at which clients of other hosts reach the data plane; "" when all clients are
     on this host. On one host, no port is open to other hosts and `store.kind=auto` means `shm`; otherwise it means
     `tcp`. nodes: Ray's ids of the nodes on which rows are made or read, each of which gets a storage unit of the store
@@ -154,7 +157,9 @@ def open_data_plane(
         return _open_in_process(config, run_id)
     if process:
         return _open_process(config, run_id, listen, start_timeout_s)
-    return _open_actor(config, run_id, one_host, tuple(nodes or ()), directory_node, start_timeout_s)
+    return _open_actor(
+        config, run_id, listening or Listening(one_host), tuple(nodes or ()), directory_node, start_timeout_s
+    )
 
 
 def _open_in_process(config: DataPlaneConfig, run_id: str) -> DataPlane:
@@ -188,7 +193,7 @@ def _open_process(config: DataPlaneConfig, run_id: str, listen: str, timeout_s: 
 
 
 def _open_actor(
-    config: DataPlaneConfig, run_id: str, one_host: bool, nodes: tuple[str, ...], node: str, timeout_s: float
+    config: DataPlaneConfig, run_id: str, listening: Listening, nodes: tuple[str, ...], node: str, timeout_s: float
 ) -> DataPlane:
     import ray
 
@@ -198,7 +203,7 @@ def _open_actor(
             "which need no Ray"
         )
     build_host = functools.partial(build_store_host, config, run_id, nodes=nodes)
-    actor, started = start_actor(run_id, config, build_host, node=node, one_host=one_host, timeout_s=timeout_s)
+    actor, started = start_actor(run_id, config, build_host, node=node, listening=listening, timeout_s=timeout_s)
     name = directory_name(run_id)
     peer = f"{name} pid={started.pid} host={started.node}"
     handle = DataPlaneHandle(run_id, config, started.store, name, started.address, peer)

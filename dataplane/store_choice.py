@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from .block_store import StartsUnits, StoreHost
 from .config import DataPlaneConfig
+from .listen_address import ray_address
 from .stores.registry import store_entry
 from .stores.shm_folder import check_room
 
@@ -65,7 +66,7 @@ def check_trust(config: DataPlaneConfig, kind: str, *, one_host: bool) -> None:
     if config.trusted_network:
         return
     if kind == "simple":
-        address = node_address()
+        address = ray_address()
         if one_host and ipaddress.ip_address(address).is_loopback:
             # Ray prefers other addresses to a loopback address, so this host has no other one.
             return
@@ -80,10 +81,3 @@ def check_trust(config: DataPlaneConfig, kind: str, *, one_host: bool) -> None:
             "of Mooncake's clients listens on all addresses of its host, also in a run on one host, and lets anyone "
             f"read and overwrite its memory; {_ALLOW}"
         )
-
-
-def node_address() -> str:
-    """Return the IP address of this host in Ray, or the one that a Ray started here would choose."""
-    import ray  # Only the store `simple` needs Ray here.
-
-    return ray.util.get_node_ip_address().strip("[]")

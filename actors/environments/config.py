@@ -19,8 +19,9 @@ class EndpointConfig(Section):
     """Whether there is an endpoint. An environment then finds its address and the secret of its episode in
     `episode.endpoint`. Needs the extra `endpoint`."""
     host: str = Field(default="127.0.0.1", min_length=1)
-    """Address on which the endpoint listens, on a free port. A client that reaches it and knows an episode's secret can
-    speak to the policy in that episode."""
+    """Address on which the endpoint listens, on a free port. `0.0.0.0` stands for the address of
+    `resources.interface`, if that is set. A client that reaches the endpoint and knows an episode's secret can speak to
+    the policy in that episode."""
     rows: Literal["conversation", "call"] = "conversation"
     """Way in which an episode's calls become rows. `conversation`: a call that continues an earlier call extends the
     same row. `call`: each call is a separate row. `environment.max_rows` limits their number."""

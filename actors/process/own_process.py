@@ -12,6 +12,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import psutil
+
 from ...dataplane.owned_folder import pid_space, process_start
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -68,6 +70,23 @@ class ActorInfo:
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid} on {self.host})"
+
+
+def bind_process_groups(address: str) -> None:
+    """Bind the gloo and NCCL groups that this process makes from now on to the network interface of `address`.
+
+    address: an IP address of this host. NCCL reads the variables once, so this comes before its first group.
+
+    By default gloo takes the address to which the host's name resolves (loopback on many machines, which other hosts
+    cannot reach), and NCCL the first interface. The user's own GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and
+    NCCL_SOCKET_FAMILY take precedence. Does nothing if no interface has the address.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address.partition("%")[0] == address for found in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+            os.environ.setdefault("NCCL_SOCKET_FAMILY", "AF_INET6" if ":" in address else "AF_INET")
+            return
 
 
 def keep_freed_memory() -> bool:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar, cast
 from torch.distributed import DistNetworkError, DistStoreError, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ...codecs import messages
+from ...dataplane.listen_address import join_host
 from ...dataplane.rpc.frames import set_up_tcp
 from ...dataplane.security.authenticated_listener import AuthenticatedListener, connect_authenticated, listen
 
@@ -291,7 +292,7 @@ class RendezvousStore(Store):
 
     def _ask(self, request: Request) -> Reply:
         bound_s = (request.wait_s or self._bound_s()) + _GRACE_S
-        what = f"rendezvous at {self._host}:{self._port}: {request.op} {', '.join(request.keys[:3])}"
+        what = f"rendezvous at {join_host(self._host, self._port)}: {request.op} {', '.join(request.keys[:3])}"
         if not self._lock.acquire(timeout=bound_s):
             raise DistStoreError(f"{what}: another request has used the connection for {bound_s:g} s")
         try:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from ...codecs import messages
-from ..process.own_process import ActorInfo
+from ...dataplane.listen_address import listening
+from ..process.own_process import ActorInfo, bind_process_groups
 from ..process.remote_methods import in_thread_of, invoke
 from ..process.rendezvous_store import RendezvousServer, RendezvousStore
-from .process_groups import ProcessGroups, bind_process_groups, own_address
+from .process_groups import ProcessGroups
 from .worker import TrainWorker, WorkerSetup
 
 CONCURRENCY_GROUPS = {"weights": 1, "abort": 1, "progress": 1}
@@ -37,7 +38,7 @@ class TrainActor:
     def __init__(self, setup: WorkerSetup) -> None:
         torch.set_num_threads(setup.threads)
         self._setup = setup
-        self._address = own_address(one_host=setup.one_host)
+        self._address = listening().address()
         """IP address of this host at which the other ranks and the engines reach this rank."""
         self._clock: int | None = None
         """Id of the CPU clock of the thread that runs the driver's calls; None before the first `info`."""

@@ -9,15 +9,14 @@ one. Device meshes and functional collectives look groups up by name and need no
 This file uses torch's registry of groups (`_world`) and `_new_process_group_helper`, which are private: new_group gives
 no control over names, and every rank would have to make even the groups that it does not belong to.
 
-A run on one host stays on loopback. On several hosts a rank listens at the address that Ray uses for the rank's host
-(`own_address`); the driver's host may be another one.
+A run on one host stays on loopback. On several hosts a rank listens at the address of its own host (see `Listening`);
+the driver's host may be another one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from datetime import timedelta
 from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -41,7 +39,6 @@ _PACKAGES = ("headrace", "megatron", "torch.distributed", "torch.nn", "torch.opt
 _ATTEMPTS = 2
 _GRACE_S = 30.0
 """Seconds beyond the time limit of forming the groups that a rank waits for the results of the other ranks."""
-LOOPBACK = "127.0.0.1"
 
 
 def replace_groups(holders: Iterable[object], new: Mapping[int, object]) -> None:
@@ -332,28 +329,3 @@ def _describe(group: dist.ProcessGroup) -> _Group:
         options._timeout,
         group.group_desc,
     )
-
-
-def own_address(*, one_host: bool) -> str:
-    """Return the IP address at which the run's processes reach this process. It is loopback if all of them are on one
-    host, else Ray's address of this host. In the latter case, the calling process must belong to Ray."""
-    if one_host:
-        return LOOPBACK
-    import ray
-
-    return ray.util.get_node_ip_address().strip("[]")
-
-
-def bind_process_groups(address: str) -> None:
-    """Bind the gloo and NCCL groups that this process makes from now on to the network interface of `address`. The
-    address is an IP address of this host.
-
-    By default gloo takes the address to which the host's name resolves (loopback on many machines, which other hosts
-    cannot reach), and NCCL the first interface. The user's own GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME take
-    precedence. Does nothing if no interface has the address.
-    """
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address.partition("%")[0] == address for found in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-            return

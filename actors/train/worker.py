@@ -17,6 +17,7 @@ from ...codecs.tokens.routes import ROUTES, RouteSpec
 from ...codecs.weights.parameter_digests import ParameterDigests
 from ...dataplane.factory import connect
 from ...dataplane.handle import DataPlaneHandle
+from ...dataplane.listen_address import LOOPBACK
 from ...dataplane.meta import KVBatchMeta
 from ..columns import ColumnConfig
 from ..process.memory import ProcessMemory, measure
@@ -39,7 +40,7 @@ from ..weight_sync.config import SyncConfig
 from ..weight_sync.publisher import WeightPublisher
 from ..weight_sync.stream import SendReport
 from ..weight_sync.transports.protocol import ReceiverGroup, WeightSender, WeightUpdate
-from .process_groups import LOOPBACK, ProcessGroups
+from .process_groups import ProcessGroups
 from .reader import FetchPolicy, ReplicaReader, build_links
 from .step_rows import TrainShard
 from .teachers import LATE, TEACHER, Teachers, TeacherSetup
@@ -104,8 +105,6 @@ class WorkerSetup:
     """True if rank 0 keeps the last versions of the weights in host memory whatever `sync` says."""
     samples: SampleFile | None = None
     """File of episodes for people to read, with a line for each picked row; None writes no file."""
-    one_host: bool = True
-    """True if all processes of the run are on one host; the rank then listens on loopback only."""
     routes: RouteSpec | None = None
     """Shape of the routes that the policy's passes replay; None without router replay."""
     columns: tuple[ColumnConfig, ...] = ()

@@ -32,7 +32,7 @@ from ..directory.calls import Outcome
 from ..directory.samplers import TaskConfig, check_arguments
 from ..errors import DataPlaneError, InvalidArgument, SchemaMismatch
 from ..handle import DataPlaneHandle, PlaneText
-from ..listen_address import listen_address
+from ..listen_address import Listening, listen_address
 from ..meta import KVBatchMeta, Tags
 
 if TYPE_CHECKING:
@@ -76,6 +76,12 @@ def as_flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise _refused(name, value, "True or False")
     return bool(value)
+
+
+def as_listening(name: str, value: Any) -> Listening:
+    if not isinstance(value, Listening):
+        raise _refused(name, value, "a Listening")
+    return value
 
 
 def as_count(name: str, value: Any) -> int:
@@ -287,6 +293,7 @@ CHECKS: dict[str, Check] = {
     "replace": as_flag,
     "schema": as_schema, "tags": as_tags, "task": as_text, "tasks": task_configs, "timeout_s": _or_none(as_seconds),
     "config": _or_none(as_config), "handle": as_handle, "in_process": as_flag, "listen": listen_address,
+    "listening": _or_none(as_listening),
     "one_host": as_flag, "process": as_flag, "run_id": _or_none(as_run_id), "start_timeout_s": as_seconds,
     "batch_size": _or_none(as_count), "clear": as_flag, "on_timeout": as_string,
     "rank": _or_none(as_integer), "stop_after": _or_none(as_count), "with_receipts": as_flag,

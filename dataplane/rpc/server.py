@@ -19,7 +19,7 @@ from typing import Any, cast
 from ..directory.requests import CANCELLED, TAKE_BACK, WAITING_OPS, reply_error
 from ..directory.service import DirectoryService
 from ..errors import DataPlaneError
-from ..security.authenticated_listener import HANDSHAKE_TIMEOUT_S, Stranger, Strangers
+from ..security.authenticated_listener import HANDSHAKE_TIMEOUT_S, Stranger, Strangers, listen
 from ..security.few_lines import limit_accept_errors
 from ..security.handshake import HandshakeError
 from .frames import CANCEL, SERVICE, DirectoryAddress, FrameReader, head, set_up_tcp
@@ -44,7 +44,7 @@ class DirectoryServer:
         self._servers: list[asyncio.Server] = []
 
     async def start(self, name: str, host: str) -> DirectoryAddress:
-        """Listen on a Unix socket named after `name`, and unless `host` is "" also on a free TCP port of that address.
+        """Listen on a Unix socket named after `name`, and at the address `host` (see `listen`) unless it is "".
 
         The Unix socket is in the abstract namespace, so it leaves no file, even if this process is killed.
         """
@@ -56,8 +56,9 @@ class DirectoryServer:
         self._servers.append(await loop.create_unix_server(self._session, sock=listener, backlog=BACKLOG))
         port = 0
         if host:
-            server = await loop.create_server(self._session, host, 0, backlog=BACKLOG)
-            port = server.sockets[0].getsockname()[1]
+            reachable = listen(host)
+            port = reachable.getsockname()[1]
+            server = await loop.create_server(self._session, sock=reachable, backlog=BACKLOG)
             self._servers.append(server)
         return DirectoryAddress(local, host, port)
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar, cast
 
+from ..listen_address import join_host, listening, tcp_socket
 from .few_lines import FewLines
 from .handshake import HandshakeError, ServerHandshake, prove_to_server
 
@@ -167,20 +168,23 @@ _BACKLOG = 1024
 _CLOSE_TIMEOUT_S = 5.0
 
 
-def listen(host: str, port: int = 0) -> socket.socket:
-    """Open a listening socket on `host`, at `port`, or at any free port when `port` is 0 or taken. Raises OSError if
-    this fails."""
-    for wanted in (port, 0):
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+def listen(host: str) -> socket.socket:
+    """Open a listening socket on `host`, at a free port of the range that this process has to use (see `Listening`).
+    Without a range, it is any free port. Raises OSError if this fails, and ValueError if the range has no free port."""
+    own = listening()
+    for port in (0,) if own.ports is None else own.ports.shuffled():
+        listener = tcp_socket(host)
         try:
-            listener.bind((host, wanted))
+            if port:  # The port may have old connections that are not over yet.
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
             listener.listen(_BACKLOG)
             return listener
         except OSError as error:
             listener.close()
-            if error.errno != errno.EADDRINUSE or wanted == 0 and port:
-                raise OSError(error.errno, f"cannot listen on {host}:{wanted}: {error.strerror}") from error
-    raise OSError(errno.EADDRINUSE, f"no port of {host} is free")
+            if not port or error.errno != errno.EADDRINUSE:
+                raise OSError(error.errno, f"cannot listen on {join_host(host, port)}: {error.strerror}") from error
+    raise own.exhausted(host)
 
 
 def connect_authenticated(host: str, port: int, key: bytes, service: str, timeout_s: float) -> socket.socket:

@@ -22,6 +22,7 @@ import numpy as np
 
 from ...codecs.integers import ALIGN, round_up
 from ..errors import CapacityExceeded, DataPlaneError, IntegrityError, RowsCleared, StoreLost
+from ..listen_address import join_host
 from .deadline import DeadlineThreads, unanswered
 
 MIN_BYTES = 1 << 20
@@ -126,6 +127,9 @@ _CLEARED = (
     "MC_USE_TENT",
     "MC_USE_TEV1",
     "MC_STORE_LOCAL_HOT_CACHE_SIZE",  # This cache would serve blocks that were freed.
+    "MC_MIN_RPC_PORT",
+    "MC_MAX_RPC_PORT",
+    "MC_USE_IPV6",
     "MC_STORE_CLUSTER_ID",
     "MC_METADATA_CLUSTER_ID",
 )
@@ -139,10 +143,12 @@ class MasterAddress:
     pid: int
     host: str
     port: int
+    ports: str = ""
+    """Range of ports in which the clients listen, as `20000-20999`; "" for any."""
 
     @property
     def endpoint(self) -> str:
-        return f"{self.host}:{self.port}"
+        return join_host(self.host, self.port)
 
     @property
     def peer(self) -> str:
@@ -165,7 +171,7 @@ class MooncakeClient:
         self._lends = segment_bytes > 0
         self._threads = DeadlineThreads(f"mooncake-{master.name}")
         started = time.monotonic()
-        library = _load(protocol, device)
+        library = _load(protocol, device, master)
         self._lock = threading.Lock()
         self._leaving: threading.Thread | None = None
         self.ended = threading.Event()
@@ -352,7 +358,7 @@ class MooncakeClient:
         return StoreLost(f"mooncake failed on {key}: {_words(code)}", op=op, peer=self.master.peer, elapsed_s=elapsed)
 
 
-def _load(protocol: str, device: str) -> Any:
+def _load(protocol: str, device: str, master: MasterAddress) -> Any:
     """Import `mooncake.store` after setting its options in this process's environment. Raises ValueError when mooncake
     or the RDMA device is missing."""
     if protocol == "rdma":
@@ -361,9 +367,13 @@ def _load(protocol: str, device: str) -> Any:
         if absent or not present:
             has = f"has {', '.join(present)}" if present else "has no RDMA device"
             raise ValueError(f"dataplane.store.protocol='rdma' device={device!r}: this host {has}; use protocol: tcp")
-    os.environ.update(_FORCED)
     for name in _CLEARED:
         os.environ.pop(name, None)
+    os.environ.update(_FORCED)
+    if master.ports:
+        os.environ["MC_MIN_RPC_PORT"], os.environ["MC_MAX_RPC_PORT"] = master.ports.split("-")
+    if ":" in master.host:
+        os.environ["MC_USE_IPV6"] = "1"
     try:
         return importlib.import_module("mooncake.store")
     except ImportError as error:

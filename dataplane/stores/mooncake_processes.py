@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StoreLost
+from ..listen_address import listening
+from ..security.authenticated_listener import listen
 from .mooncake_client import HOW_TO_GET_IT, MasterAddress, MooncakeClient
 
 MASTER_START_TIMEOUT_S = 30.0
@@ -67,7 +69,7 @@ class MooncakeMaster:
             port = _free_port(host)
             self._process, self._log = self._start(name, host, port)
             if _wait_for_port(self._process, host, port, started + MASTER_START_TIMEOUT_S):
-                self.address = MasterAddress(name, self._process.pid, host, port)
+                self.address = MasterAddress(name, self._process.pid, host, port, str(listening().ports or ""))
                 return
             exited, said = self._process.poll(), self._said()
             self.close()
@@ -86,7 +88,8 @@ class MooncakeMaster:
         """Start the Mooncake master from a thread that lives as long as the master does. The kernel kills the master
         when the thread that started it ends (PR_SET_PDEATHSIG). Returns the process and its log file."""
         log = tempfile.TemporaryFile()
-        arguments = [name, f"--rpc_address={host}", f"--rpc_port={port}", f"--metrics_host={host}", "--metrics_port=0"]
+        arguments = [name, f"--rpc_address={host}", f"--rpc_port={port}", f"--metrics_host={host}"]
+        arguments.append(f"--metrics_port={_free_port(host) if listening().ports else 0}")
         # Python looks for its library beside argv[0], or, if that has no folder, above the working folder.
         shown = os.path.join(os.path.dirname(sys.executable), name)
         command = [shown, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *arguments, *self._options]
@@ -140,7 +143,7 @@ def _binary() -> Path:
 
 
 def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as server:
+    with listen(host) as server:
         return server.getsockname()[1]
 
 
@@ -171,7 +174,7 @@ class MooncakeSegment:
         Raises StoreLost if the process does not start in time, or reports that its Mooncake client could not be
         created.
         """
-        arguments = [master.name, master.pid, master.host, master.port, protocol, device, nbytes]
+        arguments = [master.name, master.pid, master.host, master.port, master.ports, protocol, device, nbytes]
         started = time.monotonic()
         told, tell = os.pipe()
         try:
@@ -211,12 +214,14 @@ class MooncakeSegment:
             self._lost()
 
 
-def main(tell: int, name: str, pid: int, host: str, port: int, protocol: str, device: str, nbytes: int) -> None:
+def main(
+    tell: int, name: str, pid: int, host: str, port: int, ports: str, protocol: str, device: str, nbytes: int
+) -> None:
     """Run the process that lends memory to the Mooncake master, until the master ends. The master itself ends with the
     process that started it. tell: file descriptor to which "ready" or an error is written."""
     with os.fdopen(tell, "w") as answers:
         try:
-            client = MooncakeClient(MasterAddress(name, pid, host, port), protocol, device, nbytes)
+            client = MooncakeClient(MasterAddress(name, pid, host, port, ports), protocol, device, nbytes)
         except Exception as error:  # Any error is reported to the process that waits for an answer.
             answers.write(f"{type(error).__name__}: {error}\n")
             answers.flush()

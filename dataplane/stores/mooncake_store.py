@@ -89,6 +89,7 @@ class MooncakeHost:
                 "pid": master.pid,
                 "host": master.host,
                 "port": master.port,
+                "ports": master.ports,
                 "protocol": protocol,
                 "device": device,
             },
@@ -180,7 +181,7 @@ class MooncakeStore(PutsAll):
         """Connect to the Mooncake master. Raises ValueError if mooncake is not installed, and StoreLost if the
         master is no longer running."""
         address: Any = spec.address
-        master = MasterAddress(address["name"], address["pid"], address["host"], address["port"])
+        master = MasterAddress(address["name"], address["pid"], address["host"], address["port"], address["ports"])
         self._run_id = spec.run_id
         self._client = MooncakeClient(master, address["protocol"], address["device"])
 

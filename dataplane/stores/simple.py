@@ -5,8 +5,8 @@ ZeroMQ: the global index is the block id, the field name is the part number, and
 TransferQueue's controller and client are not used, because the directory already keeps the rows, and a unit works
 without both.
 
-A unit listens on its node's address in Ray, on a port that the system chooses. It trusts anyone who can reach it (its
-wire format holds pickles), so this store needs `dataplane.trusted_network`.
+A unit listens on its node's address in Ray, or on that of the run's interface (see `Listening`). It trusts anyone who
+can reach it (its wire format holds pickles), so this store needs `dataplane.trusted_network`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ except ModuleNotFoundError:
 from ..block_store import HOLDER_BYTES, PutsAll, StoreSpec, Want
 from ..config import StoreConfig
 from ..errors import DataPlaneTimeout, RowsCleared, StoreLost
+from ..listen_address import Listening, join_host, listening, ray_address
+from ..security.authenticated_listener import listen
 from .counting_host import CountingHost
 from .deadline import keep_freed_memory, received_part, unanswered
 from .ray_processes import end_actors, has_died
@@ -68,7 +71,7 @@ class Unit:
 
     @property
     def peer(self) -> str:
-        return f"{self.name} pid={self.pid} {self.ip}:{self.port}"
+        return f"{self.name} pid={self.pid} {join_host(self.ip, self.port)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +203,18 @@ def _prepare_unit(unit: Any) -> int:
     return os.getpid()
 
 
+def _own_address(own: Listening) -> str:
+    """Return the address at which a unit on this host listens; Ray's in a run on one host, too."""
+    return ray_address() if own.one_host else own.address()
+
+
+def _free_port(own: Listening, ip: str) -> int:
+    """Return a port at the address `ip` that is free now and belongs to the run's range. Called in a unit."""
+    own.adopt()
+    with listen(ip) as listener:
+        return listener.getsockname()[1]
+
+
 class SimpleHost(CountingHost):
     """Starts and ends the storage units (TransferQueue's processes). Called from one thread of the directory's
     process."""
@@ -211,6 +226,9 @@ class SimpleHost(CountingHost):
         self._uncommitted: deque[int] = deque(maxlen=256)
         config = {"total_storage_size": None, "num_data_storage_units": num_units}
         names = [f"headrace-{run_id}-unit-{number}" for number in range(num_units)]
+        # The unit's class is shipped together with these two functions, as with the constant above.
+        tq_storage.get_node_ip_address = partial(_own_address, listening())
+        tq_storage.get_free_port = partial(_free_port, listening())
         self._actors: list[Any] = [
             tq_storage.SimpleStorageUnit.options(name=name, namespace=NAMESPACE, num_cpus=0).remote(config)  # type: ignore[attr-defined]
             for name in names
@@ -268,7 +286,7 @@ class SimpleHost(CountingHost):
 
     def processes(self) -> dict[str, int]:
         """Return the pids of the storage units on this node, by name."""
-        here = ray.util.get_node_ip_address() if ray.is_initialized() else ""
+        here = _own_address(listening()) if ray.is_initialized() else ""
         return {unit.name: unit.pid for unit in self._link.units if unit.ip == here}
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from ray.exceptions import GetTimeoutError
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.directory_process import start_actor
 from headrace.dataplane.errors import DirectoryLost
+from headrace.dataplane.listen_address import Listening
 
 
 def test_the_bound_is_the_caller_s_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,5 +28,5 @@ def test_the_bound_is_the_caller_s_and_is_named(monkeypatch: pytest.MonkeyPatch)
     for name, fake in {"remote": build, "get": get, "is_initialized": lambda: False}.items():
         monkeypatch.setattr(ray, name, fake)
     with pytest.raises(DirectoryLost, match=r"did not start within 17 s \(start_timeout_s\).*op=open.*elapsed="):
-        start_actor("run", DataPlaneConfig(), lambda: None, one_host=True, timeout_s=17.0)  # pyright: ignore
+        start_actor("run", DataPlaneConfig(), lambda: None, node=28 * "00", listening=Listening(), timeout_s=17.0)  # pyright: ignore
     assert waits == [17.0]

@@ -68,7 +68,7 @@ def attack(marker: Path, addresses: list[str]) -> bool:
 @pytest.mark.parametrize("start", STARTS, ids=("checked", "opened"))
 @pytest.mark.parametrize("kind", ["simple", "mooncake"])
 def test_a_store_that_trusts_everybody_does_not_start(kind: str, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_choice, "node_address", lambda: "192.0.2.7")
+    monkeypatch.setattr(store_choice, "ray_address", lambda: "192.0.2.7")
     sentence = f"dataplane.trusted_network: got false with dataplane.store.kind='{kind}', expected true, because "
     for _ in range(2):
         with pytest.raises(ValueError, match=sentence):
@@ -77,7 +77,7 @@ def test_a_store_that_trusts_everybody_does_not_start(kind: str, start: Any, mon
 
 
 def test_on_a_host_whose_only_address_is_loopback_the_units_are_kept_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_choice, "node_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(store_choice, "ray_address", lambda: "127.0.0.1")
     check_store(config_of("simple"))
     with pytest.raises(ValueError, match="dataplane.trusted_network"):
         check_store(config_of("simple"), one_host=False)

@@ -375,7 +375,7 @@ class ActorStarter:
         self._reservation = reservation
         self.placement = reservation.placement
         self.route = route
-        self._one_host = one_host
+        self._listening = config.listening(one_host=one_host)
         self._seat_in = seat_in
         on_gpus = self.placement.layout != "cpu" and PlacementRequest.of(config).uses_gpus
         self._device = "cuda:0" if on_gpus else "cpu"
@@ -431,9 +431,7 @@ class ActorStarter:
 
     def worker(self, rank: int) -> TrainHandle:
         """Start the train worker of `rank`; returns its handle."""
-        spec = partial(
-            worker_setup, self._config, rank, one_host=self._one_host, kind=self.route.kind, device=self._device
-        )
+        spec = partial(worker_setup, self._config, rank, kind=self.route.kind, device=self._device)
         modules, seat = worker_modules(self._config.trainer.backend, self._config.model), self.placement.ranks[rank]
         groups = {"concurrency_groups": CONCURRENCY_GROUPS}
         return self._start(TrainHandle, EarlyTrainActor, (modules,), spec, seat, **groups)
@@ -465,7 +463,7 @@ class ActorStarter:
 
         def start() -> Any:
             place = next(one for one in self.placement.seats if one.name == seat.name)
-            own = (*arguments, self._reservation.devices(place), os.getcwd(), self._objects)
+            own = (*arguments, self._reservation.devices(place), os.getcwd(), self._objects, self._listening)
             actor = ray.remote(max_restarts=0, **options, **self._reservation.options(place))(host).remote(*own)
             self._stack.callback(ray.kill, cast(RayActor, actor), no_restart=True)
             return actor

@@ -27,10 +27,9 @@ from .transport_choice import bucket_mib
 
 
 def worker_setup(
-    config: Config, rank: int, model: str, handle: DataPlaneHandle, *, one_host: bool, kind: str, device: str
+    config: Config, rank: int, model: str, handle: DataPlaneHandle, *, kind: str, device: str
 ) -> WorkerSetup:
-    """Return the settings of train worker `rank`. one_host: whether all processes of the run are
-    on one host. kind: kind of the weight transport."""
+    """Return the settings of train worker `rank`. kind: kind of the weight transport."""
     sync, pooled = config.sync, config.pool.address is not None
     folder = sync.dir or os.path.join(config.run.dir or ".", "weights")
     sender = SenderConfig(handle.run_id, sync, folder=folder, data_plane=handle, device=device, key=handle.store.key)
@@ -54,7 +53,6 @@ def worker_setup(
         bucket_bytes=bucket_mib(sync, kind, device, pooled=pooled) << 20,
         keep_versions=pooled,
         samples=sample_file(config.logging.samples, config.run, config.algorithm.prompts_per_step),
-        one_host=one_host,
         single_rank_groups=config.trainer.backend == "megatron",
         routes=route_spec(config.router_replay, config.model),
         columns=config.data.columns,

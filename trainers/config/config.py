@@ -18,8 +18,19 @@ from ...actors.rollout.evaluation_metrics import figure_names, find_figure
 from ...actors.rollout.supervised.config import SftConfig
 from ...actors.sample_file import SamplesConfig
 from ...actors.weight_sync.config import SyncConfig
-from ...dataplane.config import Count, CountOrZero, DataPlaneConfig, NonNegative, PathText, Positive, Section, Text
+from ...dataplane.config import (
+    Count,
+    CountOrZero,
+    DataPlaneConfig,
+    NonNegative,
+    PathText,
+    PortText,
+    Positive,
+    Section,
+    Text,
+)
 from ...dataplane.imports import OBJECT
+from ...dataplane.listen_address import Listening, PortRange
 from ..advantages.config import AdvantageConfig
 from ..backends.config import TrainerConfig
 from ..losses.config import LossConfig
@@ -239,6 +250,13 @@ class ResourcesConfig(Section):
 
     ray_address: Text | None = None
     """Address of a Ray cluster to join. Unset: the run starts its own Ray and stops it at the end."""
+    interface: Text | None = None
+    """Network interface at which the processes of a run on several hosts listen: its name, such as `eth1`, or a
+    network, such as `10.1.0.0/16` or `fd00:77::/64`, which also fits hosts whose interfaces have other names. NCCL and
+    gloo use it, too. Unset: the interface of the address that Ray has for the host."""
+    ports: PortText | None = None
+    """Range of TCP ports, such as `20000-20999`, at which the run's own services listen. NCCL, gloo and Ray choose
+    their own ports. Two runs can have the same range. Unset: any free ports."""
     num_cpus: Count | None = None
     """Number of CPUs of the run's own Ray. Unset: the number of this machine's cores."""
     threads: Count | None = None
@@ -482,6 +500,23 @@ class Config(Section):
             elif isinstance(value, str) and value.startswith(OBJECT):
                 found[value] = None
         return sorted(found)
+
+    def listening(self, *, one_host: bool) -> Listening:
+        """Return the addresses and ports at which the run's processes listen. one_host: whether all of them are on one
+        host."""
+        ports = None if self.resources.ports is None else PortRange.parse(self.resources.ports)
+        return Listening(one_host, self.resources.interface, ports, self.num_ports)
+
+    @property
+    def num_ports(self) -> int:
+        """Largest number of ports of `resources.ports` that the run takes on one host. It takes so many if directory,
+        rank 0 and all rollout actors are there."""
+        store, num_rollouts = self.dataplane.store, self.rollout.num_actors or self.rollout.num_engines
+        directory, rank_0 = 1, 1 + 2 * (self.sync.transport in ("auto", "collective"))
+        in_store = store.num_units or 1
+        if store.kind == "mooncake":  # Directory, driver and the process that lends the memory are clients, too.
+            in_store = 2 + 2 * (3 + num_rollouts + self.trainer.topology.world)
+        return directory + rank_0 + in_store + (num_rollouts if self.rollout.endpoint.enabled else 0)
 
     @property
     def traced_step(self) -> int:

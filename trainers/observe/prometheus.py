@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from ...actors.rollout.evaluation_metrics import EXACT_MATCH, REWARD
 from ...dataplane.errors import DataPlaneError
+from ...dataplane.listen_address import join_host
 from ...dataplane.traffic import EDGES, STEPS_PER_OCTAVE, Traffic, at_most
 from ..config.config import LoggingConfig
 from ..errors import UserError
@@ -237,8 +238,7 @@ class PrometheusEndpoint:
             raise UserError(
                 f"{key}: got {port} on {host!r}, expected a port that is free there ({error.strerror or error})"
             ) from error
-        shown = f"[{host}]" if ":" in host else host
-        self.address = f"http://{shown}:{self._serving[0].server_port}/metrics"
+        self.address = f"http://{join_host(host, self._serving[0].server_port)}/metrics"
         self._file.write_text(self.address + "\n", encoding="utf-8")
 
     def close(self) -> None:

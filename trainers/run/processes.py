@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...dataplane.client.client import DataPlaneClient
-from ...dataplane.config import DataPlaneConfig
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.factory import DataPlane, connect, open_data_plane
 from ..cluster.calls import DriverMeter
@@ -191,8 +190,7 @@ class _Launch:
     def plane(self, places: Places) -> Plane:
         """Open the data plane, and the driver's client of it."""
         self.heartbeat.enter("starting the data plane", self._start_s)
-        config = places.config.dataplane.with_sampler(places.config.resolved_sampler)
-        plane = self._stack.enter_context(_opened(config, self._run_id, places, start_timeout_s=self._start_s))
+        plane = self._stack.enter_context(_opened(places, self._run_id))
         self._times.mark("data plane")
         client = connect(plane.handle, name="driver")
         self._stack.callback(client.close)
@@ -250,17 +248,17 @@ class _Launch:
         return Run.of(config, plane.client, actors, roles, weights, stages, observers, roles_note=places.roles.why)
 
 
-def _opened(config: DataPlaneConfig, run_id: str, places: Places, *, start_timeout_s: float) -> DataPlane:
+def _opened(places: Places, run_id: str) -> DataPlane:
     """Open the run's data plane. Raises UserError if a host cannot provide the configured store."""
-    placement = places.reservation.placement
+    config, placement = places.config, places.reservation.placement
     try:
         return open_data_plane(
-            config,
+            config.dataplane.with_sampler(config.resolved_sampler),
             run_id=run_id,
-            one_host=places.one_host,
+            listening=config.listening(one_host=places.one_host),
             nodes=placement.row_nodes,
             directory_node=placement.directory_node,
-            start_timeout_s=start_timeout_s,
+            start_timeout_s=config.resources.start_timeout_s,
         )
     except DataPlaneError:
         raise

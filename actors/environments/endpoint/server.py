@@ -28,7 +28,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ....dataplane.security.authenticated_listener import Strangers, has_unread
+from ....dataplane.listen_address import join_host, listening
+from ....dataplane.security.authenticated_listener import Strangers, has_unread, listen
 from ....dataplane.security.few_lines import few_lines, limit_accept_errors
 from ...engines.protocol import BASE, Which
 from ..config import EndpointConfig
@@ -137,7 +138,7 @@ class EndpointServer:
     def _listen(self) -> None:
         """Begin to start the server. From now on `close` ends it, even if the task that waits for the start is
         cancelled."""
-        host = self._config.host
+        host = _own_host(self._config.host)
         settings = uvicorn.Config(
             self._app(), log_config=None, access_log=False, lifespan="off", ws="none",
             http=cast(Any, partial(_Connection, self._idle)), timeout_graceful_shutdown=1, server_header=False,
@@ -148,8 +149,7 @@ class EndpointServer:
         listener = _listen(host)
         self._server = _Server(settings)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-        port = listener.getsockname()[1]
-        self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        self._url = f"http://{join_host(host, listener.getsockname()[1])}/v1"
         _log.info("endpoint: %s", self._url)
 
     def _app(self) -> Starlette:
@@ -338,16 +338,21 @@ class _Connection(H11Protocol):
             self._ending.cancel()
 
 
+def _own_host(host: str) -> str:
+    """Return the address at which the endpoint listens.
+
+    If `host` means all addresses, it is the address of the run's interface, if there is one, because agents on other
+    hosts need one address to connect to."""
+    own = listening()
+    return own.address() if host in ("0.0.0.0", "::") and own.interface is not None and not own.one_host else host
+
+
 def _listen(host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.bind((host, 0))
-        listener.listen(2048)
-        listener.setblocking(False)
+        listener = listen(host)
     except OSError as error:
-        listener.close()
         raise OSError(error.errno, f"rollout.endpoint.host: got {host!r}, which cannot be bound: {error}") from error
+    listener.setblocking(False)
     return listener
 
 

@@ -21,6 +21,7 @@ import torch
 
 from ....codecs.weights.buckets import BucketPlan, read_plan
 from ....codecs.weights.gpu_scatter import as_signed
+from ....dataplane.listen_address import join_host
 from ...process.rendezvous_store import RendezvousServer, RendezvousStore
 from .control_link import Hello, Link, LinkListener, Note, ReceiverTracker
 from .ends import Receiver, Sender, SenderUpdate, Stream, bucket_offsets
@@ -40,14 +41,14 @@ class CollectiveSender(Sender):
 
     kind = KIND
 
-    def __init__(self, host: str, key: bytes, timeout_s: float, device: torch.device, port: int = 0) -> None:
-        """Listen on `host` for receivers. key: the run's key, which receivers must know. port: port to try first; 0
-        takes any. Raises OSError when listening fails."""
+    def __init__(self, host: str, key: bytes, timeout_s: float, device: torch.device) -> None:
+        """Listen on `host` for receivers. key: the run's key, which receivers must know. Raises OSError when listening
+        fails."""
         super().__init__(timeout_s)
         self._host = host
         self._device = device
         self._key = key
-        self._listener = LinkListener(host, key, port)
+        self._listener = LinkListener(host, key)
         self._rendezvous: RendezvousServer | None = None
         self._group: Group | None = None
         self._members: tuple = ()
@@ -246,24 +247,23 @@ class CollectiveReceiver(Receiver):
 
     def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> CollectiveStream:
         host, port, number = update.location.split("|")
+        sender = f"the sender at {join_host(host, int(port))}"
         rank += 1
         try:
             link = Link.connect(host, int(port), self._key, max(deadline.left_s, 1e-3))
         except OSError as error:
-            raise deadline.error(f"the sender at {host}:{port} cannot be reached: {error}") from error
+            raise deadline.error(f"{sender} cannot be reached: {error}") from error
         try:
             link.send(Hello(int(number), rank, "" if self.group is None else self.group.name))
             start = next_note(link, deadline, deadline.left_s, "waiting for the start")
             if start is None or start.kind != "start":
-                raise deadline.error(
-                    f"the sender at {host}:{port} did not start the update, because not all receivers have joined"
-                )
+                raise deadline.error(f"{sender} did not start the update, because not all receivers have joined")
             notes: deque[Note] = deque()
             self._join(update, rank, link, start, host, deadline, notes)
             return CollectiveStream(update, read_plan(start.data), deadline, link, notes, self)
         except OSError as error:
             link.close()
-            raise deadline.error(f"the sender at {host}:{port} is lost: {error}") from error
+            raise deadline.error(f"{sender} is lost: {error}") from error
         except WeightTransferError:
             with contextlib.suppress(OSError):  # Otherwise the sender would count this receiver as lost.
                 link.send(Note("gave up"))

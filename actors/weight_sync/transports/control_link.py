@@ -149,12 +149,12 @@ class LinkListener:
     """Listens for a sender's receivers. A thread carries out the handshakes, so that only clients that know the run's
     key reach the sender's own thread."""
 
-    def __init__(self, host: str, key: bytes, port: int = 0) -> None:
-        """Listen on `host`, at `port`, or at any free port when `port` is 0 or taken. key: the run's key. Raises
-        ValueError when the key is empty, and OSError when listening fails."""
+    def __init__(self, host: str, key: bytes) -> None:
+        """Listen on `host`. key: the run's key. Raises ValueError when the key is empty, and OSError when listening
+        fails."""
         self._waiting: deque[socket.socket] = deque()
         """Connections whose clients have proved that they know the run's key, and that `accept` has not returned."""
-        self._listener = AuthenticatedListener(listen(host, port), key, SERVICE, self._admit)
+        self._listener = AuthenticatedListener(listen(host), key, SERVICE, self._admit)
         self.port = self._listener.port
 
     def _admit(self, connection: socket.socket) -> None:

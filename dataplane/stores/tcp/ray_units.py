@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...errors import StoreLost
+from ...listen_address import Listening, listening
 from ...rpc.child_process import end_with_parent
 from ..ray_processes import end_actors, has_died
 from .unit import StorageUnit
@@ -26,17 +27,19 @@ END_TIMEOUT_S = 5.0
 class UnitActor:
     """Ray actor that hosts a storage unit, which listens at the address of the actor's node."""
 
-    def __init__(self, run_id: str, name: str, key: bytes, capacity_bytes: int) -> None:
+    def __init__(self, run_id: str, name: str, key: bytes, capacity_bytes: int, own: Listening) -> None:
+        """own: address and ports at which the unit listens."""
         end_with_parent()
-        self._arguments = (run_id, name, key, capacity_bytes)
+        self._arguments = (run_id, name, key, capacity_bytes, own)
         self._unit: StorageUnit | None = None
 
     def start(self) -> UnitAddress | ValueError:
         """Start the unit and return its address, or the error of a node that has no room for it. The error is not
         raised, because Ray would wrap it."""
-        run_id, name, key, capacity_bytes = self._arguments
+        run_id, name, key, capacity_bytes, own = self._arguments
+        own.adopt()
         try:
-            self._unit = StorageUnit(run_id, name, key, ray.util.get_node_ip_address(), capacity_bytes)
+            self._unit = StorageUnit(run_id, name, key, own.address(), capacity_bytes)
         except ValueError as error:
             return error
         return replace(self._unit.address, node=ray.get_runtime_context().get_node_id())
@@ -88,7 +91,7 @@ def start_units(run_id: str, places: Sequence[tuple[str, str]], key: bytes, capa
         options = actor_class.options(
             name=full_name, namespace=NAMESPACE, num_cpus=0, max_concurrency=2, scheduling_strategy=place
         )
-        actors.append(options.remote(run_id, name, key, capacity_bytes))
+        actors.append(options.remote(run_id, name, key, capacity_bytes, listening()))
     try:
         for actor in actors:
             address = actor.start.remote().future().result(START_TIMEOUT_S)

@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 from ...errors import SHOWN_KEYS
+from ...listen_address import join_host
 from ...owned_folder import SHARED_MEMORY, pid_space
 from ...rpc.frames import HEADER_BYTES, check, head, other_number, read_header, set_up_tcp
 
@@ -266,7 +267,7 @@ class UnitAddress:
     @property
     def peer(self) -> str:
         """Name of the unit in error messages, with its pid, host and address."""
-        return f"storage unit {self.name} pid={self.pid} host={self.host_name} {self.host}:{self.port}"
+        return f"storage unit {self.name} pid={self.pid} host={self.host_name} {join_host(self.host, self.port)}"
 
 
 def memory_id() -> str:
