@@ -6,7 +6,7 @@ import json
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -95,6 +95,25 @@ def test_a_cancelled_job_does_not_go_on(tmp_path: Path) -> None:
         slurm.wait("FAILED")
     assert slurm.starts == 1 and "headrace: " in slurm.output(), slurm.output()
     assert not (tmp_path / "run" / f"slurm-{JOB_ID}" / "token").exists()
+
+
+def test_two_jobs_share_their_nodes(tmp_path: Path) -> None:
+    """Each has a Ray of its own, and the end of one leaves the other alone."""
+    with hosts(2) as made, ExitStack() as stack:
+        jobs: list[StubSlurm] = []
+        for number, count in ((1, 20), (2, 200)):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            jobs.append(stack.enter_context(StubSlurm(folder, [made], JOB_ID + number)))
+            config = str(cli_runs.ROOT / "examples" / "quickstart.yaml")
+            words = ("launch", "slurm", config, f"run.dir={folder / 'run'}", *cli_runs.SMALL, *GIVEN)
+            sizes = (f"algorithm.steps={count}", "--nodes=2", "--cpus-per-node=2", "--submit")
+            jobs[-1].submit([sys.executable, "-m", "headrace.cli", *words, *sizes], folder)
+        for job in jobs:
+            job.wait("COMPLETED")
+    for job, number, count in zip(jobs, (1, 2), (20, 200), strict=True):
+        assert (job.codes, job.left) == ([0], []), job.output()
+        assert steps(tmp_path / str(number)) == list(range(1, count + 1))
 
 
 def test_a_node_without_ray_is_named(tmp_path: Path) -> None:

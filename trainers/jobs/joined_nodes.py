@@ -5,6 +5,7 @@ A run that joins a Ray counts the free CPUs and GPUs at once, so it must not beg
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 
@@ -20,7 +21,7 @@ def wait_for_nodes(address: str, nodes: int, timeout_s: float) -> str:
     while time.monotonic() < until:
         try:
             if not ray.is_initialized():
-                ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             joined = [
                 f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in ray.nodes() if node["Alive"]
             ]

@@ -59,8 +59,9 @@ class _Step:
 class StubSlurm:
     """A Slurm with one job. `near_limit`, `preempt` and `cancel` do to it what Slurm does."""
 
-    def __init__(self, folder: Path, allocations: Sequence[tuple[Host, ...]]) -> None:
+    def __init__(self, folder: Path, allocations: Sequence[tuple[Host, ...]], job_id: int = JOB_ID) -> None:
         """folder: for the programs. allocations: the hosts of the job at each of its starts."""
+        self._job_id = job_id
         self.starts = 0
         """Number of times that the job was started."""
         self.state = "none"
@@ -123,7 +124,7 @@ class StubSlurm:
 
     def output(self) -> str:
         """Return the output of the job."""
-        path = Path(self.header["chdir"]) / f"{self.header['job-name']}-{JOB_ID}.out"
+        path = Path(self.header["chdir"]) / f"{self.header['job-name']}-{self._job_id}.out"
         return path.read_text() if path.exists() else ""
 
     # ---------------- What Slurm does to a job.
@@ -144,7 +145,7 @@ class StubSlurm:
 
     def cancel(self, grace_s: float) -> None:
         """Do what scancel does: SIGTERM for steps and batch shell, and SIGKILL after a time."""
-        self._signal(f"SLURM_JOB_ID={JOB_ID}", signal.SIGTERM)
+        self._signal(f"SLURM_JOB_ID={self._job_id}", signal.SIGTERM)
         self._later(grace_s)
 
     def _later(self, grace_s: float) -> None:
@@ -195,14 +196,14 @@ class StubSlurm:
         self.header = {key: value.strip("'") for key, _, value in (option.partition("=") for option in options)}
         spool = self._bin / "slurm_script"  # as on a node: the file may change after sbatch
         spool.write_text(script)
-        os.write(descriptors[0], f"Submitted batch job {JOB_ID}\n".encode())
+        os.write(descriptors[0], f"Submitted batch job {self._job_id}\n".encode())
         self._thread(self._run, spool, asked["environment"])
         return 0
 
     def _scontrol(self, asked: dict, descriptors: list[int], _: socket.socket) -> int:
         if asked["words"][:2] == ["show", "hostnames"]:
             os.write(descriptors[0], asked["words"][2].replace(",", "\n").encode() + b"\n")
-        elif asked["words"] == ["requeue", str(JOB_ID)]:
+        elif asked["words"] == ["requeue", str(self._job_id)]:
             self._requeue = True
         else:
             return 1
@@ -214,7 +215,7 @@ class StubSlurm:
             self._requeue, self.state = False, "RUNNING"
             hosts = self._allocations[self.starts]
             names = [f"{host.address} {host.name}" for host in hosts]
-            private = f"/tmp/ray-{JOB_ID}"  # as on nodes that share no /tmp
+            private = f"/tmp/ray-{self._job_id}"  # as on nodes that share no /tmp
             Path(private).mkdir(exist_ok=True)
             for host in hosts:
                 lines = "\\n".join(name for name in names if not name.endswith(f" {host.name}"))
@@ -222,17 +223,17 @@ class StubSlurm:
                 subprocess.run(host.command("sh", "-c", script), check=True, timeout=30)
             given = {
                 **environment,
-                "SLURM_JOB_ID": str(JOB_ID),
+                "SLURM_JOB_ID": str(self._job_id),
                 "SLURM_JOB_NODELIST": ",".join(host.name for host in hosts),
                 "SLURM_RESTART_COUNT": str(self.starts),
             }
             self.starts += 1
             folder = self.header["chdir"]
-            with open(Path(folder) / f"{self.header['job-name']}-{JOB_ID}.out", "ab") as output:
+            with open(Path(folder) / f"{self.header['job-name']}-{self._job_id}.out", "ab") as output:
                 command = hosts[0].command("bash", str(spool), folder=folder)
                 self._batch = subprocess.Popen(command, stdout=output, stderr=output, env=given)
                 code = self._batch.wait()
-            self.left += [process.name() for process in self._processes(f"SLURM_JOB_ID={JOB_ID}")]
+            self.left += [process.name() for process in self._processes(f"SLURM_JOB_ID={self._job_id}")]
             self._kill_all()
             self.codes.append(code)
             if not self._requeue or self.state == "CLOSED":
@@ -288,4 +289,4 @@ class StubSlurm:
                 process.send_signal(number)
 
     def _kill_all(self) -> None:
-        self._signal(f"SLURM_JOB_ID={JOB_ID}", signal.SIGKILL)
+        self._signal(f"SLURM_JOB_ID={self._job_id}", signal.SIGKILL)
