@@ -149,8 +149,8 @@ class TcpHost(CountingHost):
             else:
                 self._unfreed.delivered(number, block_ids)
 
-    def _has_died(self, number: int) -> bool:
-        return number in self._started and self._started[number].has_died()
+    def _has_died(self, peer: int) -> bool:
+        return peer in self._started and self._started[peer].has_died()
 
     def _death(self, peer: int) -> Exception | None:
         try:
