@@ -24,6 +24,7 @@ _BENCH_EPILOG = """examples:
   headrace bench transfer --stores shm simple --workloads rl-1024 --pattern put get shuffled
   headrace bench step --quick
   headrace bench weights --gpus 2
+  headrace bench hosts --quick
   headrace bench gpu --work grpo-0.6b --layout colocated-1 colocated-2 --baseline trl
   headrace bench gpu --work train-0.6b --backend megatron trainer.dp=2
 """
@@ -67,6 +68,11 @@ def add_bench_commands(commands: Any) -> None:
 
     step = bench_command(kinds, "step", _step, "steps of sync, streaming and async on a scripted engine, and simulated")
     step.add_argument("--quick", action="store_true", help="few and short steps, under a minute")
+
+    hosts = bench_command(
+        kinds, "hosts", _hosts, "reads between hosts made of namespaces (needs root), against shm and raw TCP"
+    )
+    hosts.add_argument("--quick", action="store_true", help="few repeats, under a minute")
 
     _add_weights(
         bench_command(kinds, "weights", _weights, "weight sync from a trainer to engines, over every transport")
@@ -188,6 +194,18 @@ def _step(arguments: argparse.Namespace) -> int:
     with status_line("starting") as (console, tell):
         report = run_steps(options, tell)
     print_table(console, steps_table(report))
+    console.print(f"report: {write_report(report, options, command_line())}", highlight=False)
+    return DONE
+
+
+def _hosts(arguments: argparse.Namespace) -> int:
+    from ..bench.hosts.benchmark import HostOptions, hosts_table, run_hosts, write_report
+
+    out = results_folder(arguments, "hosts")
+    options = HostOptions.quick(out) if arguments.quick else HostOptions(out)
+    with status_line("starting") as (console, tell):
+        report = run_hosts(options, tell)
+    print_table(console, hosts_table(report))
     console.print(f"report: {write_report(report, options, command_line())}", highlight=False)
     return DONE
 

@@ -66,7 +66,13 @@ class _FirstProcess:
 
     def __init__(self, namespaces: Sequence[str], script: str, *arguments: str) -> None:
         command = ["unshare", *namespaces, "--fork", "--kill-child", "sh", "-c", script + _FIRST, *arguments]
-        self._outer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._outer = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C does not end the host before what runs on it.
+        )
         try:
             assert self._outer.stdout is not None
             if self._outer.stdout.readline() != "ready\n":
@@ -133,7 +139,7 @@ class Host:
         verb = "replace" if mbit else "del"
         limits: tuple[str, ...] = ()
         if mbit:
-            burst = max(256 << 10, mbit * 125)  # These are the bytes of a millisecond.
+            burst = max(256 << 10, mbit * 25)  # These are the bytes of 0.2 ms, or a few packets of 64 KiB.
             limits = ("tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", "20ms")
         for run, device in ((self._at_switch, self._port), (self._at_host, "eth0")):
             run("tc", "qdisc", verb, "dev", device, "root", *limits)

@@ -1,7 +1,7 @@
 """Baselines that move bytes without knowing rows: memcpy, one raw TCP stream, and zmq with a frame per field.
 
 memcpy copies the same bytes within one process, into memory that is already in use; no contender can be faster. The
-other two keep the bytes in a server in one of the benchmark's processes, and connect to it over loopback.
+other two keep the bytes in a server in one of the benchmark's processes, and connect to it, by default over loopback.
 """
 
 from __future__ import annotations
@@ -158,8 +158,9 @@ _REQUEST = struct.Struct("<BQQ")
 class TcpServer:
     """Keeps the last stream that it received, and sends ranges of its bytes. Each connection has a thread."""
 
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        """Listen at a free port of the IP address `host`."""
+        self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = self._listener.getsockname()
         self._held = np.empty(0, np.uint8)
         threading.Thread(target=self._accept, name="tcp-baseline", daemon=True).start()

@@ -20,7 +20,7 @@ def test_the_command_has_everything(capsys: pytest.CaptureFixture[str]):
     assert all(word in printed for word in ("train", "doctor", "report", "bench"))
     assert main(["bench", "--help"]) == 0
     printed = capsys.readouterr().out
-    assert all(word in printed for word in ("transfer", "replica", "step", "weights", "gpu"))
+    assert all(word in printed for word in ("transfer", "replica", "step", "weights", "hosts", "gpu"))
 
 
 def test_mistakes_exit_2_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

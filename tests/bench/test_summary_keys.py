@@ -16,6 +16,8 @@ from headrace.bench.gpu.nvml import GpuSamples
 from headrace.bench.gpu.train_run import read_outcome
 from headrace.bench.gpu.trl import TrlOutcome
 from headrace.bench.gpu.works import parse_layout
+from headrace.bench.hosts import reads
+from headrace.bench.hosts.reads import ReadOptions, ReadResult
 from headrace.bench.records import conditions
 from headrace.bench.replica import WAYS, ReplicaResult
 from headrace.bench.steps import CASES, ModeResult
@@ -69,6 +71,12 @@ def weights_keys() -> list[str]:
     return [*weights.summarise(options, results)]
 
 
+def hosts_keys() -> list[str]:
+    places = [("same_host", reads.SHM), *[(f"other_host.{gbit}gbit", reads.RAW) for gbit in ReadOptions().links_gbit]]
+    results = [ReadResult(place, 1 << 20, (0.1,), baseline, (0.1,)) for place, baseline in places]
+    return [*reads.summarise(results)]
+
+
 def gpu_keys(folder: Path) -> list[str]:
     one = task(folder, parse_layout("colocated-1", 2))
     write_run(one.folder, [record(number, 2.0 * number, 1.0, **{"train/mfu": 0.4}) for number in (1, 2, 3)])
@@ -89,6 +97,7 @@ def test_the_keys_are_those_that_were_recorded(tmp_path: Path, monkeypatch: pyte
         "replica": replica_keys(),
         "step": step_keys(),
         "weights": weights_keys(),
+        "hosts": hosts_keys(),
         "gpu --work grpo-*": gpu_keys(tmp_path),
         "gpu --work train-*": train_keys(),
     }

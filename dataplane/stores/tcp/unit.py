@@ -234,8 +234,13 @@ class StorageUnit:
         pool = self._memory.pool_view()
         pieces = [pool[start:stop] for start, stop in zip(starts, stops, strict=True)]
         deadline = time.monotonic() + STALL_S
-        connection.send(DONE, b"", pieces, deadline, later_bytes=ENDING.size)
-        checksum = raw_checksum(pieces) if request.check else 0
+        later_bytes = sum(stop - start for start, stop in zip(starts, stops, strict=True)) + ENDING.size
+        connection.send(DONE, b"", (), deadline, later_bytes=later_bytes)
+        if request.check:
+            checksum = connection.send_summed(pieces, deadline)
+        else:
+            checksum = 0
+            connection.send_raw(pieces, deadline)
         state = STILL if self._pool.places(block_ids) == places else GONE
         connection.send_raw([memoryview(ENDING.pack(state, checksum))], deadline)
 

@@ -1,0 +1,90 @@
+"""Runs `headrace bench hosts`, which measures the data plane between hosts that are made of namespaces of this machine.
+
+Each subject has a file of its own, which makes the hosts that it needs; the first subject is reads.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ...trainers.errors import UserError
+from ..records import conditions, markdown, table, write_page, write_records, write_summary
+from .namespaces import why_no_hosts
+from .reads import RAW, ReadOptions, ReadResult, measure_reads, summarise
+
+BARS = {"hosts.read_same_host.vs_shm": 0.9, "hosts.read_other_host.vs_raw_tcp": 0.85}
+"""Key of the summary -> smallest ratio that is expected on a quiet machine."""
+HEADER = ("read", "baseline", "tcp, ms", "baseline, ms", "tcp, Gbit/s", "baseline, Gbit/s", "tcp : baseline", "bar")
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """Options of the benchmark `headrace bench hosts`."""
+
+    out: Path
+    reads: ReadOptions = ReadOptions()
+
+    @staticmethod
+    def quick(out: Path) -> HostOptions:
+        """Return options for a run of less than a minute."""
+        return HostOptions(out, replace(ReadOptions(), repeats=9))
+
+
+@dataclass(frozen=True, slots=True)
+class HostReport:
+    """Results of the benchmark."""
+
+    results: list[ReadResult]
+    conditions: dict[str, Any]
+
+
+def run_hosts(options: HostOptions, tell: Callable[[str], None]) -> HostReport:
+    """Measure everything, and write results.jsonl and summary.json. Raises UserError where hosts cannot be made."""
+    reason = why_no_hosts()
+    if reason:
+        raise UserError(f"headrace bench hosts: this machine {reason}, of which the benchmark makes its hosts")
+    options.out.mkdir(parents=True, exist_ok=True)
+    facts = conditions(workload=options.reads.workload.name, repeats=options.reads.repeats, threads_per_process=1)
+    results = measure_reads(options.reads, tell)
+    write_records(options.out / "results.jsonl", [result.record() for result in results], facts)
+    write_summary(options.out / "summary.json", summarise(results), facts)
+    return HostReport(results, facts)
+
+
+def hosts_table(report: HostReport) -> Table:
+    """Return a table with one row per read."""
+    return table("headrace bench hosts", HEADER, _rows(report.results), left=HEADER[:2])
+
+
+def write_report(report: HostReport, options: HostOptions, command: str) -> Path:
+    """Write report.md into `options.out`; returns its path."""
+    text = (
+        f"Reads of one batch ({report.results[0].num_bytes / 1e6:.1f} MB), median of {options.reads.repeats}, in turn "
+        "with the baseline; every read was compared with the rows. The hosts are namespaces of one machine, so that "
+        "both ends share its cores. A link that is faster than this machine moves bytes is not filled: the baseline's "
+        "Gbit/s then lie below the link's. tcp : baseline: 1 is as fast as the baseline, less is slower."
+    )
+    lines = [text, "", *markdown(HEADER, _rows(report.results))]
+    return write_page(options.out / "report.md", "headrace bench hosts", command, lines, report.conditions)
+
+
+def _rows(results: Sequence[ReadResult]) -> list[tuple[str, ...]]:
+    return [
+        (
+            result.place.replace("_", " ").replace(".", ", "),
+            result.baseline,
+            f"{statistics.median(result.seconds) * 1e3:.2f}",
+            f"{statistics.median(result.baseline_seconds) * 1e3:.2f}",
+            f"{result.gbit_per_s(result.seconds):.2f}",
+            f"{result.gbit_per_s(result.baseline_seconds):.2f}",
+            f"{result.ratio:.2f}",
+            f"{BARS['hosts.read_other_host.vs_raw_tcp' if result.baseline == RAW else 'hosts.read_same_host.vs_shm']:g}",
+        )
+        for result in results
+    ]
