@@ -16,10 +16,10 @@ from rich.table import Table
 from ...trainers.errors import UserError
 from ..records import conditions, markdown, table, write_page, write_records, write_summary
 from .namespaces import why_no_hosts
-from .reads import RAW, ReadOptions, ReadResult, measure_reads, summarise
+from .reads import RAW, SHM, ReadOptions, ReadResult, measure_reads, summarise
 
-BARS = {"hosts.read_same_host.vs_shm": 0.9, "hosts.read_other_host.vs_raw_tcp": 0.85}
-"""Key of the summary -> smallest ratio that is expected on a quiet machine."""
+BARS = {SHM: 0.9, RAW: 0.85}
+"""Baseline of a read -> smallest ratio that is expected on a quiet machine."""
 HEADER = ("read", "baseline", "tcp, ms", "baseline, ms", "tcp, Gbit/s", "baseline, Gbit/s", "tcp : baseline", "bar")
 
 
@@ -48,7 +48,7 @@ def run_hosts(options: HostOptions, tell: Callable[[str], None]) -> HostReport:
     """Measure everything, and write results.jsonl and summary.json. Raises UserError where hosts cannot be made."""
     reason = why_no_hosts()
     if reason:
-        raise UserError(f"headrace bench hosts: this machine {reason}, of which the benchmark makes its hosts")
+        raise UserError(f"headrace bench hosts {reason}: it makes its hosts out of Linux namespaces of this machine")
     options.out.mkdir(parents=True, exist_ok=True)
     facts = conditions(workload=options.reads.workload.name, repeats=options.reads.repeats, threads_per_process=1)
     results = measure_reads(options.reads, tell)
@@ -84,7 +84,7 @@ def _rows(results: Sequence[ReadResult]) -> list[tuple[str, ...]]:
             f"{result.gbit_per_s(result.seconds):.2f}",
             f"{result.gbit_per_s(result.baseline_seconds):.2f}",
             f"{result.ratio:.2f}",
-            f"{BARS['hosts.read_other_host.vs_raw_tcp' if result.baseline == RAW else 'hosts.read_same_host.vs_shm']:g}",
+            f"{BARS[result.baseline]:g}",
         )
         for result in results
     ]

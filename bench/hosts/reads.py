@@ -124,7 +124,8 @@ def _processes() -> Iterator[tuple[HostProcess, HostProcess]]:
 
 
 def summarise(results: Sequence[ReadResult]) -> dict[str, float]:
-    """Return the summary with the keys `hosts.read_*`. `hosts.read_other_host.vs_raw_tcp` is the lowest of all links."""
+    """Return the summary with the keys `hosts.read_*`. `hosts.read_other_host.vs_raw_tcp` is the lowest of all
+    links."""
     summary: dict[str, float] = {}
     for result in results:
         name = f"hosts.read_{result.place}"

@@ -85,6 +85,50 @@ def test_two_ranks_form_their_group_wherever_they_stand(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["ray", "simple", "mooncake"])
+def test_every_store_carries_rows_from_host_to_host(tmp_path: Path, kind: str) -> None:
+    """The only engine is on the driver's host, and the only train worker on the other."""
+    with cluster(1, 1) as (near, _):
+        code, output = train(near, tmp_path / "run", *SCRIPTED, *cli_runs.store(kind), "algorithm.steps=2")
+    assert code == 0, output
+    where = hosts_of(tmp_path / "run")
+    assert {where["train worker 0"], where["rollout 0"]} == {"host1", "host2"}
+    assert [line["train/rows"] for line in cli_runs.steps_of(tmp_path / "run")] == [64, 64]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["async", "async_streaming"])
+@pytest.mark.parametrize("cpus", [(0, 3), (1, 2), (2, 1)], ids=str)
+def test_async_modes_train_wherever_engines_and_directory_stand(
+    tmp_path: Path, mode: str, cpus: tuple[int, int]
+) -> None:
+    """The directory is on the driver's host. Two engines are with it, on both hosts, or on the other one alone."""
+    run = ("rollout.num_engines=2", f"algorithm.mode={mode}", "algorithm.max_staleness=1", "algorithm.steps=4")
+    with cluster(*cpus) as (near, _):
+        code, output = train(near, tmp_path / "run", *run, timeout_s=400)
+    assert code == 0, output
+    assert [sorted(hosts_of(tmp_path / "run").values()).count(f"host{number}") for number in (1, 2)] == [*cpus]
+    steps = cli_runs.steps_of(tmp_path / "run")
+    assert [line["policy/version"] for line in steps] == [1, 2, 3, 4]
+    assert max(line["staleness/max"] for line in steps) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_over_four_hosts_has_an_actor_on_each(tmp_path: Path) -> None:
+    run = ("trainer.dp=2", "rollout.num_engines=2", "run.journal=true", "algorithm.steps=2")
+    with cluster(1, 1, 1, 1) as (near, *_):
+        code, output = train(near, tmp_path / "run", *run, timeout_s=400)
+    assert code == 0, output
+    where = hosts_of(tmp_path / "run")
+    names = ("train worker 0", "train worker 1", "rollout 0", "rollout 1")
+    assert sorted(where[name] for name in names) == ["host1", "host2", "host3", "host4"]
+    assert [line["policy/version"] for line in cli_runs.steps_of(tmp_path / "run")] == [1, 2]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_folder_that_only_one_host_has_is_told_by_its_path(tmp_path: Path) -> None:
     """`sync.transport=disk` needs a folder that all hosts see."""

@@ -39,6 +39,7 @@ from headrace.dataplane.stores.tcp.wire import (
     column,
     encode,
     locations,
+    raw_checksum,
 )
 from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.process_pool import kill, suspend
@@ -72,16 +73,19 @@ def put(link: UnitLink, block_id: int, *blocks: bytes, wait_s: float = 0.0) -> t
     return locations(link.ask("put", "put", request, [memoryview(block) for block in blocks], soon()))
 
 
-def get(link: UnitLink, *ranges: tuple[int, int, int]) -> bytes:
-    """Read (block id, first byte, bytes) each."""
+def get(link: UnitLink, *ranges: tuple[int, int, int], check: bool = False) -> bytes:
+    """Read (block id, first byte, bytes) each. With `check`, both ends compute a checksum of the bytes meanwhile."""
     ids = sorted({block_id for block_id, _, _ in ranges})
     block = column([ids.index(block_id) for block_id, _, _ in ranges])
-    request = Get(column(ids), block, column([at for _, at, _ in ranges]), column([n for _, _, n in ranges]))
+    request = Get(column(ids), block, column([at for _, at, _ in ranges]), column([n for _, _, n in ranges]), check)
     with link.exchange("get", "get", encode(request), (), soon()) as (connection, _, raw_bytes):
-        data = bytearray(raw_bytes)
-        connection.receive_into([memoryview(data)], soon())
-    assert ENDING.unpack_from(data, len(data) - ENDING.size)[0] == STILL
-    return bytes(data[: -ENDING.size])
+        data, ending = bytearray(raw_bytes - ENDING.size), bytearray(ENDING.size)
+        pieces = [memoryview(data)[:1000], memoryview(data)[1000:]]
+        checksum = connection.receive_summed(pieces, soon())
+        connection.receive_into([memoryview(ending)], soon())
+    assert checksum == raw_checksum([memoryview(data)])
+    assert ENDING.unpack(ending) == (STILL, checksum if check else 0)
+    return bytes(data)
 
 
 def free(link: UnitLink, *block_ids: int) -> None:
@@ -98,11 +102,16 @@ def test_a_unit_gives_back_any_ranges_in_the_order_asked_for(unit: StorageUnit, 
     assert get(link, *ranges) == bytes(range(64)) + b"\0" + b"\x3f" + b"\0"
 
 
-def test_a_thousand_ranges_and_more_take_several_calls_and_come_whole(unit: StorageUnit, link: UnitLink) -> None:
+@pytest.mark.parametrize("check", [False, True])
+def test_a_thousand_ranges_and_more_take_several_calls_and_come_whole(
+    unit: StorageUnit, link: UnitLink, check: bool
+) -> None:
     data = np.random.default_rng(0).integers(0, 256, 1 << 18, dtype=np.uint8).tobytes()
     put(link, 1, data)
     starts = np.random.default_rng(1).integers(0, (1 << 18) - 300, 5000).tolist()
-    assert get(link, *[(1, start, 300) for start in starts]) == b"".join(data[at : at + 300] for at in starts)
+    ranges = [(1, start, 300) for start in starts]
+    assert get(link, *ranges, check=check) == b"".join(data[at : at + 300] for at in starts)
+    assert get(link, (1, 7, (1 << 18) - 7), (1, 0, 1 << 18), check=check) == data[7:] + data
 
 
 def test_freed_blocks_are_gone_and_their_room_is_used_again(unit: StorageUnit, link: UnitLink) -> None:
