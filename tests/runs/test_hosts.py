@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bench.hosts.namespaces import Host
-from headrace.tests.hosts import PORT, TRUSTED, finish, hosts, ray_cluster
+from headrace.tests.hosts import PORT, TRUSTED, finish, hosts, ray_cluster, start
 from headrace.tests.runs import cli_runs
 
 pytestmark = pytest.mark.processes
@@ -126,6 +127,44 @@ def test_a_run_over_four_hosts_has_an_actor_on_each(tmp_path: Path) -> None:
     names = ("train worker 0", "train worker 1", "rollout 0", "rollout 1")
     assert sorted(where[name] for name in names) == ["host1", "host2", "host3", "host4"]
     assert [line["policy/version"] for line in cli_runs.steps_of(tmp_path / "run")] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("injury", ["killed", "cut off for 60 s"])
+def test_a_run_goes_on_after_a_host_was(tmp_path: Path, injury: str) -> None:
+    """The third host has nothing but a rollout actor with its engine."""
+    run = (
+        "rollout.num_engines=2",
+        "algorithm.mode=async",
+        "algorithm.steps=1000000",
+        "run.max_restarts=20",
+        "scripted.train_step_s=0.2",
+    )
+    run_dir = tmp_path / "run"
+    with cluster(2, 1, 1) as (near, _, lost):
+        command = cli_runs.command(run_dir, *SHORT, *SCRIPTED, *run, f"resources.ray_address={near.address}:{PORT}")
+        with start(near, command, tmp_path) as process:
+            cli_runs.wait_for_step(run_dir, 3, process)
+            there = {
+                name for name, host in hosts_of(run_dir).items() if host == lost.name and name.startswith("rollout")
+            }
+            assert there
+            injure(lost, injury)
+            before = cli_runs.steps_of(run_dir)[-1]["step"]
+            cli_runs.wait_for_step(run_dir, before + 30, process, timeout_s=400)
+            assert [line["step"] for line in cli_runs.steps_of(run_dir)] == [*range(1, before + 31)]
+            near.kill()
+
+
+def injure(host: Host, injury: str) -> None:
+    """Kill a host, or cut it off for a minute, which is longer than Ray waits for it."""
+    if injury == "killed":
+        host.kill()
+        return
+    host.cut()
+    time.sleep(60)
+    host.heal()
 
 
 @pytest.mark.slow
