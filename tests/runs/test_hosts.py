@@ -95,22 +95,27 @@ def test_every_store_carries_rows_from_host_to_host(tmp_path: Path, kind: str) -
     assert code == 0, output
     where = hosts_of(tmp_path / "run")
     assert {where["train worker 0"], where["rollout 0"]} == {"host1", "host2"}
-    assert [line["train/rows"] for line in cli_runs.steps_of(tmp_path / "run")] == [64, 64]
+    assert [line["train/sequences"] for line in cli_runs.steps_of(tmp_path / "run")] == [64, 64]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mode", ["async", "async_streaming"])
-@pytest.mark.parametrize("cpus", [(0, 3), (1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("mode", "cpus"),
+    [("async", (0, 3)), ("async", (1, 2)), ("async_streaming", (0, 3)), ("async_streaming", (1, 2))],
+    ids=str,
+)
 def test_async_modes_train_wherever_engines_and_directory_stand(
     tmp_path: Path, mode: str, cpus: tuple[int, int]
 ) -> None:
-    """The directory is on the driver's host. Two engines are with it, on both hosts, or on the other one alone."""
+    """The directory is on the driver's host, and two engines are on the other one, or one is beside it."""
     run = ("rollout.num_engines=2", f"algorithm.mode={mode}", "algorithm.max_staleness=1", "algorithm.steps=4")
     with cluster(*cpus) as (near, _):
         code, output = train(near, tmp_path / "run", *run, timeout_s=400)
     assert code == 0, output
-    assert [sorted(hosts_of(tmp_path / "run").values()).count(f"host{number}") for number in (1, 2)] == [*cpus]
+    where = hosts_of(tmp_path / "run")
+    engines_and_rank = [where[name] for name in ("rollout 0", "rollout 1", "train worker 0")]
+    assert [engines_and_rank.count("host1"), engines_and_rank.count("host2")] == [*cpus]
     steps = cli_runs.steps_of(tmp_path / "run")
     assert [line["policy/version"] for line in steps] == [1, 2, 3, 4]
     assert max(line["staleness/max"] for line in steps) <= 1
@@ -131,40 +136,22 @@ def test_a_run_over_four_hosts_has_an_actor_on_each(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("injury", ["killed", "cut off for 60 s"])
-def test_a_run_goes_on_after_a_host_was(tmp_path: Path, injury: str) -> None:
-    """The third host has nothing but a rollout actor with its engine."""
-    run = (
-        "rollout.num_engines=2",
-        "algorithm.mode=async",
-        "algorithm.steps=1000000",
-        "run.max_restarts=20",
-        "scripted.train_step_s=0.2",
-    )
+def test_a_run_goes_on_after_a_host_was_cut_off_for_a_minute(tmp_path: Path) -> None:
+    """The minute is longer than Ray waits for the host, which has nothing but a rollout actor with its engine."""
     run_dir = tmp_path / "run"
-    with cluster(2, 1, 1) as (near, _, lost):
+    run = ("rollout.num_engines=2", "algorithm.mode=async", "algorithm.steps=1000000", "scripted.train_step_s=0.2")
+    with cluster(1, 1, 1) as (near, _, lost):
         command = cli_runs.command(run_dir, *SHORT, *SCRIPTED, *run, f"resources.ray_address={near.address}:{PORT}")
         with start(near, command, tmp_path) as process:
             cli_runs.wait_for_step(run_dir, 3, process)
-            there = {
-                name for name, host in hosts_of(run_dir).items() if host == lost.name and name.startswith("rollout")
-            }
-            assert there
-            injure(lost, injury)
-            before = cli_runs.steps_of(run_dir)[-1]["step"]
-            cli_runs.wait_for_step(run_dir, before + 30, process, timeout_s=400)
-            assert [line["step"] for line in cli_runs.steps_of(run_dir)] == [*range(1, before + 31)]
+            assert [name for name, host in hosts_of(run_dir).items() if host == lost.name] == ["rollout 1"]
+            lost.cut()
+            time.sleep(60)
+            lost.heal()
+            last = len(cli_runs.steps_of(run_dir)) + 30
+            cli_runs.wait_for_step(run_dir, last, process, timeout_s=400)
             near.kill()
-
-
-def injure(host: Host, injury: str) -> None:
-    """Kill a host, or cut it off for a minute, which is longer than Ray waits for it."""
-    if injury == "killed":
-        host.kill()
-        return
-    host.cut()
-    time.sleep(60)
-    host.heal()
+    assert [line["step"] for line in cli_runs.steps_of(run_dir)][:last] == [*range(1, last + 1)]
 
 
 @pytest.mark.slow

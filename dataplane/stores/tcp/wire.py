@@ -36,7 +36,7 @@ _LOOK_S = 1.0
 """Longest time in seconds that a system call may wait before the deadline is checked."""
 _MOST_VIEWS = 1024
 """Largest number of pieces of memory that one system call takes (IOV_MAX of Linux)."""
-_SUMMED_BYTES = 256 << 10
+_SUMMED_BYTES = 512 << 10
 """Number of bytes whose checksum is computed between two system calls, while the network carries others. So many fit
 into the cache of a core."""
 
