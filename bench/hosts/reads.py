@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..transfer.byte_baselines import TcpEndpoint, TcpServer
-from ..transfer.contenders import shares
+from ..transfer.contenders import Endpoint, shares
 from ..transfer.stores import SCHEMA_SHARE, StoreEndpoint
 from ..transfer.workloads import LoadSpec, build_load
 from .host_process import HostProcess, store_config
@@ -85,7 +85,9 @@ def measure_reads(options: ReadOptions, tell: Callable[[str], None]) -> list[Rea
         spec = options.workload
         sample = build_load(LoadSpec(spec.name, SCHEMA_SHARE))
         rows = (spec.name, sample.schema, sample.group_size, sample.first)
-        factories = {kind: functools.partial(StoreEndpoint, handle, *rows) for kind, handle in handles.items()}
+        factories: dict[str, Callable[[], Endpoint]] = {
+            kind: functools.partial(StoreEndpoint, handle, *rows) for kind, handle in handles.items()
+        }
         address = near.call("serve", RAW, functools.partial(TcpServer, near.host.address))
         factories[RAW] = functools.partial(TcpEndpoint, address)
         for process, kinds in ((near, (STORE, SHM, RAW)), (far, (STORE, RAW))):
