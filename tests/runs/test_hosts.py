@@ -103,7 +103,6 @@ def test_every_store_carries_rows_from_host_to_host(tmp_path: Path, kind: str) -
 @pytest.mark.parametrize(
     ("mode", "cpus"),
     [("async", (0, 3)), ("async", (1, 2)), ("async_streaming", (0, 3)), ("async_streaming", (1, 2))],
-    ids=str,
 )
 def test_async_modes_train_wherever_engines_and_directory_stand(
     tmp_path: Path, mode: str, cpus: tuple[int, int]

@@ -46,7 +46,7 @@ def test_who_cannot_make_hosts_reads_one_sentence(
 @pytest.mark.timeout(300)
 def test_a_small_batch_is_read_on_both_hosts(tmp_path: Path) -> None:
     needs_hosts()
-    small = replace(ReadOptions(), workload=LoadSpec("rl-256", 0.1), links_gbit=(1,), repeats=2)
+    small = replace(ReadOptions(), workload=LoadSpec("rl-256"), links_gbit=(1,), repeats=2)
     report = run_hosts(HostOptions(tmp_path, small), lambda line: None)
     assert [(result.place, len(result.seconds)) for result in report.results] == [
         ("same_host", 2),
