@@ -117,7 +117,7 @@ export HEAD ADDRESS
     ray start --address="$ADDRESS" "${COMMON[@]}" > "$LOG" 2>&1
   fi
   CODE=$?
-  if [ "$STOPPED" ]; then rm -rf "$TEMP"; exit; fi
+  if [ "$STOPPED" ]; then rm -rf "$TEMP" 2> /dev/null; exit; fi
   echo "$(hostname): Ray ended with code $CODE:" && tail -n 20 "$LOG" | sed "s/^/$(hostname): /"' &
 RAY=$!
 # The Ray of this job ends with its step; that of another job on the same node goes on.
