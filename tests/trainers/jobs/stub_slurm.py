@@ -111,11 +111,11 @@ class StubSlurm:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def wait(self, state: str, timeout_s: float = 120) -> None:
+    def wait(self, state: str, timeout_s: float = 200) -> None:
         """Wait until the job is in a state."""
         self.wait_for(lambda: self.state == state, timeout_s)
 
-    def wait_for(self, true: Callable[[], bool], timeout_s: float = 120) -> None:
+    def wait_for(self, true: Callable[[], bool], timeout_s: float = 200) -> None:
         """Wait until a condition holds. The job must not end before that."""
         until = time.monotonic() + timeout_s
         while not true():
@@ -285,7 +285,7 @@ class StubSlurm:
 
     def _signal(self, variable: str, number: int) -> None:
         for process in self._processes(variable):
-            with suppress(psutil.NoSuchProcess):
+            with suppress(psutil.Error, OSError):
                 process.send_signal(number)
 
     def _kill_all(self) -> None:
