@@ -14,6 +14,7 @@ FOREIGN = {
     # Names of other libraries and of the environment.
     *("RankAwareSampler", "SeqlenBalancedSampler", "StreamingDataLoader", "MoEAuxLossAutoScaler"),
     *("MC_TCP_BIND_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+    "NCCL_SOCKET_FAMILY",
     *("RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"),
     *("kv_batch_get_by_meta", "get_data", "kv_list", "get_meta", "register_partition", "save_checkpoint"),
     *("CUDA_VISIBLE_DEVICES", "tensor_parallel/layers.py"),
