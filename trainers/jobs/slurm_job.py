@@ -120,8 +120,13 @@ export HEAD ADDRESS
   if [ "$STOPPED" ]; then rm -rf "$TEMP" 2> /dev/null; exit; fi
   echo "$(hostname): Ray ended with code $CODE:" && tail -n 20 "$LOG" | sed "s/^/$(hostname): /"' &
 RAY=$!
-# The Ray of this job ends with its step; that of another job on the same node goes on.
-trap 'rm -f "$JOB/token"; kill -TERM "$RAY" 2> /dev/null; wait "$RAY"' EXIT
+# The Ray of this job ends with its step; that of another job on the same node goes on. Slurm kills what is left.
+end_ray() {
+  rm -f "$JOB/token"
+  kill -TERM "$RAY" 2> /dev/null
+  for _ in {1..30}; do kill -0 "$RAY" 2> /dev/null && sleep 1; done
+}
+trap end_ray EXIT
 
 RESUME=()
 [ -s "$RUN_DIR/metrics.jsonl" ] && RESUME=(--resume)
