@@ -22,6 +22,7 @@ def add_run_commands(commands: Any) -> None:
     _add_simulate(commands)
     _add_eval(commands)
     _add_replay(commands)
+    _add_scale(commands)
     doctor = commands.add_parser("doctor", help="show what this machine can run, and how to fix what it cannot")
     doctor.add_argument(
         "--model",
@@ -131,6 +132,35 @@ def _add_replay(commands: Any) -> None:
     )
     replay.add_argument("--out", type=path, metavar="FILE", help="file for the results; default: RUN_DIR/replay.json")
     replay.set_defaults(command=_replay)
+
+
+def _add_scale(commands: Any) -> None:
+    summary = "change the number of engines of a run under way"
+    scale = commands.add_parser(
+        "scale",
+        help=summary,
+        description=f"{summary.capitalize()}, and wait until that is done. The exit code is 1 when the run refuses, or "
+        "when the time is over; the run then goes on with the order.",
+    )
+    scale.add_argument("run_dir", type=path, metavar="RUN_DIR", help="run folder")
+    scale.add_argument("--engines", type=int, required=True, metavar="N", help="number of engines to reach")
+    scale.add_argument("--wait", type=float, default=600.0, metavar="S", help="seconds to wait; default: 600")
+    scale.set_defaults(command=_scale)
+
+
+def _scale(arguments: argparse.Namespace) -> int:
+    from ..trainers.elastic.scale_order import order_engines
+
+    with status_line("waiting for the run") as (console, tell):
+        answer = order_engines(arguments.run_dir, arguments.engines, arguments.wait, tell)
+    for line in answer.engines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    ends = {"done": "", "refused": f"refused: {answer.why}", "under way": f"still under way: {answer.why}"}
+    console.print(
+        f"engines: {answer.before} before, {len(answer.engines)} now; {ends[answer.state]}".removesuffix("; "),
+        highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
+    return DONE if answer.state == "done" else FAILED
 
 
 def _train(arguments: argparse.Namespace, *, supervised: bool) -> int:

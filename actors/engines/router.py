@@ -180,6 +180,15 @@ class Router:
         member.tally = None
         return Suspension(tally.ended, tally.moved, tally.kept_tokens, tally.lost_tokens)
 
+    async def retire(self, name: str) -> ServingEngine | None:
+        """Take an engine out of routing for good. Its requests in flight continue on other engines from the tokens that
+        they have. Returns it without closing it; None if there is no engine of this name any more."""
+        await self.suspend(name)
+        engine = await self.remove(name) if name in self._members else None
+        self._suspended.discard(name)
+        self._left_out.pop(name, None)
+        return engine
+
     def readmit(self, name: str) -> None:
         """Resume sending requests to a suspended engine, beginning with requests that wait. Raises KeyError if there is
         no engine of this name."""

@@ -282,6 +282,12 @@ class RolloutActor(EngineHost):
         if name in self._router.members:
             await (await self._router.remove(name, grace_s)).close()
 
+    async def retire_engine(self, name: str) -> None:
+        """Stop sending requests to an engine that leaves the run. Its requests continue on other engines. See
+        `Router.retire`."""
+        if (engine := await self._router.retire(name)) is not None:
+            await engine.close()
+
     async def suspend_engine(self, name: str, cut: bool) -> Suspension:
         """Stop sending requests to an engine until `readmit_engine`, and wait for its requests in flight. See
         `Router.suspend`."""

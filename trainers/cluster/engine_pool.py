@@ -13,6 +13,8 @@ from .calls import Call
 from .handles import EngineHandle
 
 _log = logging.getLogger(__name__)
+JOINS = "joins the run"
+"""Reason for which an engine that is added to a run gets no requests before its first weights."""
 
 
 class NoEngineLeft(RuntimeError):
@@ -117,8 +119,9 @@ class EnginePool:
     def readmit(self, engine: Engine) -> None:
         """Send requests to `engine` again. Idempotent."""
         if engine.left_out:
+            if engine.left_out != JOINS:
+                _log.warning("engine taken back: %s, version %d", engine.handle.info, engine.version)
             engine.left_out = ""
-            _log.warning("engine taken back: %s, version %d", engine.handle.info, engine.version)
             self._changed(engine)
 
     def _changed(self, engine: Engine) -> None:

@@ -48,7 +48,8 @@ class Reservation:
     bundles: Mapping[str, int] = field(default_factory=dict)
     """Name of each actor -> index of its bundle in `group`. An actor without a bundle is placed outside the group."""
     groups: Mapping[str, PlacementGroup] = field(default_factory=dict)
-    """Name of each actor that was moved from a lost host -> placement group with its GPUs, in place of `group`."""
+    """Name of each actor with a placement group of its own, in place of `group` -> that group. These are actors that
+    were moved from a lost host, engines that joined later, and all engines of an elastic run."""
 
     def options(self, seat: Seat) -> dict[str, Any]:
         """Return Ray's options for the actor of `seat`. A process that replaces the actor's process gets the same
@@ -75,6 +76,32 @@ class Reservation:
         which leaves the environment unchanged."""
         return seat.devices if self.placement.num_gpus else None
 
+    def without(self, name: str) -> Reservation:
+        """Return the places of the other actors after the engine in actor `name` has ended. Its GPUs are given back if
+        they were reserved for it alone."""
+        if (group := self.groups.get(name)) is not None:
+            remove_placement_group(group)
+        engines = tuple(seat for seat in self.placement.engines if seat.name != name)
+        groups = {other: group for other, group in self.groups.items() if other != name}
+        return replace(self, placement=replace(self.placement, engines=engines), groups=groups)
+
+    def with_engines(self, seats: Sequence[Seat], deadline: float) -> Reservation:
+        """Return the places with further engines. seats: their seats, whose GPUs can be any of their hosts. Raises
+        UserError or ActorFailed if Ray does not give the GPUs before the deadline."""
+        placed = {seat.name: seat for seat in seats}
+        groups = reserve_apart(self.placement.hosts, placed, deadline)
+        placement = replace(self.placement, engines=(*self.placement.engines, *placed.values()))
+        bundles = {**self.bundles, **dict.fromkeys(groups, 0)}
+        return replace(self, placement=placement, bundles=bundles, groups={**self.groups, **groups})
+
+    def with_host(self, host: Host) -> tuple[Reservation, int]:
+        """Return the places with `host` among the hosts, and its index."""
+        hosts = self.placement.hosts
+        index = next((index for index, one in enumerate(hosts) if one.node == host.node), len(hosts))
+        if index < len(hosts):
+            return self, index
+        return replace(self, placement=replace(self.placement, hosts=(*hosts, host))), index
+
 
 def reserve_places(request: PlacementRequest, timeout_s: float) -> Reservation:
     """Place all actors on the GPUs that are free in Ray, and reserve these until this process leaves Ray. Ray then
@@ -86,7 +113,7 @@ def reserve_places(request: PlacementRequest, timeout_s: float) -> Reservation:
     placement = _plan(request, deadline)
     if placement.layout == "cpu":
         return Reservation(placement)
-    reservation = _reserve(placement, deadline, exact=request.mapped)
+    reservation = _reserve(placement, deadline, exact=request.mapped, elastic=request.elastic)
     if reservation is not None:
         return reservation
     # Ray assigned GPUs other than those that the user has named. With all other GPUs blocked, Ray can only assign the
@@ -200,12 +227,15 @@ class Bundle:
     """Resources that the bundle reserves: Ray's name -> amount."""
 
 
-def _reserve(placement: Placement, deadline: float, *, exact: bool) -> Reservation | None:
-    """Reserve the places of all actors in one placement group.
+def _reserve(placement: Placement, deadline: float, *, exact: bool, elastic: bool = False) -> Reservation | None:
+    """Reserve the places of all actors in one placement group, so that Ray gives all of them or none.
 
     exact: whether exactly the GPUs of the placement must be reserved. If Ray then assigns other GPUs, they are freed
-    and None is returned. If false, the actors use whichever GPUs Ray assigns.
+    and None is returned. If false, the actors use whichever GPUs Ray assigns. elastic: whether engines whose GPUs are
+    theirs alone get a group each, so that these GPUs are given back when an engine leaves the run.
     """
+    lone = placement.engines if elastic and not placement.shared else ()
+    placement = replace(placement, engines=()) if lone else placement
     used = used_gpus(placement)
     places = [(host, gpu) for host, gpus in used.items() for gpu in gpus]
     cpus = dict.fromkeys(places, 0)
@@ -228,8 +258,28 @@ def _reserve(placement: Placement, deadline: float, *, exact: bool) -> Reservati
         seats = {seat.name: seat for seat in (*placed.engines, *placed.teachers, *placed.ranks)}
         found = {name: index_of[seat.host, seat.gpus[0]] for name, seat in seats.items() if seat.host is not None}
         found |= {seat.name: len(places) + index for index, seat in enumerate(placed.rollouts)}
+        reservation = Reservation(placed, group, found).with_engines(lone, deadline)
         kept.pop_all()  # The group outlives this block.
-        return Reservation(placed, group, found)
+        return reservation
+
+
+def reserve_apart(hosts: Sequence[Host], seats: dict[str, Seat], deadline: float) -> dict[str, PlacementGroup]:
+    """Reserve the GPUs of `seats` in a placement group for each, and enter the GPUs that Ray gives into the seats.
+    Returns the groups by the actors' names. Raises UserError or ActorFailed at the deadline."""
+    groups = dict[str, PlacementGroup]()
+    with ExitStack() as stack:
+        for name, seat in seats.items():
+            if not seat.gpus:
+                continue
+            assert seat.host is not None, "every moved actor has a host"
+            bundles = [Bundle(seat.host, {"GPU": 1, "CPU": 0 if n else seat.cpus}) for n in range(len(seat.gpus))]
+            groups[name] = create_group(hosts, bundles, deadline, stack)
+            told = sorted(tell_gpus([(groups[name], index) for index in range(len(bundles))], deadline))
+            seats[name] = replace(
+                seat, gpus=tuple(number for number, _ in told), devices=tuple(device for _, device in told)
+            )
+        stack.pop_all()  # The groups outlive this block.
+    return groups
 
 
 def _block_others(placement: Placement, deadline: float, stack: ExitStack) -> None:

@@ -124,6 +124,9 @@ class RolloutHandle(EngineHandle):
     def remove_engine(self, engine: EngineHandle) -> Call[None]:
         return self.send(RolloutActor.remove_engine, encode_arguments([engine.info.name, 0.0]))
 
+    def retire_engine(self, engine: EngineHandle) -> Call[None]:
+        return self.send(RolloutActor.retire_engine, encode_arguments([engine.info.name]))
+
     def suspend_engine(self, engine: EngineHandle, cut: bool) -> Call[Suspension]:
         return self.send(RolloutActor.suspend_engine, encode_arguments([engine.info.name, cut]))
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import ray
-from ray.util.placement_group import PlacementGroup
 
 from ..errors import UserError
 from .calls import ActorFailed
-from .gpu_bundles import BY_START_TIMEOUT, Bundle, Reservation, create_group, read_hosts, tell_gpus
+from .gpu_bundles import BY_START_TIMEOUT, Reservation, read_hosts, reserve_apart
 from .placement import Host, Placement, Seat
 
 T = TypeVar("T")
@@ -104,7 +102,7 @@ def moved(reservation: Reservation, names: Sequence[str], timeout_s: float) -> R
             hosts.append(found[node])
         seats[seat.name] = replace(seat, host=[host.node for host in hosts].index(node))
     try:
-        groups = _reserve(hosts, seats, time.monotonic() + timeout_s)
+        groups = reserve_apart(hosts, seats, time.monotonic() + timeout_s)
     except (UserError, ActorFailed):  # Another job has taken the GPUs meanwhile.
         return None
     kinds = ("engines", "ranks", "rollouts", "teachers")
@@ -116,25 +114,6 @@ def moved(reservation: Reservation, names: Sequence[str], timeout_s: float) -> R
         | dict.fromkeys(groups, 0),
         groups={**reservation.groups, **groups},
     )
-
-
-def _reserve(hosts: Sequence[Host], seats: dict[str, Seat], deadline: float) -> dict[str, PlacementGroup]:
-    """Reserve the GPUs of `seats` in a placement group for each, and enter the GPUs that Ray gives into the seats.
-    Returns the groups by the actors' names. Raises UserError or ActorFailed at the deadline."""
-    groups = dict[str, PlacementGroup]()
-    with ExitStack() as stack:
-        for name, seat in seats.items():
-            if not seat.gpus:
-                continue
-            assert seat.host is not None, "every moved actor has a host"
-            bundles = [Bundle(seat.host, {"GPU": 1, "CPU": 0 if n else seat.cpus}) for n in range(len(seat.gpus))]
-            groups[name] = create_group(hosts, bundles, deadline, stack)
-            told = sorted(tell_gpus([(groups[name], index) for index in range(len(bundles))], deadline))
-            seats[name] = replace(
-                seat, gpus=tuple(number for number, _ in told), devices=tuple(device for _, device in told)
-            )
-        stack.pop_all()  # The groups outlive this block.
-    return groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,10 @@ class Placement:
         """Seats of all actors."""
         return (*self.engines, *self.teachers, *self.ranks, *self.rollouts)
 
+    def seat(self, name: str) -> Seat:
+        """Return the seat of the actor `name`. Raises KeyError if it has none."""
+        return {seat.name: seat for seat in self.seats}[name]
+
     def numbers(self, seat: Seat) -> tuple[int, ...]:
         """Return the numbers of a seat's GPUs, counted over all hosts."""
         if seat.host is None:
@@ -163,6 +167,8 @@ class PlacementRequest:
     """Whether the engines are those of the pool, so that the run starts none."""
     teachers: tuple[str, ...] = ()
     """Names of the actors with the engine of a teacher, each of which has `tp` processes, too."""
+    elastic: bool = False
+    """Whether engines can leave the run and give their GPUs back (`resources.elastic`)."""
 
     @classmethod
     def of(cls, config: Config) -> PlacementRequest:
@@ -180,6 +186,7 @@ class PlacementRequest:
             pooled=config.pool.address is not None,
             shares_engines=config.shares_engines,
             teachers=tuple(f"{TEACHER_ACTOR}{name}" for name in config.distillation.in_engines),
+            elastic=resources.elastic,
         )
 
     @property

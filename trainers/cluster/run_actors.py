@@ -90,6 +90,10 @@ class RunActors:
     """The rollout actors and engines whose host is gone, and for which no other host has had room yet."""
     on_away: list[Callable[[str], None]] = field(default_factory=list)
     """Callbacks that receive a sentence about an actor when it is added to `away`."""
+    on_left: Callable[[str], None] = lambda name: None
+    """Function that receives the name of an actor that has left the run."""
+    starter: ActorStarter | None = None
+    """Starts more actors while the run goes on; None in tests without processes."""
 
     @property
     def handles(self) -> list[EngineHandle | TrainHandle]:
@@ -232,6 +236,26 @@ class RunActors:
         for call in self.on_replaced:
             call()
 
+    def add_engine(self, engine: Engine) -> None:
+        """Add an engine that has been built. It gets no requests before `EnginePool.readmit`."""
+        self.engines.engines.append(engine)
+        if isinstance(engine.handle, RolloutHandle):
+            self.rollouts.append(engine.handle)
+        self._tell()
+
+    def remove_engine(self, engine: Engine) -> None:
+        """End the process of an engine that has no more requests, and free its place."""
+        self.engines.engines.remove(engine)
+        if engine.handle in self.away:
+            self.away.remove(engine.handle)
+        if isinstance(engine.handle, RolloutHandle):
+            self.rollouts.remove(engine.handle)
+        engine.handle.kill("has left the run")
+        self.on_left(engine.name)
+        if self.starter is not None:
+            self.starter.free(engine.name)
+            self.placement = self.starter.placement
+
 
 class Loan(Protocol):
     """Borrows the GPUs of a run from a pool while its actors are built."""
@@ -321,6 +345,7 @@ class StartingActors:
         [data_notes] = _started([asked], "start", timeout_s)
         actors = RunActors(engines, self.rollouts, self.workers, self._max_replaced, data_notes, timeout_s, placement)
         actors.on_started, actors.teachers, actors.move = self._on_started, self.teachers, self._starter.move
+        actors.starter = self._starter
         actors.ensure_unit = plane.ensure_unit
         return actors
 
@@ -372,7 +397,7 @@ class ActorStarter:
         self._stack = stack
         self._specs: list[tuple[ActorHandle, Spec]] = []
         """Each actor started so far, with the function that derives its settings."""
-        self._reservation = reservation
+        self.reservation = reservation
         self.placement = reservation.placement
         self.route = route
         self._listening = config.listening(one_host=one_host)
@@ -387,11 +412,13 @@ class ActorStarter:
         """Pickles of the objects of a script or notebook, by path, which every actor gets at its start."""
         self._shares = self.placement.shared and not by_turns
         """Whether engines and train workers are in the memory of a GPU at the same time."""
+        self._settings: dict[str, Any] = {}
+        """Arguments of each `Spec`; empty before `configure`."""
 
     def engine(self, index: int) -> EngineHandle:
         """Start engine actor `index`, or take a seat in that engine of the pool; returns its handle."""
         spec = partial(self._engine_setup, f"engine {index}")
-        seat = self.placement.engines[index]
+        seat = self.placement.seat(f"engine {index}")
         if self._seat_in is not None:
             handle = SeatHandle(partial(self._seat_in, index), seat.name, self._meter)
             self._stack.callback(handle.kill)
@@ -421,7 +448,23 @@ class ActorStarter:
         """Start rollout actor `index`, which embeds engine `index`; returns its handle."""
         spec = partial(rollout_setup, self._config, index, device=self._device, shared_gpu=self._shares)
         host = (_path(RolloutActor), *self._ahead)
-        return self._start(RolloutHandle, EarlyEngineActor, host, spec, self.placement.engines[index])
+        return self._start(RolloutHandle, EarlyEngineActor, host, spec, self.placement.seat(f"rollout {index}"))
+
+    def one_more(self, reservation: Reservation) -> EngineHandle:
+        """Start the actor with one more engine while the run goes on; returns its handle. reservation: that of the run,
+        whose last engine is the new one."""
+        self.reservation, self.placement = reservation, reservation.placement
+        rollout = self._config.rollout.model_copy(update={"num_engines": len(self.placement.engines)})
+        self._config = self._config.model_copy(update={"rollout": rollout})
+        index = int(self.placement.engines[-1].name.rpartition(" ")[2])
+        handle = self.engine(index) if self.placement.rollouts else self.embedding_rollout(index)
+        handle.setup = self._specs[-1][1](**self._settings)
+        return handle
+
+    def free(self, name: str) -> None:
+        """Free the place of the engine in actor `name`, which has ended."""
+        self.reservation = self.reservation.without(name)
+        self.placement = self.reservation.placement
 
     def rollout(self, index: int) -> RolloutHandle:
         """Start rollout actor `index`, which embeds no engine; returns its handle."""
@@ -438,8 +481,9 @@ class ActorStarter:
 
     def configure(self, model: str, plane: DataPlaneHandle) -> None:
         """Store each actor's settings in its handle. model: a local folder or hub id."""
+        self._settings = {"model": model, "handle": plane}
         for handle, spec in self._specs:
-            handle.setup = spec(model=model, handle=plane)
+            handle.setup = spec(**self._settings)
             assert handle.setup.name == handle.info.name, "the plan and the settings number the actors alike"
 
     def move(self, names: Sequence[str]) -> Placement | None:
@@ -448,11 +492,11 @@ class ActorStarter:
         reservation = (
             None
             if self._seat_in is not None
-            else moved(self._reservation, names, self._config.resources.start_timeout_s)
+            else moved(self.reservation, names, self._config.resources.start_timeout_s)
         )
         if reservation is None:
             return None
-        self._reservation, self.placement = reservation, reservation.placement
+        self.reservation, self.placement = reservation, reservation.placement
         return self.placement
 
     def _start(
@@ -462,9 +506,9 @@ class ActorStarter:
         returns the actor's settings."""
 
         def start() -> Any:
-            place = next(one for one in self.placement.seats if one.name == seat.name)
-            own = (*arguments, self._reservation.devices(place), os.getcwd(), self._objects, self._listening)
-            actor = ray.remote(max_restarts=0, **options, **self._reservation.options(place))(host).remote(*own)
+            place = self.placement.seat(seat.name)
+            own = (*arguments, self.reservation.devices(place), os.getcwd(), self._objects, self._listening)
+            actor = ray.remote(max_restarts=0, **options, **self.reservation.options(place))(host).remote(*own)
             self._stack.callback(ray.kill, cast(RayActor, actor), no_restart=True)
             return actor
 

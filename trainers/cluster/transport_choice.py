@@ -45,9 +45,10 @@ class WeightRoute:
     """GPU memory of the two buffers from which train rank 0 sends weights."""
 
     @classmethod
-    def of(cls, sync: SyncConfig, placement: Placement, *, pooled: bool) -> WeightRoute:
-        """Return the route between the actors of `placement`. pooled: whether the run shares a pool's GPUs. Raises
-        UserError if the transport that `sync` names cannot work between these actors."""
+    def of(cls, sync: SyncConfig, placement: Placement, *, pooled: bool, elastic: bool = False) -> WeightRoute:
+        """Return the route between the actors of `placement`. pooled: whether the run shares a pool's GPUs. elastic:
+        whether engines on other hosts may join later. Raises UserError if the transport that `sync` names cannot work
+        between these actors."""
         kind, on_gpus = sync.transport, placement.layout != "cpu"
         if placement.shared and kind == "collective":
             raise UserError(
@@ -60,7 +61,7 @@ class WeightRoute:
                 "sync.transport: got 'ipc' with engines and train workers on several hosts, expected 'auto', because "
                 "ipc shares the memory of one host"
             )
-        kind = resolve_kind(kind, one_host=placement.one_host, shared_gpus=placement.shared)
+        kind = resolve_kind(kind, one_host=placement.one_host and not elastic, shared_gpus=placement.shared)
         lasting = not pooled and kind in LASTING_KINDS and not (on_gpus and kind == "ipc")
         kept = sync.delta or pooled or (sync.cache and not lasting)
         return cls(kind, lasting, kept, send_buffer_bytes(sync, kind, pooled=pooled))

@@ -43,6 +43,7 @@ def contradictions(config: Config) -> list[str]:
         *mesh_problems(config.trainer),
         *gpu_map_problems(config.resources, config.rollout, config.trainer, len(config.distillation.in_engines)),
         *pool_problems(config),
+        *elastic_problems(config.resources, config.sync, config.dataplane.store.kind),
         *StoreDemand.of(config).problems(config.dataplane.store.capacity_mib),
         *meaning_problems(config),
     ]
@@ -293,6 +294,19 @@ def optimizer_problems(trainer: TrainerConfig) -> Iterator[str]:
             f"trainer.freeze: got {list(trainer.freeze)} with trainer.lora.rank={trainer.lora.rank}, expected [], "
             "because all weights of the base are frozen; trainer.lora.targets chooses the layers with an adapter"
         )
+
+
+def elastic_problems(resources: ResourcesConfig, sync: SyncConfig, store: str) -> Iterator[str]:
+    """Yield one sentence for each setting that prevents a run from using hosts that join later. store: kind of the
+    store."""
+    if not resources.elastic:
+        return
+    because = "with resources.elastic=true"
+    if resources.ray_address is None:
+        yield f"resources.ray_address: not set {because}, expected the address of a Ray cluster that hosts can join"
+    if sync.transport == "ipc" or store == "shm":
+        key = "sync.transport: got 'ipc'" if sync.transport == "ipc" else "dataplane.store.kind: got 'shm'"
+        yield f"{key} {because}, expected 'auto', because that is shared memory of one host"
 
 
 def sync_problems(sync: SyncConfig, resources: ResourcesConfig) -> Iterator[str]:

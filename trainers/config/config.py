@@ -257,6 +257,9 @@ class ResourcesConfig(Section):
     ports: PortText | None = None
     """Range of TCP ports, such as `20000-20999`, at which the run's own services listen. NCCL, gloo and Ray choose
     their own ports. Two runs can have the same range. Unset: any free ports."""
+    elastic: bool = False
+    """Whether the run uses nodes that join the Ray cluster of `resources.ray_address` later. Engines that are missing
+    up to `rollout.num_engines`, or up to the number that `headrace scale` has ordered, are then started there."""
     num_cpus: Count | None = None
     """Number of CPUs of the run's own Ray. Unset: the number of this machine's cores."""
     threads: Count | None = None

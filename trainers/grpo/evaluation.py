@@ -30,6 +30,7 @@ from ..cluster.rollout_specs import VALIDATION, EvaluationPlan
 from ..config.config import RunConfig
 from ..config.evaluation_sets import ValidationConfig
 from ..errors import UserError
+from ..observe.run_folder import BEST
 from .checkpoints import State
 from .feed import LOOK_AFTER_S
 from .rollout_pool import RolloutPool
@@ -110,6 +111,13 @@ class Evaluation:
         self.start(state)
         return self.finish(state.version)
 
+    def withdraw(self, actor: RolloutHandle) -> None:
+        """Send the calls of `actor`, which leaves the run, to another actor."""
+        for index, (rollout, call) in enumerate(self._calls):
+            if rollout is actor:
+                other = self._rollouts.active[0]
+                self._calls[index] = other, call.again(other)
+
     def _take(self, timeout_s: float, version: int) -> bool:
         """Take the reports of calls that have ended, and resend the calls of actors that died. The wait for the
         first report is at most `timeout_s`. Returns whether there were any."""
@@ -171,11 +179,6 @@ class Evaluation:
 
     def _judge(self, figures: dict[str, float], failed: int) -> None:
         """Act on the figures of an evaluation that has ended. failed: number of failed rows."""
-
-
-BEST = "best"
-"""Name of the best model's folder in the run folder; `best.json` beside it says how good that model is. As long as the
-file says step 0, no validation has exceeded the first one, and there is no model folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +310,11 @@ class Evaluations:
             if evaluation.plan.awaited != "never":
                 metrics |= evaluation.finish(state.version)
         return metrics
+
+    def withdraw(self, actor: RolloutHandle) -> None:
+        """Send the calls of `actor`, which leaves the run, to another actor."""
+        for evaluation in self._all:
+            evaluation.withdraw(actor)
 
     def before_update(self, state: State) -> dict[str, float]:
         """Wait for the evaluations that must end before their version is replaced; returns their metrics. Must be

@@ -319,6 +319,30 @@ class Feed:
         self.drain()
         self._client.clear(self._partition)
 
+    def withdraw(self, actor: RolloutHandle) -> None:
+        """End the rollout calls of `actor`, which leaves the run, and queue the prompts whose groups it has not stored.
+        An actor that does not end them in resources.stage_timeout_s, or dies meanwhile, is not replaced."""
+        mine = [issue for issue in self._issues if issue.actor is actor]
+        if not mine:
+            return
+        self._rollouts.end_rollouts([actor])
+        deadline = time.monotonic() + self._timeout_s
+        left = {issue.call: issue for issue in mine}
+        while left:
+            if time.monotonic() >= deadline:
+                self._rollouts.end_stuck(actor, "without ending its rollouts")
+                deadline = math.inf
+            for call, outcome in self._rollouts.ended(list(left), LOOK_AFTER_S):
+                issue = left.pop(call)
+                self._issues.remove(issue)
+                self._lost(issue) if isinstance(outcome, ActorFailed) else self._report(issue, outcome)
+        for issue in mine:
+            missing = self._not_put([one for one in issue.positions if self._in_flight.get(one) is issue])
+            for position in missing:
+                del self._in_flight[position]
+            self._again.extend((position, issue.fresh) for position in missing)
+            self._tally.reissued += len(missing)
+
     def free_bytes(self, meta: KVBatchMeta) -> None:
         """Free the bytes of the rows of `meta` in the data plane. No train worker reads these rows again. Rollouts
         that wait for room then continue. The rows themselves stay, leased, until `clear`."""

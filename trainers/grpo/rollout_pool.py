@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from ...actors.engines.router import NoEngineAvailable
 from ...actors.rollout.results import RolloutReport
@@ -22,6 +23,19 @@ from .weight_sync import HEALTH_S, SyncReport
 _log = logging.getLogger(__name__)
 
 
+class Scaler(Protocol):
+    """The operations that add engines to a run and remove them; `Scaling` implements them."""
+
+    def look(self, version: int) -> None:
+        """Carry on during a wait for rollouts. New engines serve `version`."""
+        ...
+
+    def end_step(self, withdraw: Callable[[RolloutHandle], None]) -> None:
+        """Carry on between the last update of a step and its weight sync. withdraw: ends the calls of a rollout actor
+        that leaves the run, and has their work done by others."""
+        ...
+
+
 class RolloutPool:
     """Watches and replaces the rollout actors and engines of one run."""
 
@@ -36,6 +50,8 @@ class RolloutPool:
         self.timeout_s = timeout_s
         self._folder = folder
         self._watch = ProgressWatch(())
+        self.scaler: Scaler | None = None
+        """Changes the number of engines; None while it is fixed."""
 
     def ahead_of(self, version: int) -> bool:
         """Return whether an engine serves a later version than `version`. This happens after the train workers returned
@@ -99,6 +115,8 @@ class RolloutPool:
         handled here. Raises NoEngineLeft if no engine can get requests any more.
         """
         self.roles.check()
+        if self.scaler is not None:
+            self.scaler.look(version)
         if self._actors.engines.all_asleep:  # No engine can make progress until the pool returns GPUs.
             self.begin_watch()
             return True

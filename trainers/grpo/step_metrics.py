@@ -37,13 +37,14 @@ def step_metrics(
     meta: KVBatchMeta,
     step_s: float,
     sync: SyncReport,
+    num_rollouts: int,
 ) -> dict[str, float]:
     """Return all metrics of a finished step, by name.
 
     fed: what happened to the step's groups. passes: every train worker's report of every pass. meta: receipt for the
     rows that were trained on; its tags (numbers for each row) give the metrics of rewards and lengths. step_s: seconds
-    that the step took. Metrics that only rollout actors know come from the rollout calls that ended in the step, and
-    are absent if none did.
+    that the step took. num_rollouts: number of rollout actors in the step. Metrics that only rollout actors know come
+    from the rollout calls that ended in the step, and are absent if none did.
     """
     end_s = time.monotonic()
     rollouts, seconds = fed.reports, run.stages.seconds
@@ -53,7 +54,7 @@ def step_metrics(
     data_plane, client_bytes = run.observers.watch.end_step(run.config.rows_per_group)
     world = len(run.workers.handles)
     wait_s = max(sum(report.data_wait_s for report in passes[rank::world]) for rank in range(world))
-    generating_s = mean_covered_s(fed.generated, len(run.actors.rollouts), end_s - step_s, end_s)
+    generating_s = mean_covered_s(fed.generated, num_rollouts, end_s - step_s, end_s)
     idle = idle_shares(generating_s, seconds, wait_s, step_s)
     return {
         **row_metrics(meta, run.workers.estimate),
@@ -63,6 +64,7 @@ def step_metrics(
         "rollout/groups_surplus": float(fed.surplus),
         "rollout/groups_reissued": float(fed.reissued),
         "rollout/actors_replaced": float(run.actors.replaced),
+        "engine/count": float(len(run.actors.engines.engines)),
         **staleness_metrics(state.version - 1 - meta.versions, run.config.overlap.window),
         **kv_metrics(meta),
         **trained,

@@ -47,6 +47,7 @@ import numpy as np
 from ...actors.rollout.results import RolloutReport
 from ...actors.train.worker import PREV, WorkerReport
 from ...dataplane.meta import KVBatchMeta
+from ..cluster.handles import RolloutHandle
 from ..cluster.rollout_specs import EvaluationDefaults, evaluation_plans
 from ..config.config import AlgorithmConfig
 from ..errors import UserError
@@ -170,6 +171,9 @@ class Steps:
             feed.commit()
             state.ahead = False
         meta = tally.rows[0].concat(*tally.rows[1:])
+        num_rollouts = len(run.actors.rollouts)
+        if run.rollouts.scaler is not None:
+            run.rollouts.scaler.end_step(lambda actor: self._withdraw(actor, feed))
         sync = run.rollouts.sync_weights(state.version)
         for engine, spans in sync.spans:
             run.stages.tracer.add(engine, spans)
@@ -177,7 +181,7 @@ class Steps:
         fed = feed.settle()
         note_failed_rows(run, state.step, fed.reports)
         seconds = time.perf_counter() - tally.started
-        metrics = {**step_metrics(run, state, fed, tally.passes, meta, seconds, sync), **validated}
+        metrics = {**step_metrics(run, state, fed, tally.passes, meta, seconds, sync, num_rollouts), **validated}
         metrics["queue/groups_in_flight"] = float(feed.in_flight)
         if run.config.sft.train:
             metrics = supervised_metrics(metrics)
@@ -185,6 +189,11 @@ class Steps:
         self._after_step(state, metrics)
         self._stop_if_nothing_is_trained(metrics)
         return metrics
+
+    def _withdraw(self, actor: RolloutHandle, feed: Feed) -> None:
+        """Have the work of `actor`, which leaves the run, done by others."""
+        self._evaluations.withdraw(actor)
+        feed.withdraw(actor)
 
     def _stop_if_nothing_is_trained(self, metrics: dict[str, float]) -> None:
         """Raise UserError if the last MOST_SKIPPED steps, including this one, trained nothing.

@@ -45,6 +45,7 @@ STEP_GAUGES = (
     ("headrace_policy_version", "policy/version", "Policy version that the engines serve."),
     ("headrace_step_seconds", "time/step_s", "Seconds of the step, without its validation."),
     ("headrace_rollout_tokens_per_second", "rollout/tokens_per_s", "Response tokens per second of the rollout stage."),
+    ("headrace_engines", "engine/count", "Engines of the run."),
     ("headrace_sync_engines_left_out", "sync/engines_left_out", "Engines that do not serve the newest version."),
     ("headrace_actors_replaced", "rollout/actors_replaced", "Rollout actors and engines that died and were replaced."),
     ("headrace_restarts", "run/restarts", "Times that the run restarted from its last checkpoint by itself."),

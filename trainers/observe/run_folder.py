@@ -23,6 +23,9 @@ from .tracking import Tracking
 
 _log = logging.getLogger(__name__)
 
+BEST = "best"
+"""Name of the best model's folder in the run folder; `best.json` beside it says how good that model is. As long as the
+file says step 0, no validation has exceeded the first one, and there is no model folder."""
 _DRAFTS = ("checkpoints/*.tmp", "*.new", "*.tmp")
 """Glob patterns of drafts. A draft is a file or folder with a temporary name, which is renamed when it is complete."""
 

@@ -19,9 +19,9 @@ from ..cluster.ray_cluster import Cluster
 from ..cluster.start_times import StartTimes
 from ..config.checks import cautions, contradictions
 from ..config.config import Config, with_run_dir
+from ..elastic.scaling import ScaledEngines
 from ..errors import ConfigError, UserError
 from ..grpo.checkpoints import Checkpoints, NoCheckpoint, State, refuse_changed_objects
-from ..grpo.evaluation import BEST
 from ..grpo.feed import PARTITION, Feed
 from ..grpo.run_parts import Run
 from ..grpo.step_warnings import StepWarnings
@@ -29,7 +29,7 @@ from ..grpo.training_modes import AfterStep, open_feed, run_steps
 from ..observe.pages.report import LiveReport, write_report
 from ..observe.progress import Progress
 from ..observe.prometheus import RunEndpoint
-from ..observe.run_folder import RunFolder
+from ..observe.run_folder import BEST, RunFolder
 from ..observe.trace import Tracer
 from .checks.preflight import check_start
 from .checks.trust_probe import distrust
@@ -193,6 +193,7 @@ class _Training:
         self._progress = progress
         self._watch = watch
         self._tracer = Tracer(config.traced_step, config.run.trace_num_steps, folder.trace_path)
+        self._engines = ScaledEngines(folder.path, progress.message)
         self._cluster = cluster
         """Open Ray cluster for the first launch; None opens one."""
         self._times = times
@@ -259,7 +260,8 @@ class _Training:
     def _attempt(self, state: State) -> Generator[RunEvent, str | None, str | None]:
         """Launch the processes and train from `state` to the end, updating `state`. Returns None at the end. If a
         process was lost and a restart is allowed, returns a sentence about the loss. Raises all other errors."""
-        config, lost = self._config, None
+        rollout, lost = self._engines.at_start(self._config.rollout), None
+        config = self._config.model_copy(update={"rollout": rollout})
         self._progress.phase("starting Ray, data plane and actors")
         try:
             times, self._times = self._times, StartTimes()
@@ -320,6 +322,7 @@ class _Training:
 
         run.actors.on_death.append(replaced)
         run.actors.on_away.append(away)
+        self._engines.begin(run)
         run.observers.evaluated.append(self._progress.evaluated)
         checkpoints.load(run.workers, run.rollouts, state)
         self._logged = state.step

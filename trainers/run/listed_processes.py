@@ -32,6 +32,10 @@ class ListedProcesses:
         lines = [(info.name, info.pid, info.host, info.space, info.start) for info in infos]
         write_actors(self._folder, self._run_id, lines)
 
+    def remove_actor(self, name: str) -> None:
+        """Take an actor that has left the run out of the processes that the run needs."""
+        write_actors(self._folder, self._run_id, [], left=name)
+
     def add_plane(self, plane: DataPlane) -> None:
         """Add the processes of the data plane."""
         lines = [(name, pid, plane.host, plane.space) for name, pid in plane.processes().items()]

@@ -59,7 +59,7 @@ class Places:
     membership: PoolMembership | None
     """The run's membership in a pool of GPUs; None if the run has its own GPUs."""
     one_host: bool
-    """Whether all processes of the run are on one host."""
+    """Whether all processes of the run are on one host, and always will be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +155,13 @@ class _Launch:
         else:
             reservation = self._patiently(lambda: reserve_places(self._request, self._start_s))
         placement = reservation.placement
-        route = WeightRoute.of(config.sync, placement, pooled=self._request.pooled)
+        elastic = config.resources.elastic
+        route = WeightRoute.of(config.sync, placement, pooled=self._request.pooled, elastic=elastic)
         decision = decide_roles(config, placement, smallest_gpu())
         trainer = with_packing(config.trainer, config.model, gpu=placement.layout != "cpu")
         resources = decision.applied_to(config.resources)
         config = config.model_copy(update={"resources": resources, "trainer": trainer})
-        return Places(config, reservation, route, decision, membership, one_host=cluster.num_nodes == 1)
+        return Places(config, reservation, route, decision, membership, one_host=cluster.num_nodes == 1 and not elastic)
 
     def _patiently(self, attempt: Callable[[], T]) -> T:
         """Return the result of `attempt`. In a launch after the loss of a host, it is repeated while it lacks room."""
@@ -208,6 +209,7 @@ class _Launch:
         # The start has four consecutive waits, each with this time limit.
         self.heartbeat.enter("starting the actors", 4 * self._start_s)
         actors = starting.build(model, plane.plane, self._times, places.membership)
+        actors.on_left = self._listed.remove_actor
 
         if self._watch is not None:
             watch = self._watch

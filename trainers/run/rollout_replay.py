@@ -31,7 +31,7 @@ from ..cluster.rollout_specs import fingerprint, rollout_setup, sampling
 from ..config.config import Config, RunConfig
 from ..config.load import load_config
 from ..errors import UserError
-from ..grpo.evaluation import BEST
+from ..observe.run_folder import BEST
 
 _PARTITION = "replay"
 

@@ -211,20 +211,23 @@ def listed_actors(folder: Path, run_id: str | None = None) -> list[ActorLine] | 
 
 
 def read_actors(folder: Path, run_id: str | None = None) -> list[ActorLine]:
-    """Return the present process of each actor from actors.json in the run's `folder`. Returns [] if the file is
-    missing or unreadable, or if the run id in it is not `run_id` (None accepts any id)."""
+    """Return the present process of each actor from actors.json in the run's `folder`. Actors that have left the run
+    are not among them. Returns [] if the file is missing or unreadable, or if the run id in it is not `run_id` (None
+    accepts any id)."""
     try:
-        latest = json.loads((folder / "actors.json").read_text(encoding="utf-8"))["run_id"]
+        content = json.loads((folder / "actors.json").read_text(encoding="utf-8"))
+        latest, present = content["run_id"], {actor["name"] for actor in content["actors"]}
     except (OSError, ValueError, KeyError, TypeError):
         return []
     lines = listed_actors(folder, latest) or [] if run_id in (None, latest) else []
-    return list({line.name: line for line in lines}.values())
+    return list({line.name: line for line in lines if line.name in present}.values())
 
 
-def write_actors(folder: Path, run_id: str, actors: Iterable[tuple[Any, ...]]) -> None:
+def write_actors(folder: Path, run_id: str, actors: Iterable[tuple[Any, ...]], *, left: str = "") -> None:
     """Write processes of a run to actors.json. `actors` gives (name, pid, host, `pid_space`, `process_start`); without
     a start time, that of a process on this host is looked up. A process replaces an earlier one of the same name. Those
-    that were replaced, or are of earlier runs, are kept apart in the file while they may live.
+    that were replaced, or are of earlier runs, are kept apart in the file while they may live. So is the process named
+    `left`, which has left the run.
 
     The list has to be written before the run makes others depend on it (with no process), and again when processes have
     started and before they use a GPU. All processes of a run can then be found and ended, those too that were replaced
@@ -235,7 +238,8 @@ def write_actors(folder: Path, run_id: str, actors: Iterable[tuple[Any, ...]]) -
         replace(line, start=process_start(line.pid)) if line.here and line.start is None else line for line in lines
     ]
     listed = listed_actors(folder) or []
-    present = {line.name: line for line in (*listed, *lines) if line.run == run_id}.values()
+    known = [line for line in (*read_actors(folder, run_id), *lines) if line.name != left]
+    present = {line.name: line for line in known}.values()
     earlier = [line for line in listed if line not in present and line.may_live]
     content = {
         "run_id": run_id,

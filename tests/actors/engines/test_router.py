@@ -123,6 +123,25 @@ def test_suspended_engines_hand_their_requests_on_with_all_their_tokens() -> Non
     run(main)
 
 
+def test_an_engine_that_leaves_for_good_hands_its_requests_on_and_is_not_waited_for() -> None:
+    async def main() -> None:
+        engines = [ScriptedEngine(counting, latency_s=0.2, version=version) for version in (3, 4)]
+        router = await routed(*engines, timeout_s=0.05)
+        params = SamplingParams(n=2, max_new_tokens=50)
+        asked = [asyncio.create_task(generate_whole(router, None, f"r{i}", [9], params)) for i in range(4)]
+        await asyncio.sleep(0.05)
+        assert await router.retire("e0") is engines[0] and router.members == ("e1",)
+        for completions in await asyncio.gather(*asked):
+            assert all(completion.token_ids.tolist() == list(range(1, 41)) for completion in completions)
+        assert sum(engine.stats.tokens for engine in engines) == 4 * 2 * 40, "no token was generated twice"
+        assert await router.retire("e1") is engines[1] and await router.retire("e1") is None
+        with pytest.raises(NoEngineAvailable):
+            await router.generate("late", [1], params)
+        await router.close()
+
+    run(main)
+
+
 def test_a_suspended_engine_that_dies_is_waited_for() -> None:
     async def main() -> None:
         engine = MortalEngine(latency_s=0.1)

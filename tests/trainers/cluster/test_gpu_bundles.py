@@ -20,7 +20,7 @@ from headrace.trainers.cluster import gpu_bundles, run_actors
 from headrace.trainers.cluster.calls import ActorFailed, ActorHandle, DriverMeter, gather
 from headrace.trainers.cluster.gpu_bundles import Reservation, reserve_places
 from headrace.trainers.cluster.lost_hosts import moved
-from headrace.trainers.cluster.placement import Placement, PlacementRequest
+from headrace.trainers.cluster.placement import Placement, PlacementRequest, Seat
 from headrace.trainers.cluster.ray_cluster import lean_start
 from headrace.trainers.cluster.start_times import StartTimes
 from headrace.trainers.cluster.transport_choice import WeightRoute
@@ -251,6 +251,27 @@ def test_gpus_of_other_jobs_are_left_to_them(
         wait_until(lambda: free_gpus() == 3)
         with pytest.raises(UserError, match=r"has 3 of 4 GPU\(s\) .* trainer.dp=3 with"):
             gpu_bundles.reserve_places(PlacementRequest.of(config(1, 4)), START_S)
+
+
+@pytest.mark.slow
+def test_an_engine_that_leaves_gives_its_gpus_back_and_another_can_join() -> None:
+    elastic = {"elastic": True, "ray_address": "auto"}
+    with nodes(3, 2) as address:
+        reservation = reserve_places(PlacementRequest.of(config(1, 1, tp=2, resources=elastic)), START_S)
+        wait_until(lambda: free_gpus() == 2)
+        [far] = [host for host in gpu_bundles.read_hosts() if len(host.free_gpus) == 2]
+        deadline = time.monotonic() + START_S
+        with_far, index = reservation.with_host(far)
+        grown = with_far.with_engines([Seat("rollout 1", 2, index, (0, 1))], deadline)
+        assert [seat.devices for seat in grown.placement.engines] == [("1", "2"), ("0", "1")]
+        assert grown.placement.hosts[grown.placement.seat("rollout 1").host or 0].node == far.node
+        wait_until(lambda: free_gpus() == 0)
+        shrunk = grown.without("rollout 0")
+        assert [seat.name for seat in shrunk.placement.engines] == ["rollout 1"]
+        wait_until(lambda: free_gpus() == 2)
+        assert [len(host.free_gpus) for host in gpu_bundles.read_hosts()] == [2, 0]
+        leave(address)
+        wait_until(lambda: free_gpus() == 5)
 
 
 @pytest.mark.slow

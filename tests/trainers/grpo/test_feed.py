@@ -305,6 +305,32 @@ def test_an_actor_that_makes_no_progress_is_killed_and_its_prompts_are_issued_ag
     world.inner.clear(world.partition)
 
 
+def test_prompts_of_an_actor_that_leaves_are_rolled_out_by_others(plane: DataPlane) -> None:
+    """It leaves between the update of a step and its weight sync, so others get the prompts at the next step."""
+    world = World(plane, settings("async"), random.Random(1))
+    state = State()
+    feed = world.begin(state)
+    leaving, unfinished = world.active[0], set[int]()
+    trained: list[int] = []
+    for step in range(1, 9):
+        feed.top_up()
+        meta = feed.claim(world.config.algorithm.prompts_per_step)
+        trained += positions_of(meta)
+        state.step, state.version = step, step
+        feed.commit()
+        if step == 4:
+            unfinished = {position for work in world.works if work.actor is leaving for position in work.left}
+            world.active.remove(leaving)
+            feed.withdraw(leaving)
+            assert not any(work.actor is leaving for work in world.works)
+        world.version = step
+        feed.clear(meta)
+        assert feed.settle().reissued == (len(unfinished) if step == 4 else 0)
+        assert step != 4 or unfinished <= set(state.outstanding)
+    assert unfinished and sorted(trained) == list(range(len(trained))), "each prompt once"
+    assert not [position for position in unfinished if world.generated.count(position) > 1]
+
+
 def test_a_wait_for_rollouts_tells_the_watchdog_that_it_gets_on(plane: DataPlane) -> None:
     world = World(plane, settings("sync"), random.Random(0), slow_looks=20)
     feed = world.begin(State())

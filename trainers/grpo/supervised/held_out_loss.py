@@ -16,6 +16,7 @@ from ....actors.protocols import TRAIN_FIELDS, row_schema
 from ....actors.rollout.supervised.examples import Examples
 from ....actors.rollout.supervised.supervised_rows import HELD_OUT
 from ....dataplane.meta import KVBatchMeta
+from ...cluster.handles import RolloutHandle
 from ...cluster.rollout_specs import sampling
 from ...config.config import HELD_OUT_LOSS
 from ..checkpoints import State
@@ -52,6 +53,9 @@ class HeldOutLoss:
         """Return the loss of the policy of `state` if a validation is due. In the last step one is due."""
         due = self._every and (last or state.step % self._every == 0)
         return self._measure(state) if due else {}
+
+    def withdraw(self, actor: RolloutHandle) -> None:
+        """Do nothing, because rollout actors take no part in it."""
 
     def _measure(self, state: State) -> dict[str, float]:
         started, total, tokens = time.perf_counter(), 0.0, 0.0

@@ -1,0 +1,1 @@
+"""Changes the number of a run's engines while it goes on."""
