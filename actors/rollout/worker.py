@@ -29,6 +29,7 @@ from ..engines.tokenizer import encode_prompts
 from ..environments.config import OnFailure
 from ..protocols import EPISODE_ERRORS, GroupPlayer, Prompt, Sample, Score, Span
 from ..rewards.rubric import Rubric
+from ..rewards.scorer import Scorer
 from ..sample_file import TRAINING, SampleFile, episode_line
 from .engine_use import EngineMeter
 from .evaluation_metrics import FigureScheme, FigureSums
@@ -46,7 +47,6 @@ from .rows import (
     rollout_rows,
     sample_keys,
 )
-from .scoring import Scorer
 from .turn_journal import TurnJournal
 
 _log = logging.getLogger(__name__)
