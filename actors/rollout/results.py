@@ -12,11 +12,11 @@ import numpy as np
 
 from ...codecs.shared_rows import repeated_tokens
 from ...dataplane.traffic import Traffic
+from ..engines.engine_use import EngineUse, added_uses
 from ..engines.router import LeftOut
 from ..environments.recovery import RecoveringEngine
 from ..process.user_errors import storable
 from ..protocols import Sample, Score, Span, SpanTable
-from .engine_use import EngineUse, added_uses
 from .prompts import SOURCE
 from .rows import RolloutRows, RouteCounts
 

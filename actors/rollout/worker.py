@@ -23,15 +23,14 @@ import numpy as np
 from ...dataplane.client.async_client import AsyncDataPlaneClient
 from ...dataplane.meta import POSITION
 from ..columns import ColumnConfig
+from ..engines.engine_use import EngineMeter
 from ..engines.protocol import Generator, SamplingParams, ServingEngine
 from ..engines.router import LeftOut
 from ..engines.tokenizer import encode_prompts
 from ..environments.config import OnFailure
 from ..protocols import EPISODE_ERRORS, GroupPlayer, Prompt, Sample, Score, Span
 from ..rewards.rubric import Rubric
-from ..rewards.scorer import Scorer
 from ..sample_file import TRAINING, SampleFile, episode_line
-from .engine_use import EngineMeter
 from .evaluation_metrics import FigureScheme, FigureSums
 from .journal import JournaledGroup, Purpose
 from .prompts import PromptStream, row_key
@@ -47,6 +46,7 @@ from .rows import (
     rollout_rows,
     sample_keys,
 )
+from .scorer import Scorer
 from .turn_journal import TurnJournal
 
 _log = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ...actors.engines.engine_use import engine_metrics
 from ...actors.failures import FAILURE_KINDS
 from ...actors.rewards.rubric import reward_tag
-from ...actors.rollout.engine_use import engine_metrics
 from ...actors.rollout.results import merge_reports
 from ...actors.rollout.rows import KV_STALENESS, RouteCounts
 from ...actors.train.worker import WorkerReport

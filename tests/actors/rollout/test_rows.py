@@ -19,8 +19,8 @@ from headrace.actors.environments.episode import Episode
 from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.protocols import Prompt, PromptRow, Sample, Score, row_schema
 from headrace.actors.rewards.rubric import Rubric
-from headrace.actors.rewards.scorer import score_sample
 from headrace.actors.rollout.rows import TeacherSources, check_columns, checked_scores, kv_staleness, rollout_rows
+from headrace.actors.rollout.scorer import score_sample
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.tests.actors.environments.chat_tokenizer import make_chat_tokenizer
 from headrace.trainers.advantages.config import AdvantageConfig

@@ -12,8 +12,8 @@ from ..environments.config import OnFailure
 from ..failures import FailureStopsRun
 from ..process.user_function_timeouts import UserThreads
 from ..protocols import Sample, Score
-from .apart import ApartValues
-from .rubric import Rubric
+from ..rewards.apart import ApartValues
+from ..rewards.rubric import Rubric
 
 
 class Scorer:

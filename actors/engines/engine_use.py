@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ..engines.protocol import EngineStats, ServingEngine
-from ..engines.router import Router
+from .protocol import EngineStats, ServingEngine
+from .router import Router
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from headrace.actors.engines.engine_use import EngineMeter, EngineUse, added_uses, engine_metrics
 from headrace.actors.engines.protocol import EngineStats
 from headrace.actors.engines.router import Router
 from headrace.actors.engines.scripted import ScriptedEngine, random_tokens
-from headrace.actors.rollout.engine_use import EngineMeter, EngineUse, added_uses, engine_metrics
 
 
 def test_a_meter_reports_what_engines_did_since_the_last_report() -> None:
