@@ -38,7 +38,16 @@ def add_run_commands(commands: Any) -> None:
         help="with --model: plan its memory for this machine, such as 1x8x80, and load no weights",
     )
     doctor.add_argument(
-        "overrides", metavar="key.sub=value", nargs="*", default=[], help="with --model: such as rollout.engine=vllm"
+        "--cluster",
+        metavar="ADDRESS",
+        help="compare all hosts of this Ray cluster, as the start of a run does, and measure the links between them",
+    )
+    doctor.add_argument(
+        "overrides",
+        metavar="[CONFIG] key.sub=value",
+        nargs="*",
+        default=[],
+        help="with --model: such as rollout.engine=vllm; with --cluster: the configuration of the run, too",
     )
     doctor.add_argument(
         "--constraints", metavar="SET", help="print a set of tested versions, cpu or gpu, for `pip install -c`"
@@ -315,6 +324,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
             raise UserError(f"--constraints: got {arguments.constraints!r} with other arguments, expected it alone")
         print(set_text(arguments.constraints), end="")
         return DONE
+    if arguments.cluster is not None:
+        return _doctor_of_cluster(arguments)
     if arguments.model is None:
         if arguments.overrides or arguments.machine:
             got = "--machine: got a machine" if arguments.machine else f"{arguments.overrides[0]}: got a key"
@@ -338,6 +349,30 @@ def _doctor(arguments: argparse.Namespace) -> int:
         report = probe_trust(*asked, longest=longest_row(fit.parameters), replay=fit.replay)
     show_trust(console, arguments.model, report)
     return DONE if report.sound else FAILED
+
+
+def _doctor_of_cluster(arguments: argparse.Namespace) -> int:
+    from ..trainers.config.config import with_run_dir
+    from ..trainers.config.load import load_config
+    from ..trainers.run.hosts.cluster_doctor import examine_cluster, tables
+    from ..trainers.run.hosts.every_host import Demands
+
+    if arguments.model or arguments.machine:
+        raise UserError("--cluster: got it with --model or --machine, expected it without them")
+    import_from_here()
+    stop_on_sigterm()
+    files = [text for text in arguments.overrides if "=" not in text]
+    if len(files) > 1:
+        raise UserError(f"CONFIG: got {', '.join(files)}, expected one file at most")
+    config = load_config(files[0] if files else os.devnull, [text for text in arguments.overrides if "=" in text])
+    with status_line("joining the cluster") as (console, tell):
+        report = examine_cluster(arguments.cluster, Demands(with_run_dir(config)), tell)
+    for table in tables(report):
+        print_table(console, table)
+    problems = report.sentences("problem")
+    for line in (*(f"note: {note}" for note in report.sentences("note")), report.nccl, *problems):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return FAILED if problems else DONE
 
 
 def _show_fit(config: Any, machine: Any) -> Any:

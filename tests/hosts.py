@@ -86,9 +86,17 @@ def ray_cluster(
     return address
 
 
-def join_ray(host: Host, address: str, cpus: int, *, environment: Mapping[str, str] = ENVIRONMENT) -> None:
-    """Make a host, such as one that was restarted, a member of the cluster of `ray_cluster`."""
-    _succeed(_start_ray(host, cpus, (f"--address={address}",), environment, "[" in address))
+def join_ray(
+    host: Host,
+    address: str,
+    cpus: int,
+    *,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] = ENVIRONMENT,
+) -> None:
+    """Make a host, such as one that was restarted, a member of the cluster of `ray_cluster`. options: of
+    `ray start`."""
+    _succeed(_start_ray(host, cpus, (f"--address={address}", *options), environment, "[" in address))
 
 
 def _start_ray(

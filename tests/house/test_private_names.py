@@ -48,6 +48,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "ray": {
         "ray._private.node.Node": "trainers/cluster/test_ray_cluster.py",
+        "ray._private.runtime_env.py_modules.upload_py_modules_if_needed": "runs/test_differing_hosts.py",
         "ray._private.parameter": "trainers/cluster/test_ray_cluster.py",
         "ray._private.services": "trainers/cluster/test_ray_cluster.py",
         "ray._private.services.get_ray_address_from_environment": "trainers/run/checks/test_preflight.py",

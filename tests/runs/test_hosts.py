@@ -163,4 +163,4 @@ def test_a_folder_that_only_one_host_has_is_told_by_its_path(tmp_path: Path) -> 
     with cluster(1, 1) as (near, far):
         subprocess.run(far.command("mount", "-t", "tmpfs", "tmpfs", str(weights)), check=True, timeout=30)
         code, output = train(near, tmp_path / "run", *SCRIPTED, *disk)
-    assert code == 1 and str(weights) in output
+    assert code == 2 and f"sync.dir: host host2 has another folder in place of {weights}" in output

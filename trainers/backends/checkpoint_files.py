@@ -12,6 +12,7 @@ import datetime
 import json
 import logging
 import os
+import platform
 import shutil
 import threading
 import warnings
@@ -70,8 +71,19 @@ def write(path: str, staged: dict[str, torch.Tensor], rank: int, world: int, gro
     """
     with _one_process(world):
         save(staged, checkpoint_id=draft_of(path), process_group=group)
+    complete(path, rank, world, group)
+
+
+def complete(path: str, rank: int, world: int, group: dist.ProcessGroup | None) -> None:
+    """Write the digests of the draft of `path`, and rename it if rank 0 sees the files of all ranks. Collective over
+    `group`. Raises OSError on every rank if it does not see them, because the ranks' hosts share no folder."""
     write_digests(draft_of(path), rank, world, group)
-    on_first_rank(lambda: publish(path), rank, world, group)
+
+    def rename() -> None:
+        _expect_all_here(draft_of(path))
+        publish(path)
+
+    on_first_rank(rename, rank, world, group)
 
 
 def load_checkpoint(
@@ -228,6 +240,21 @@ def write_digests(folder: str, rank: int, world: int, group: dist.ProcessGroup |
     found = _together(own, world, group)
     if not rank:
         Path(folder, DIGESTS).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def _expect_all_here(folder: str) -> None:
+    """Raise OSError unless this rank sees the files of all ranks in a folder that they have written."""
+    known = json.loads(Path(folder, DIGESTS).read_text())
+    absent = sorted(name for name, (size, _) in known.items() if _size(Path(folder, name)) != size)
+    if absent:
+        raise OSError(
+            f"{folder}: rank 0 on {platform.node()} does not see {absent[0]} as its rank has written it, and "
+            f"{len(absent) - 1} more; expected one folder (run.dir) that the hosts of all ranks share"
+        )
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else -1
 
 
 def expect_undamaged(path: str, rank: int, world: int, group: dist.ProcessGroup | None) -> None:

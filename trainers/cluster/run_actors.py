@@ -385,12 +385,14 @@ class ActorStarter:
         route: WeightRoute,
         *,
         one_host: bool,
+        options: Callable[[], dict[str, Any]] = dict,
         seat_in: Callable[[int], SeatOf] | None = None,
     ) -> None:
         """stack: kills the actors when it is closed. reservation: places of the actors. route: route of the weights
-        from train workers to engines. one_host: whether all processes of the run are on one host. seat_in: function
-        that waits for an engine of the pool, by its number, and returns the run's seat in it; None for a run with its
-        own engines. `resources.switch_roles` must be decided already, so not `auto`.
+        from train workers to engines. one_host: whether all processes of the run are on one host. options: returns
+        more of Ray's options, before each start of an actor. seat_in: function that waits for an engine of the pool, by
+        its number, and returns the run's seat in it; None for a run with its own engines. `resources.switch_roles` must
+        be decided already, so not `auto`.
         """
         self._config = config
         self._meter = meter
@@ -401,6 +403,7 @@ class ActorStarter:
         self.placement = reservation.placement
         self.route = route
         self._listening = config.listening(one_host=one_host)
+        self._more_options = options
         self._seat_in = seat_in
         on_gpus = self.placement.layout != "cpu" and PlacementRequest.of(config).uses_gpus
         self._device = "cuda:0" if on_gpus else "cpu"
@@ -508,7 +511,8 @@ class ActorStarter:
         def start() -> Any:
             place = self.placement.seat(seat.name)
             own = (*arguments, self.reservation.devices(place), os.getcwd(), self._objects, self._listening)
-            actor = ray.remote(max_restarts=0, **options, **self.reservation.options(place))(host).remote(*own)
+            wanted = {**options, **self.reservation.options(place), **self._more_options()}
+            actor = ray.remote(max_restarts=0, **wanted)(host).remote(*own)
             self._stack.callback(ray.kill, cast(RayActor, actor), no_restart=True)
             return actor
 

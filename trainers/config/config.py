@@ -260,6 +260,9 @@ class ResourcesConfig(Section):
     elastic: bool = False
     """Whether the run uses nodes that join the Ray cluster of `resources.ray_address` later. Engines that are missing
     up to `rollout.num_engines`, or up to the number that `headrace scale` has ordered, are then started there."""
+    ship: Literal["auto", "never"] | tuple[PathText, ...] = "auto"
+    """Python files and packages of yours that are sent to the run's processes on a joined Ray cluster. `auto` sends a
+    module that a host cannot import, with the others in its folder, and says so."""
     num_cpus: Count | None = None
     """Number of CPUs of the run's own Ray. Unset: the number of this machine's cores."""
     threads: Count | None = None
@@ -494,14 +497,19 @@ class Config(Section):
     @property
     def objects(self) -> list[str]:
         """Paths of the shipped objects, those of a script or notebook, that any key names."""
-        found: dict[str, None] = {}
+        return [text for text in self.texts if text.startswith(OBJECT)]
+
+    @property
+    def texts(self) -> list[str]:
+        """Every text that is the value of a key, or part of it."""
+        found: set[str] = set()
         left: list[Any] = [self.model_dump()]
         while left:
             value = left.pop()
             if isinstance(value, dict | list | tuple):
                 left += value.values() if isinstance(value, dict) else value
-            elif isinstance(value, str) and value.startswith(OBJECT):
-                found[value] = None
+            elif isinstance(value, str):
+                found.add(value)
         return sorted(found)
 
     def listening(self, *, one_host: bool) -> Listening:

@@ -274,6 +274,7 @@ class _Training:
                 self._watch,
                 cluster=cluster,
                 check=self._check_prompts,
+                tell=self._progress.message,
                 times=times,
                 patiently=self._patiently,
             ) as run:

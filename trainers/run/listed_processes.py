@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...actors.process.own_process import ActorInfo
 from ...dataplane.factory import DataPlane
-from ..supervision.cleanup import Family, wait_until_ended
+from ..supervision.cleanup import Family, remove_shared_memory, wait_until_ended
 from ..supervision.stuck_report import write_actors
 
 END_S = 10.0
@@ -40,6 +40,10 @@ class ListedProcesses:
         """Add the processes of the data plane."""
         lines = [(name, pid, plane.host, plane.space) for name, pid in plane.processes().items()]
         write_actors(self._folder, self._run_id, lines)
+
+    def remove_shared_memory(self) -> None:
+        """Remove what the run's processes have left in this host's shared memory."""
+        remove_shared_memory(self._run_id)
 
     def end_actors(self) -> None:
         """Kill the processes of actors on this host that Ray does not end. It ends none that has outlived its raylet,

@@ -35,12 +35,14 @@ from ..grpo.stages import Stages
 from ..grpo.weight_sync import WeightSync
 from ..observe.trace import Tracer
 from ..pool.tenant.membership import PoolMembership
-from ..supervision.cleanup import remove_shared_memory
 from ..supervision.heartbeat import Heartbeat
+from .hosts.every_host import Demands, check_hosts, hosts_of
 from .listed_processes import ListedProcesses
 from .under_watchdog import WatchdogProcess
 
 T = TypeVar("T")
+Options = Callable[[], dict[str, Any]]
+"""Function that returns Ray's options for an actor, beside those of its place."""
 Wait = Callable[[Callable[[], Any], int], Any]
 """Function that repeats a call until the Ray cluster has room for it; see `Patience.wait`."""
 CLOSE_TIMEOUT_S = 120.0
@@ -80,6 +82,7 @@ def launched(
     *,
     cluster: Cluster | None = None,
     check: Callable[[], None] = lambda: None,
+    tell: Callable[[str], None] = lambda line: None,
     times: StartTimes | None = None,
     patiently: Wait | None = None,
 ) -> Iterator[Run]:
@@ -89,13 +92,14 @@ def launched(
     prepare: function that returns the model, a local folder or hub id; it is called while the actors' processes start.
     watch: the watchdog, which gets the list of processes; None for a run without one. cluster: an open cluster, which
     is closed at the end; None opens one. check: function that raises an error if the run cannot work; it is called once
-    the actors' processes are starting. times: records when each part of the start has ended. patiently: function that
-    waits for room in the Ray cluster, for a launch that replaces another; with None, UserError is raised at once.
+    the actors' processes are starting. tell: receives sentences for the user. times: records when each part of the
+    start has ended. patiently: function that waits for room in the Ray cluster, for a launch that replaces another;
+    with None, UserError is raised at once.
     """
     with ExitStack() as stack:
         launch = _Launch(config, folder, watch, times or StartTimes(), stack, patiently)
         places = launch.places(launch.cluster(cluster))
-        starting = launch.start(places)
+        starting = launch.start(places, launch.check_hosts(places, tell))
         check()
         plane = launch.plane(places)
         actors = launch.actors(starting, prepare, plane, places)
@@ -131,7 +135,7 @@ class _Launch:
     def cluster(self, cluster: Cluster | None) -> Cluster:
         """Open a Ray cluster, unless one is given."""
         self._listed = ListedProcesses(self._folder, self._run_id)
-        self._stack.callback(remove_shared_memory, self._run_id)
+        self._stack.callback(self._listed.remove_shared_memory)
         self.heartbeat.enter("starting Ray", 2 * self._start_s)
         config, patient = self._config, self._wait is not None
         cluster = cluster or self._patiently(
@@ -167,7 +171,17 @@ class _Launch:
         """Return the result of `attempt`. In a launch after the loss of a host, it is repeated while it lacks room."""
         return attempt() if self._wait is None else self._wait(attempt, self._request.num_cpus)
 
-    def start(self, places: Places) -> StartingActors:
+    def check_hosts(self, places: Places, tell: Callable[[str], None]) -> Options:
+        """Compare the hosts of a joined cluster, before anything of the run starts on them. Returns the function that
+        ships modules to an actor."""
+        if self._config.resources.ray_address is None:
+            return dict
+        self.heartbeat.enter("comparing the hosts", 3 * self._start_s)  # Hosts may be asked twice.
+        demands, hosts = Demands(self._config), hosts_of(places.reservation.placement)
+        notes = tell if self._wait is None else lambda line: None
+        return self._patiently(lambda: check_hosts(demands, hosts, notes))
+
+    def start(self, places: Places, options: Options) -> StartingActors:
         """Start the processes of all actors, without waiting for them."""
         config, route = places.config, places.route
         membership = places.membership
@@ -178,6 +192,7 @@ class _Launch:
             places.reservation,
             route,
             one_host=places.one_host,
+            options=options,
             seat_in=membership.seat_in if membership is not None and membership.shares_engines else None,
         )
         return StartingActors(

@@ -15,6 +15,8 @@ from headrace.trainers.backends import checkpoint_files
 from headrace.trainers.backends.checkpoint_files import (
     DIGESTS,
     Checkpointer,
+    complete,
+    draft_of,
     expect_undamaged,
     file_digest,
     write_digests,
@@ -118,3 +120,20 @@ def test_a_file_that_one_rank_cannot_read_is_an_error_of_all(tmp_path: Path, mon
     (tmp_path / "__1_0.distcp").mkdir()
     [sentence] = set(ranks.call(write_digests, str(tmp_path)))
     assert sentence.startswith("rank 1: [Errno 21] Is a directory")
+
+
+def test_files_on_hosts_that_share_no_folder_are_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(2, monkeypatch)
+    paths = [str(tmp_path / host / "step") for host in ("near", "far")]
+    for rank, path in enumerate(paths):
+        Path(draft_of(path)).mkdir(parents=True)
+        Path(draft_of(path), f"__{rank}_0.distcp").write_text("rows")
+
+    def finish(path: str, rank: int, world: int, group: Any) -> None:
+        complete(paths[rank] if path == "apart" else path, rank, world, group)
+
+    sentences = ranks.call(finish, "apart")
+    assert all("does not see __1_0.distcp" in one and "hosts of all ranks share" in one for one in sentences)
+    assert not any(Path(path).exists() for path in paths)
+    Path(draft_of(paths[0]), "__1_0.distcp").write_text("rows")
+    assert ranks.call(finish, paths[0]) == ["", ""] and Path(paths[0]).exists()

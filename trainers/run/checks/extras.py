@@ -15,6 +15,8 @@ from ...observe.trackers import wanted_trackers
 
 Sources = Sequence[tuple[str, str | None]]
 """Key and value of each setting that names a source of prompts."""
+Need = tuple[str, str, str]
+"""An optional package, what uses it, and the extra that installs it."""
 
 
 def check_extras(
@@ -28,8 +30,21 @@ def check_extras(
 ) -> None:
     """Raise ConfigError if optional packages are missing. Its sentences name the extra of each package. sources: see
     `Config.sources`. renderer, store: kinds of the model's renderer and of the data plane's store."""
-    needs = _run_packages(logging, rollout, renderer=renderer, store=store)
-    _expect_installed([*needs, *_prompt_packages(sources), *_reward_packages(rubrics)])
+    needs = packages_of_actors(rollout, sources, rubrics, renderer=renderer, store=store)
+    _expect_installed([*_tracker_packages(logging), *needs])
+
+
+def packages_of_actors(
+    rollout: RolloutConfig, sources: Sources, rubrics: Iterable[RewardConfig], *, renderer: str, store: str
+) -> list[Need]:
+    """Return each optional package that the actors of a run use. sources: see `Config.sources`. renderer, store: kinds
+    of the model's renderer and of the data plane's store.
+
+    Packages of engines and backends are not included, because engines and backends check them in the first seconds of
+    the run.
+    """
+    needs = _rollout_packages(rollout, renderer=renderer, store=store)
+    return [*needs, *_prompt_packages(sources), *_reward_packages(rubrics)]
 
 
 def check_evaluation_extras(sources: Sources, rubrics: Iterable[RewardConfig]) -> None:
@@ -38,27 +53,21 @@ def check_evaluation_extras(sources: Sources, rubrics: Iterable[RewardConfig]) -
     _expect_installed([*_prompt_packages(sources), *_reward_packages(rubrics)])
 
 
-def _expect_installed(needs: Iterable[tuple[str, str, str]]) -> None:
+def _expect_installed(needs: Iterable[Need]) -> None:
     missing = [need for need in needs if importlib.util.find_spec(need[0]) is None]
     if missing:
         raise ConfigError([str(MissingExtra(*need)) for need in missing])
 
 
-def _run_packages(
-    logging: LoggingConfig, rollout: RolloutConfig, *, renderer: str, store: str
-) -> Iterator[tuple[str, str, str]]:
-    """Yield each optional package that the run uses, as (package, what uses it, extra that installs it).
-
-    renderer, store: kinds of the model's renderer and of the data plane's store.
-
-    Packages of engines and backends are not included, because engines and backends check them in the first seconds of
-    the run.
-    """
+def _tracker_packages(logging: LoggingConfig) -> Iterator[Need]:
     for tracker in wanted_trackers(logging):
         if tracker.kind == "tensorboard":
             yield "tensorboard", "logging.tensorboard=true", "report"
         else:
             yield tracker.kind, f"the tracker {tracker.kind}", "trackers"
+
+
+def _rollout_packages(rollout: RolloutConfig, *, renderer: str, store: str) -> Iterator[Need]:
     if rollout.endpoint.enabled:
         for package in ("starlette", "uvicorn", "openai"):
             yield package, "rollout.endpoint.enabled=true", "endpoint"
@@ -68,7 +77,7 @@ def _run_packages(
         yield "transfer_queue", "dataplane.store.kind=simple", "transferqueue"
 
 
-def _prompt_packages(sources: Sources) -> Iterator[tuple[str, str, str]]:
+def _prompt_packages(sources: Sources) -> Iterator[Need]:
     for key, source in sources:
         if source and source.startswith("reasoning-gym:"):
             yield "reasoning_gym", f"{key}={source}", "reasoning-gym"
@@ -76,6 +85,6 @@ def _prompt_packages(sources: Sources) -> Iterator[tuple[str, str, str]]:
             yield "datasets", f"{key}={source}", "datasets"
 
 
-def _reward_packages(rubrics: Iterable[RewardConfig]) -> Iterator[tuple[str, str, str]]:
+def _reward_packages(rubrics: Iterable[RewardConfig]) -> Iterator[Need]:
     if any(function.kind == "math_verify" for rubric in rubrics for function in rubric.functions):
         yield "math_verify", "the reward math_verify", "math"

@@ -1,0 +1,1 @@
+"""Compares the hosts of a run, or of a whole Ray cluster, with each other."""
