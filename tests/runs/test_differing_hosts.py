@@ -96,6 +96,7 @@ TOLD = (
     "lacks math_verify, which the reward math_verify needs: pip install 'headrace[math]' there",
     "dataplane.store.capacity_mib: got 1024, but /dev/shm of host host1 (10.77.0.2) has 32 MiB",
     "cannot write temporary files (No space left on device), expected room for them",
+    "resources.interface: got '10.77.0.1/32', expected the name or the network of an interface of host host1",
     "has 0 GPU(s), expected 1, which Ray gives the run there",
     "note: host host1 (10.77.0.2) lacks the working folder ",
     "note: host host1 (10.77.0.2) does not know the address of its own name",
@@ -133,7 +134,7 @@ def test_twenty_differences_are_told_at_once(tmp_path: Path) -> None:
     rows = ("data.train=../rows.jsonl", "data.validation=../rows.jsonl", "model.path=../model")
     rewards = ("reward.functions=[{kind: 'my_reward:short'}, {kind: math_verify}]", "resources.ship=never")
     with cluster(second, shm_mib=32, environment=shimmed, options=("--num-gpus=1",)) as (first, _):
-        code, output = train(first, outer / "work" / "run", *rows, *rewards)
+        code, output = train(first, outer / "work" / "run", *rows, *rewards, "resources.interface=10.77.0.1/32")
     assert code == 2, output
     assert [part for part in TOLD if part not in output] == [], output
     assert not (outer / "work" / "run" / "actors.json").exists()

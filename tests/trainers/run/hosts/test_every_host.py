@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 import ray
 
 from headrace.cli import main
+from headrace.dataplane.listen_address import own_addresses
 from headrace.tests import process_pool
 from headrace.trainers.cluster.placement import ON_CPUS
 from headrace.trainers.config.config import with_run_dir
@@ -38,6 +40,7 @@ HERE = HostFacts(
     clock_error_s=0.001,
 )
 FAR = AskedHost("b", "far", "10.0.0.2", ("rollout 1", "train worker 1"), 0)
+NO_QUESTION = {"folder": "", "shared": {}, "paths": [], "modules": [], "needs": []}
 DIFFERENCES: dict[str, tuple[dict[str, Any], str, str]] = {
     "version of headrace": (
         {"versions": {**HERE.versions, "headrace": "0.9 (code 34)"}},
@@ -156,6 +159,17 @@ def test_environment_variables_that_differ_are_told_without_secrets(
     said = [finding.sentence for finding in told(judge(demands, hosts, {"a": HERE, "b": there}, HERE))]
     assert "NCCL_IB_DISABLE is 1 for Ray's processes on host far, and unset on near" in said
     assert "HF_TOKEN is set for Ray's processes on host far, and unset on near" in said
+
+
+def test_ports_that_are_not_free_on_a_host_are_told() -> None:
+    [address, *_] = own_addresses()
+    with socket.create_server((address, 0)) as server:
+        port = server.getsockname()[1]
+        facts = host_facts.HostProbe().facts(
+            {**NO_QUESTION, "interface": f"{address}/32", "ports": f"{port}-{port}", "num_ports": 1}
+        )
+    said = f"resources.ports: got '{port}-{port}', of which 0 are free at {address}, expected 1 for the run"
+    assert facts["network"] == [said]
 
 
 def test_the_users_modules_are_found_and_only_these_are_shipped(
