@@ -142,12 +142,13 @@ def _marked(shared: Mapping[str, Path]) -> Iterator[dict[str, Path]]:
 def probes(hosts: Sequence[AskedHost], options: Mapping[str, Any] = {}) -> Iterator[dict[str, Any]]:
     """Context manager that starts a `HostProbe` on each host, and yields them by the ids of their nodes."""
     cloudpickle.register_pickle_by_value(host_facts)
-    kind: Any = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4, **options)(host_facts.HostProbe)
+    kind: Any = ray.remote(host_facts.HostProbe)
     started: dict[str, Any] = {}
     try:
         for host in hosts:
             place = NodeAffinitySchedulingStrategy(host.node, soft=False)
-            started[host.node] = kind.options(scheduling_strategy=place).remote()
+            wanted = {"num_cpus": 0, "scheduling_strategy": place, **options}
+            started[host.node] = kind.options(**wanted).remote()
         yield started
     finally:
         for probe in started.values():
@@ -184,7 +185,7 @@ def gathered(calls: Mapping[Any, str], timeout_s: float) -> dict[str, Any]:
     return results | {calls[call]: f"it did not answer within {timeout_s:g} s" for call in left}
 
 
-def _clock(probe: Any) -> dict[str, float]:
+def _clock(probe: Any) -> dict[str, Any]:
     """Return by how much a host's clock is ahead of this one's, and the largest error. The fastest of several round
     trips counts."""
     best = {"clock_s": 0.0, "clock_error_s": math.inf}
