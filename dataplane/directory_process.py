@@ -142,7 +142,8 @@ def start_actor(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     name, began_s = directory_name(run_id), time.monotonic()
-    place = NodeAffinitySchedulingStrategy(node or ray.get_runtime_context().get_node_id(), soft=True)
+    # Ray 2.60 puts an actor without CPUs on any node if its affinity is soft.
+    place = NodeAffinitySchedulingStrategy(node or ray.get_runtime_context().get_node_id(), soft=False)
     options = ray.remote(DirectoryActor).options(
         name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=0, scheduling_strategy=place
     )

@@ -151,7 +151,7 @@ def test_the_part_of_an_actor_that_died_is_evaluated_again(monkeypatch: pytest.M
 def test_the_part_of_an_actor_that_leaves_is_evaluated_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     world.after(2)
-    leaving = world.calls[1].actor
+    leaving: Any = world.calls[1].actor
     world.evaluations.withdraw(leaving)
     assert [call.part for call in world.calls] == [0, 1, 1] and world.calls[2].actor is not leaving
     world.calls[0].end(2, 2)

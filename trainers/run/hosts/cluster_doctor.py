@@ -86,7 +86,8 @@ def tables(report: ClusterReport) -> list[Table]:
     for one in names:
         rates = [report.links.get((one, two)) for two in names]
         links.add_row(
-            one, *(f"{8 * rate / 1e9:.2f}" if isinstance(rate, float) else rate and "fails" for rate in rates)
+            one,
+            *("" if rate is None else "fails" if isinstance(rate, str) else f"{8 * rate / 1e9:.2f}" for rate in rates),
         )
     return [checks, links] if len(names) > 1 else [checks]
 

@@ -198,10 +198,14 @@ def test_the_users_modules_are_found_and_only_these_are_shipped(
     assert Demands(config).modules == ["my_first:f", "my_package.sub:L"]
 
 
+def _sleep(seconds: Any) -> None:
+    time.sleep(seconds)
+
+
 @pytest.mark.processes
 def test_a_host_that_does_not_answer_is_told() -> None:
     process_pool.start_ray()
-    sleep: Any = ray.remote(num_cpus=0, max_retries=0)(lambda seconds: time.sleep(seconds))
+    sleep: Any = ray.remote(num_cpus=0, max_retries=0)(_sleep)
     calls = {sleep.remote(600): "slow", sleep.remote("no number"): "failing", sleep.remote(0): "well"}
     answers = gathered(calls, 4)
     ray.cancel(next(iter(calls)), force=True)
