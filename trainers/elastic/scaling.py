@@ -214,6 +214,7 @@ class Scaling:
         """Make a built engine part of the run. It gets no requests yet."""
         first = self._run.config.first_version
         engine = Engine(joining.handle, joining.num_workers, first, first, left_out=JOINS)
+        engine.renewed_s = time.monotonic()  # Late news can be of an engine that had its name before.
         self._run.actors.add_engine(engine)
         self._tell(f"engines: {engine.name} joins on {joining.host.name}, the run has {len(self._pool.engines)} now")
         return engine

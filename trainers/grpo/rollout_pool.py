@@ -174,12 +174,13 @@ class RolloutPool:
         """Send no more requests to the engine named `engine`, which a rollout call found dead or failing.
 
         reason: text for the log and for error messages. called_s: time (`time.monotonic()`) at which that call began.
-        An engine whose process was replaced since then stays in use, because the call may have met the old process.
+        An engine whose process was replaced since then stays in use, because the call may have met the old process. So
+        does an engine that has joined since then under the name of one that left the run.
         """
         with self.roles.engines_kept():
-            found = self._actors.engines.named(engine)
-            if found.renewed_s < called_s and not found.asleep:
-                self._actors.engines.exclude(found, reason)
+            for found in self._actors.engines.engines:
+                if found.name == engine and found.renewed_s < called_s and not found.asleep:
+                    self._actors.engines.exclude(found, reason)
 
     def replace(self, actor: EngineHandle, pid: int, failure: ActorFailed, version: int) -> None:
         """Replace a rollout actor or engine whose process `pid` died, and wait until the new one has started. The new

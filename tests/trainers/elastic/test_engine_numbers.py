@@ -177,3 +177,22 @@ def test_runs_whose_engines_are_fixed_say_why(
     answer = world.look(1)
     assert answer["state"] == "refused" and answer["why"].startswith("--engines: got 4, ") and sentence in answer["why"]
     assert world.orders.wanted is None
+
+
+def test_late_news_of_an_engine_that_has_left_does_not_touch_the_one_that_has_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A rollout call that met an engine reports it at its end, when the engine may have left the run."""
+    world = World(monkeypatch, tmp_path)
+    called_s = world.now
+    world.order(1)
+    world.look(1)
+    world.scaling.end_step(lambda actor: None)
+    rollouts = RolloutPool(world.actors, BothResident(None), Stages(Tracer(0), Heartbeat()), START_S)  # pyright: ignore[reportArgumentType]
+    rollouts.exclude("engine 1", "its host is gone", called_s)
+    assert world.names == ["engine 0"]
+    world.hosts = [replace(NEAR, free_cpus=1.0)]
+    world.order(2)
+    assert world.look()["state"] == "done" and world.names == ["engine 0", "engine 1"]
+    rollouts.exclude("engine 1", "its host is gone", called_s)
+    assert not world.actors.engines.engines[1].left_out
