@@ -128,7 +128,11 @@ end_ray() {
 }
 trap end_ray EXIT
 
+# A start that Slurm repeats before the first checkpoint begins anew; the figures so far are kept beside.
 RESUME=()
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && ! compgen -G "$RUN_DIR/checkpoints/step_*.json" > /dev/null; then
+  mv "$RUN_DIR/metrics.jsonl" "$JOB/metrics-of-start-$SLURM_RESTART_COUNT.jsonl" 2> /dev/null
+fi
 [ -s "$RUN_DIR/metrics.jsonl" ] && RESUME=(--resume)
 "${STEP[@]}" "${ON_FIRST[@]}" bash -c '
   python -m headrace.trainers.jobs.joined_nodes "$ADDRESS" "$NUM_NODES" "$START_TIMEOUT_S" && exec "$@"

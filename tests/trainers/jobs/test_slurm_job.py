@@ -90,3 +90,44 @@ def test_a_job_is_written_again_and_submitted(
     assert main(["launch", "slurm", config, "--nodes=2", "--submit"]) == 0
     assert capfd.readouterr().out.endswith("submitted job.sh\n")
     assert main(["launch", "slurm", config, "--nodes=4", "--submit"]) == 1
+
+
+SRUN = """#!/bin/sh
+case "$*" in
+  *getsockname*) echo 10.0.0.1 ;;
+  *"ray start"*) exec sleep 60 ;;
+  *) for word; do last=$word; done; echo "$last" > driver ;;
+esac
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("restarts", "checkpoint", "last"),
+    [("1", "step_000005.json", "--resume"), ("1", "step_000005", "anew"), ("", "step_000005", "--resume")],
+)
+def test_a_start_that_is_repeated_goes_on_from_a_checkpoint_or_begins_anew(
+    config: str, tmp_path: Path, restarts: str, checkpoint: str, last: str
+) -> None:
+    """Without a checkpoint `--resume` would be refused, which only the user should hear who starts the job."""
+    written(config, *SIZES)
+    for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\necho host1\n")):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    run_dir = tmp_path / "runs" / "mine"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints" / checkpoint).touch()
+    (run_dir / "metrics.jsonl").write_text("{}\n")
+    given = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "host1",
+        **({"SLURM_RESTART_COUNT": restarts} if restarts else {}),
+    }
+    text = Path("job.sh").read_text().replace("export PATH=", "OTHER=")
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **given}
+    subprocess.run(["bash", "-c", text], check=True, timeout=30, env=environment)
+    anew = f"resources.ray_address=10.0.0.1:{10000 + 7 * 2}"
+    assert Path("driver").read_text().strip() == (anew if last == "anew" else last)
+    kept = run_dir / "slurm-7" / "metrics-of-start-1.jsonl"
+    assert (kept.exists(), (run_dir / "metrics.jsonl").exists()) == (last == "anew", last != "anew")
