@@ -69,6 +69,8 @@ class ScaleOrders:
             self._seen = state.st_ino, state.st_mtime_ns
             told: Any = json.loads((self._folder / ORDER).read_bytes())
             name, engines = str(told["id"]), int(told["engines"])
+            if engines < 1:
+                return None
         except (OSError, ValueError, KeyError, TypeError):  # A stranger's file is no order.
             return None
         self._order = ScaleAnswer(name, "under way", num_engines, ())

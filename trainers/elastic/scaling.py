@@ -170,7 +170,7 @@ class Scaling:
             try:
                 self._start_on(host)
             except (ValueError, ActorFailed, DataPlaneError) as error:
-                self._refuse(f"a new engine could not start: {error}")
+                self._has_failed(host, str(error))
                 return
 
     def _start_on(self, host: Host) -> None:
@@ -227,7 +227,15 @@ class Scaling:
         self._starter.free(joining.handle.info.name)
         self._run.actors.placement = self._starter.placement
         if why:
-            self._refuse(f"a new engine could not start: {why}")
+            self._has_failed(joining.host, why)
+
+    def _has_failed(self, host: Host, why: str) -> None:
+        """Refuse the open order, because an engine did not start on `host`. An elastic run keeps the order if the host
+        has left the Ray cluster, and waits for another one."""
+        if self._elastic and host.node not in [one.node for one in read_hosts()]:
+            self._tell(f"engines: host {host.name} is gone, on which an engine was starting; another host takes it")
+            return
+        self._refuse(f"a new engine could not start: {why}")
 
     def _refuse(self, why: str) -> None:
         """Refuse the open order, and stay with the engines that are there or are starting until the next one."""

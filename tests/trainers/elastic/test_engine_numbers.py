@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from headrace.testing import PENDING, FakeCluster
 from headrace.trainers.cluster.calls import ActorInfo
@@ -153,6 +153,22 @@ def test_an_engine_that_does_not_start_is_told_and_the_run_goes_on(
     answer = world.look()
     assert answer["state"] == "refused" and f"(resources.start_timeout_s={START_S:g})" in answer["why"]
     assert world.names == ["engine 0", "engine 1"] and world.freed == ["engine 2"] * 2
+
+
+def test_an_elastic_run_starts_an_engine_elsewhere_if_its_host_leaves_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    world = World(monkeypatch, tmp_path, ELASTIC)
+    world.gone["engine 2/build"] = RayActorError(error_msg="its node has died")
+    world.hosts = [NEAR, FAR]
+    world.order(3)
+    world.look(1)
+    world.hosts = [NEAR]
+    answer = world.look()
+    assert answer["state"] == "under way" and answer["why"].startswith("1 engine(s) wait for room") and world.freed
+    del world.gone["engine 2/build"]
+    world.hosts = [NEAR, Host("third", 0, (), 1.0, "node 3")]
+    assert world.look()["state"] == "done" and world.orders.wanted == 3
 
 
 @pytest.mark.parametrize(

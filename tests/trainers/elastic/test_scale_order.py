@@ -66,8 +66,9 @@ def test_the_wait_is_bounded_and_needs_a_run(run_dir: Path, monkeypatch: pytest.
     answer = order_engines(run_dir, 3, 0.0)
     assert answer == ScaleAnswer(answer.id, "under way", 0, (), "the run has not seen the order yet")
     orders = ScaleOrders(run_dir)
-    (run_dir / ORDER).write_text('{"engines": "many"}')
-    assert orders.read(2) is None, "a stranger's file"
+    for text in ('{"engines": "many"}', '{"id": "a", "engines": 0}'):
+        (run_dir / ORDER).write_text(text)
+        assert orders.read(2) is None, "a stranger's file"
     for number in (0, -1):
         with pytest.raises(UserError, match=f"--engines: got {number}, expected a number from 1"):
             order_engines(run_dir, number, 1.0)
