@@ -96,8 +96,10 @@ def _k8s(arguments: argparse.Namespace) -> int:
         raise UserError(
             f"run.dir: got {config.run.dir!r}, expected a folder in --mount {arguments.mount}, the shared volume"
         )
+    name = re.sub(r"[^a-z0-9]+", "-", config.run.name.lower()).strip("-") or "headrace"
     job = RayJob(
-        name=re.sub(r"[^a-z0-9]+", "-", config.run.name.lower()).strip("-") or "headrace",
+        # KubeRay accepts at most 47 characters, the first one a letter.
+        name=(name if name[0].isalpha() else f"run-{name}")[:47].rstrip("-"),
         config=Path(arguments.config).read_text(encoding="utf-8"),
         command=_verb(config),
         overrides=[word for word in arguments.overrides if not _sets(word, "run.dir")],

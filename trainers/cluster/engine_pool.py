@@ -47,8 +47,8 @@ class Engine:
     """True if the engine received its last update directly into its parameters, without staging; None before the first
     update."""
     renewed_s: float = 0.0
-    """Time (`time.monotonic()`) at which a new process last replaced the engine's, or at which the engine joined the run;
-    0.0 for the first process of an engine that was there from the start."""
+    """Time (`time.monotonic()`) at which a new process last replaced the engine's, or at which the engine joined a run
+    under way; 0.0 for the first process of an engine that was there from the start."""
     ping: Call[ActorInfo] | None = None
     """Call of `ping` that the engine has not answered yet; None if none is outstanding."""
 

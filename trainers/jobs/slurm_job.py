@@ -84,6 +84,7 @@ _BODY = r"""
 export JOB=$RUN_DIR/slurm-$SLURM_JOB_ID
 mkdir -p "$JOB" && rm -f "$JOB/token" || exit 1
 (umask 077 && head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' > "$JOB/token") || exit 1
+trap 'rm -f "$JOB/token"' EXIT
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$JOB/token
 
 # Two jobs that share a node have ports and folders of their own.

@@ -353,7 +353,7 @@ class _Training:
             except Exception as error:
                 cause = root_cause(error, run.actors, needed_processes(folder.path))
                 if self._may_repeat_step(run, state, error):
-                    feed = self._repeat_step(run, state, feed, cause)
+                    feed = self._repeat_step(run, state, feed, checkpoints, cause)
                 elif isinstance(cause, ActorFailed) and self._may_restart_workers(run, cause):
                     feed = self._restart_workers(run, state, feed, checkpoints, cause)
                 elif cause is error:
@@ -460,7 +460,7 @@ class _Training:
             return False
         return run.actors.may_replace and lost_only_rows(error, run)
 
-    def _repeat_step(self, run: Run, state: State, feed: Feed, error: Exception) -> Feed:
+    def _repeat_step(self, run: Run, state: State, feed: Feed, checkpoints: Checkpoints, error: Exception) -> Feed:
         """Begin the open step again after its rows were lost with a process of the store. Returns a new feed, which
         issues all prompts again that were in flight or claimed; the journal has the groups that were finished."""
         self._restarts += 1
@@ -468,8 +468,12 @@ class _Training:
         lost = f"{error}; the rows of step {state.step + 1} are made again"
         self._progress.message(lost)
         self._folder.incident(state.step, lost)
-        run.actors.ensure_units()
-        feed.give_up()
+        try:
+            run.actors.ensure_units()
+            feed.give_up()
+        except KeyboardInterrupt:  # The weights are still those of the last step.
+            self._save_interrupted(run, state, checkpoints)
+            raise
         return open_feed(run, state, f"{PARTITION}-{self._restarts}")
 
     def _restart_workers(

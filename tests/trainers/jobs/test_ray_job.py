@@ -40,6 +40,15 @@ def test_a_manifest_has_the_fields_of_kuberay(config: str) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("given", "name"), [("2nd run!", "run-2nd-run"), ("a" * 46 + " long", "a" * 46), ("- -", "headrace")]
+)
+def test_kuberay_accepts_the_name_of_a_job(config: str, given: str, name: str) -> None:
+    """It starts with a letter and has at most 47 characters."""
+    _, job = manifest(config, f"run.name='{given}'")
+    assert job["metadata"]["name"] == name
+
+
 def test_the_head_has_no_gpu_and_workers_have_room(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     settings, job = manifest(config)
     assert settings["data"]["config.yaml"] == Path(config).read_text()

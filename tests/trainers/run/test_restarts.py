@@ -19,6 +19,7 @@ from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import EnginePool
 from headrace.trainers.cluster.run_actors import RunActors
 from headrace.trainers.errors import UserError
+from headrace.trainers.grpo.checkpoints import State
 from headrace.trainers.run import launch, restarts
 from headrace.trainers.run.restarts import lost_process, root_cause
 
@@ -122,3 +123,21 @@ def test_train_workers_alone_are_restarted_only_with_a_journal_and_unless_the_wa
     )
     run: Any = SimpleNamespace(actors=SimpleNamespace(may_replace=True), client=None)
     assert launch._Training._may_restart_workers(training, run, ActorFailed("worker 0 died", died=True)) is may
+
+
+def test_an_interrupt_while_rows_are_made_again_saves_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The open step has changed no weight, so the last step is as whole as during any other wait for rollouts."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    state, saved = State(7, 7), list[Any]()
+    training: Any = object.__new__(launch._Training)  # pyright: ignore[reportPrivateUsage]
+    training._restarts, training._progress = 0, SimpleNamespace(message=str)
+    training._folder = SimpleNamespace(incident=lambda step, sentence: None)
+    monkeypatch.setattr(type(training), "_save_interrupted", lambda self, *given: saved.append(given))
+    run: Any = SimpleNamespace(actors=SimpleNamespace(max_replaced=3, ensure_units=lambda: None))
+    feed: Any = SimpleNamespace(give_up=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        training._repeat_step(run, state, feed, None, StoreLost("a unit died", op="get"))
+    assert saved == [(run, state, None)]

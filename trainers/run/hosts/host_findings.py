@@ -183,14 +183,14 @@ def judge(
 ) -> list[Finding]:
     """Return the findings of all hosts. answers: facts by node, or a text why there are none. here: facts about the
     driver's host; None collects them."""
-    findings = []
+    findings, here = [], here or HostFacts(**host_facts.own_facts())
     for host in hosts:
         facts = answers[host.node]
         if isinstance(facts, str):
             said = f"resources.ray_address: host {host.label} is of no use to the run: {facts}; expected its answer"
             findings.append(Finding(host.label, "answer", "problem", facts, said))
             continue
-        findings += _Judge(demands, host, facts, here or HostFacts(**host_facts.own_facts())).findings()
+        findings += _Judge(demands, host, facts, here).findings()
         if host.label.endswith(")"):
             said = f"host {host.label} has the name of another host, so messages name its address, too"
             findings.append(Finding(host.label, "name", "note", "not unique", said))
