@@ -186,7 +186,7 @@ def _network_errors(interface: str | None, ports: str | None, num_ports: int) ->
         return []
     except ValueError as error:
         return [str(error)]
-    said = f"resources.ports: got {ports!r}, of which {free} are free at {address}, expected {num_ports} for the run"
+    said = f"resources.ports: got {ports!r} with {free} free at {address}, expected {num_ports} for the run"
     return [said] if free < num_ports else []
 
 

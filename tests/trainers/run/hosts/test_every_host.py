@@ -168,7 +168,7 @@ def test_ports_that_are_not_free_on_a_host_are_told() -> None:
         facts = host_facts.HostProbe().facts(
             {**NO_QUESTION, "interface": f"{address}/32", "ports": f"{port}-{port}", "num_ports": 1}
         )
-    said = f"resources.ports: got '{port}-{port}', of which 0 are free at {address}, expected 1 for the run"
+    said = f"resources.ports: got '{port}-{port}' with 0 free at {address}, expected 1 for the run"
     assert facts["network"] == [said]
 
 
