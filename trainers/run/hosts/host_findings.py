@@ -187,7 +187,7 @@ def judge(
     for host in hosts:
         facts = answers[host.node]
         if isinstance(facts, str):
-            said = f"resources.ray_address: host {host.label} is of no use to the run: {facts}; expected its answer"
+            said = f"resources.ray_address: host {host.label} could not be checked: {facts}"
             findings.append(Finding(host.label, "answer", "problem", facts, said))
             continue
         findings += _Judge(demands, host, facts, here).findings()
