@@ -129,7 +129,7 @@ end_ray() {
 }
 trap end_ray EXIT
 
-# A start that Slurm repeats before the first checkpoint begins anew; the figures so far are kept beside.
+# A start that Slurm repeats before the first checkpoint begins at step 0 again; the figures so far are kept.
 RESUME=()
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && ! compgen -G "$RUN_DIR/checkpoints/step_*.json" > /dev/null; then
   mv "$RUN_DIR/metrics.jsonl" "$JOB/metrics-of-start-$SLURM_RESTART_COUNT.jsonl" 2> /dev/null

@@ -104,9 +104,9 @@ esac
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("restarts", "checkpoint", "last"),
-    [("1", "step_000005.json", "--resume"), ("1", "step_000005", "anew"), ("", "step_000005", "--resume")],
+    [("1", "step_000005.json", "--resume"), ("1", "step_000005", "again"), ("", "step_000005", "--resume")],
 )
-def test_a_start_that_is_repeated_goes_on_from_a_checkpoint_or_begins_anew(
+def test_a_start_that_is_repeated_goes_on_from_a_checkpoint_or_begins_again(
     config: str, tmp_path: Path, restarts: str, checkpoint: str, last: str
 ) -> None:
     """Without a checkpoint `--resume` would be refused, which only the user should hear who starts the job."""
@@ -127,7 +127,7 @@ def test_a_start_that_is_repeated_goes_on_from_a_checkpoint_or_begins_anew(
     text = Path("job.sh").read_text().replace("export PATH=", "OTHER=")
     environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **given}
     subprocess.run(["bash", "-c", text], check=True, timeout=30, env=environment)
-    anew = f"resources.ray_address=10.0.0.1:{10000 + 7 * 2}"
-    assert Path("driver").read_text().strip() == (anew if last == "anew" else last)
+    again = f"resources.ray_address=10.0.0.1:{10000 + 7 * 2}"
+    assert Path("driver").read_text().strip() == (again if last == "again" else last)
     kept = run_dir / "slurm-7" / "metrics-of-start-1.jsonl"
-    assert (kept.exists(), (run_dir / "metrics.jsonl").exists()) == (last == "anew", last != "anew")
+    assert (kept.exists(), (run_dir / "metrics.jsonl").exists()) == (last == "again", last != "again")
