@@ -354,8 +354,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _doctor_of_cluster(arguments: argparse.Namespace) -> int:
     from ..trainers.config.config import with_run_dir
     from ..trainers.config.load import load_config
-    from ..trainers.run.hosts.cluster_doctor import examine_cluster, tables
-    from ..trainers.run.hosts.every_host import Demands
+    from ..trainers.run.hosts.cluster_doctor import Demands, examine_cluster, tables
 
     if arguments.model or arguments.machine:
         raise UserError("--cluster: got it with --model or --machine, expected it without them")

@@ -26,8 +26,8 @@ NEWS_S = 45.0
 
 
 class NoRoom(RuntimeError):
-    """A run has lost a host, and the Ray cluster got no room for it within `resources.start_timeout_s`. The message
-    names the host."""
+    """A run has lost a host or a process, and could not start again on what is left. If the Ray cluster got no room
+    within `resources.start_timeout_s`, the message names the host."""
 
 
 class HostGone(ActorFailed):

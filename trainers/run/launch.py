@@ -34,7 +34,15 @@ from ..observe.trace import Tracer
 from .checks.preflight import check_start
 from .checks.trust_probe import distrust
 from .processes import Wait, launched
-from .restarts import lost_only_rows, lost_only_workers, lost_process, needed_processes, room_again, root_cause
+from .restarts import (
+    lost_only_rows,
+    lost_only_workers,
+    lost_process,
+    needed_processes,
+    no_start,
+    room_again,
+    root_cause,
+)
 from .supervised_start import warm_up, warmup_sections
 from .under_watchdog import StepSize, WatchdogProcess, under_watchdog
 
@@ -260,7 +268,7 @@ class _Training:
     def _attempt(self, state: State) -> Generator[RunEvent, str | None, str | None]:
         """Launch the processes and train from `state` to the end, updating `state`. Returns None at the end. If a
         process was lost and a restart is allowed, returns a sentence about the loss. Raises all other errors."""
-        rollout, lost = self._engines.at_start(self._config.rollout), None
+        rollout, lost, starts_again = self._engines.at_start(self._config.rollout), None, self._patiently is not None
         config = self._config.model_copy(update={"rollout": rollout})
         self._progress.phase("starting Ray, data plane and actors")
         try:
@@ -278,6 +286,7 @@ class _Training:
                 times=times,
                 patiently=self._patiently,
             ) as run:
+                starts_again = False
                 self._patiently = room_again(run.actors, self._progress.message)
                 times.mark("ready")
                 self._folder.metrics.event("start", state.step, **times.figures())
@@ -295,6 +304,8 @@ class _Training:
         except Exception as error:
             lost = lost or lost_process(error)
             left = config.run.max_restarts - self._restarts - self._replaced
+            if starts_again and isinstance(error, UserError):  # It is no mistake, because the same start was possible.
+                raise no_start(error) from error
             if lost is None or not self._begun or left <= 0 or self._watch.reason() is not None:
                 raise
         return lost

@@ -12,7 +12,7 @@ from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.errors import DataPlaneError, DataPlaneTimeout, PeerLost, StoreLost
 from ..cluster.calls import ActorFailed, gather, gather_each
 from ..cluster.lost_hosts import NEWS_S as NEWS_OF_HOST_S
-from ..cluster.lost_hosts import Patience, used_hosts
+from ..cluster.lost_hosts import NoRoom, Patience, used_hosts
 from ..cluster.run_actors import RunActors
 from ..grpo.gpu_turns import BothResident
 from ..grpo.run_parts import Run
@@ -103,6 +103,11 @@ def room_again(actors: RunActors, tell: Callable[[str], None]) -> Wait:
     """Return the function that waits for room in the Ray cluster when the run of `actors` starts again. tell: shows the
     user a sentence."""
     return Patience(used_hosts(actors.placement), actors.start_timeout_s, tell).wait
+
+
+def no_start(error: Exception) -> NoRoom:
+    """Return the error with which a run ends that cannot start again because of `error`."""
+    return NoRoom(f"the run cannot start again on what is left: {error}")
 
 
 def lost_only_rows(error: Exception, run: Run) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,9 @@ from headrace.dataplane.errors import ClaimTimeout, DataPlaneTimeout, DirectoryL
 from headrace.testing import FakeCluster
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import EnginePool
+from headrace.trainers.cluster.lost_hosts import NoRoom
 from headrace.trainers.cluster.run_actors import RunActors
+from headrace.trainers.config.config import Config
 from headrace.trainers.errors import UserError
 from headrace.trainers.grpo.checkpoints import State
 from headrace.trainers.run import launch, restarts
@@ -141,3 +145,28 @@ def test_an_interrupt_while_rows_are_made_again_saves_a_checkpoint(monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         training._repeat_step(run, state, feed, None, StoreLost("a unit died", op="get"))
     assert saved == [(run, state, None)]
+
+
+@pytest.mark.parametrize("starts_again", [False, True])
+def test_a_start_that_was_possible_once_is_no_mistake_of_the_user(
+    starts_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job script starts the job again after the exit code 1, and not after 2."""
+
+    @contextmanager
+    def refused(*given: Any, **named: Any) -> Iterator[None]:
+        raise UserError("sync.transport: got 'ipc' with engines and train workers on several hosts")
+        yield
+
+    monkeypatch.setattr(launch, "launched", refused)
+    training: Any = object.__new__(launch._Training)  # pyright: ignore[reportPrivateUsage]
+    training._config, training._begun = Config(), True
+    training._engines = SimpleNamespace(at_start=lambda rollout: rollout)
+    training._progress = SimpleNamespace(phase=str, message=str)
+    training._folder = SimpleNamespace(path=Path())
+    training._watch = SimpleNamespace(reason=lambda: None)
+    training._times = training._cluster = training._tracer = None
+    training._restarts = training._replaced = 0
+    training._patiently = (lambda attempt, num_cpus: attempt()) if starts_again else None
+    with pytest.raises(NoRoom if starts_again else UserError, match="sync.transport: got 'ipc'"):
+        next(training._attempt(State()))
