@@ -76,12 +76,15 @@ def in_words(hosts: Sequence[Host]) -> str:
     return f"host {names[0]} is gone" if len(names) == 1 else f"hosts {', '.join(names)} are gone"
 
 
-def moved(reservation: Reservation, names: Sequence[str], timeout_s: float) -> Reservation | None:
+def moved(
+    reservation: Reservation, names: Sequence[str], timeout_s: float, fits: Callable[[str], bool] = lambda node: True
+) -> Reservation | None:
     """Return `reservation` with new places for the actors `names`, whose hosts are gone. Their places are on hosts with
     free CPUs and GPUs, those that the run uses already first.
 
     Returns None if there is no room for all of them, and for actors that share a GPU, which only a new start can place.
-    timeout_s: seconds within which Ray must give free GPUs.
+    timeout_s: seconds within which Ray must give free GPUs. fits: returns whether the run can use a host that it does
+    not use yet, given by Ray's id.
     """
     placement = reservation.placement
     hosts, used = list(placement.hosts), set(placement.nodes)
@@ -94,9 +97,10 @@ def moved(reservation: Reservation, names: Sequence[str], timeout_s: float) -> R
             continue
         need = len(seat.gpus)
         rooms = [node for node in found if cpus[node] >= seat.cpus and gpus[node] >= need]
-        if not rooms or (need and placement.shared):
+        rooms.sort(key=lambda node: (node not in used, -cpus[node]))
+        node = None if need and placement.shared else next((one for one in rooms if one in used or fits(one)), None)
+        if node is None:
             return None
-        node = min(rooms, key=lambda node: (node not in used, -cpus[node]))
         cpus[node], gpus[node] = cpus[node] - seat.cpus, gpus[node] - need
         if node not in [host.node for host in hosts]:
             hosts.append(found[node])

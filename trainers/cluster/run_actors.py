@@ -386,13 +386,15 @@ class ActorStarter:
         *,
         one_host: bool,
         options: Callable[[], dict[str, Any]] = dict,
+        fits: Callable[[str], bool] = lambda node: True,
         seat_in: Callable[[int], SeatOf] | None = None,
     ) -> None:
         """stack: kills the actors when it is closed. reservation: places of the actors. route: route of the weights
         from train workers to engines. one_host: whether all processes of the run are on one host. options: returns
-        more of Ray's options, before each start of an actor. seat_in: function that waits for an engine of the pool, by
-        its number, and returns the run's seat in it; None for a run with its own engines. `resources.switch_roles` must
-        be decided already, so not `auto`.
+        more of Ray's options, before each start of an actor. fits: returns whether the run can use a host that it did
+        not have at its start, given by Ray's id. seat_in: function that waits for an engine of the pool, by its number,
+        and returns the run's seat in it; None for a run with its own engines. `resources.switch_roles` must be decided
+        already, so not `auto`.
         """
         self._config = config
         self._meter = meter
@@ -404,6 +406,7 @@ class ActorStarter:
         self.route = route
         self._listening = config.listening(one_host=one_host)
         self._more_options = options
+        self.fits = fits
         self._seat_in = seat_in
         on_gpus = self.placement.layout != "cpu" and PlacementRequest.of(config).uses_gpus
         self._device = "cuda:0" if on_gpus else "cpu"
@@ -495,7 +498,7 @@ class ActorStarter:
         reservation = (
             None
             if self._seat_in is not None
-            else moved(self.reservation, names, self._config.resources.start_timeout_s)
+            else moved(self.reservation, names, self._config.resources.start_timeout_s, self.fits)
         )
         if reservation is None:
             return None

@@ -321,8 +321,15 @@ class Scaling:
         for host in read_hosts():
             if (host.node in known or self._elastic) and (host.node in near or not one_host or not near):
                 free = min(host.free_cpus, len(host.free_gpus)) if self._on_gpus else host.free_cpus
-                found.append((host, max(0, int(free // tp) - taken.count(host.node))))
+                room = max(0, int(free // tp) - taken.count(host.node))
+                if host.node in known or (room and self._fits(host)):
+                    found.append((host, room))
         return sorted(found, key=lambda pair: (pair[0].node not in known, -pair[1]))
+
+    def _fits(self, host: Host) -> bool:
+        """Compare a host that has joined with the others of the run."""
+        with self._run.stages.timed("scale", 2 * self._run.actors.start_timeout_s):
+            return self._starter.fits(host.node)
 
 
 def _number(name: str) -> int:

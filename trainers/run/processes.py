@@ -36,13 +36,11 @@ from ..grpo.weight_sync import WeightSync
 from ..observe.trace import Tracer
 from ..pool.tenant.membership import PoolMembership
 from ..supervision.heartbeat import Heartbeat
-from .hosts.every_host import Demands, check_hosts, hosts_of
+from .hosts.every_host import Demands, HostChecks, hosts_of
 from .listed_processes import ListedProcesses
 from .under_watchdog import WatchdogProcess
 
 T = TypeVar("T")
-Options = Callable[[], dict[str, Any]]
-"""Function that returns Ray's options for an actor, beside those of its place."""
 Wait = Callable[[Callable[[], Any], int], Any]
 """Function that repeats a call until the Ray cluster has room for it; see `Patience.wait`."""
 CLOSE_TIMEOUT_S = 120.0
@@ -171,17 +169,18 @@ class _Launch:
         """Return the result of `attempt`. In a launch after the loss of a host, it is repeated while it lacks room."""
         return attempt() if self._wait is None else self._wait(attempt, self._request.num_cpus)
 
-    def check_hosts(self, places: Places, tell: Callable[[str], None]) -> Options:
-        """Compare the hosts of a joined cluster, before anything of the run starts on them. Returns the function that
-        ships modules to an actor."""
+    def check_hosts(self, places: Places, tell: Callable[[str], None]) -> HostChecks | None:
+        """Compare the hosts of a joined cluster, before anything of the run starts on them. Returns None for a run that
+        has its own Ray."""
         if self._config.resources.ray_address is None:
-            return dict
+            return None
         self.heartbeat.enter("comparing the hosts", 3 * self._start_s)  # Hosts may be asked twice.
-        demands, hosts = Demands(self._config), hosts_of(places.reservation.placement)
-        notes = tell if self._wait is None else lambda line: None
-        return self._patiently(lambda: check_hosts(demands, hosts, notes))
+        checks = HostChecks(Demands(self._config), tell if self._wait is None else lambda line: None)
+        hosts = hosts_of(places.reservation.placement)
+        self._patiently(lambda: checks.at_start(hosts))
+        return checks
 
-    def start(self, places: Places, options: Options) -> StartingActors:
+    def start(self, places: Places, checks: HostChecks | None) -> StartingActors:
         """Start the processes of all actors, without waiting for them."""
         config, route = places.config, places.route
         membership = places.membership
@@ -192,7 +191,7 @@ class _Launch:
             places.reservation,
             route,
             one_host=places.one_host,
-            options=options,
+            **({} if checks is None else {"options": checks.options, "fits": checks.fits}),
             seat_in=membership.seat_in if membership is not None and membership.shares_engines else None,
         )
         return StartingActors(

@@ -48,6 +48,7 @@ def test_actors_move_together_or_not_at_all(alive: dict[str, float]) -> None:
     assert gone(used_hosts(PLACEMENT)) == [HOSTS[1]]
     assert moved(Reservation(PLACEMENT), ["rollout 0", "rollout 1"], 1.0) is None, "there is one CPU"
     alive[D] = 2.0
+    assert moved(Reservation(PLACEMENT), ["rollout 0", "rollout 1"], 1.0, lambda node: node != D) is None, "D differs"
     reservation = moved(Reservation(PLACEMENT), ["rollout 0", "rollout 1"], 1.0)
     assert reservation is not None
     places = [host_of(reservation.placement, f"rollout {number}") for number in range(2)]

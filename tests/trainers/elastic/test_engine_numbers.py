@@ -93,6 +93,9 @@ class World:
         name = reservation.placement.engines[-1].name
         return self.cluster.engine(self.answer(name), int(name[-1]))
 
+    def fits(self, node: str) -> bool:
+        return node != "unlike the others"
+
     def free(self, name: str) -> None:
         self.freed.append(name)
         self.reservation = self.reservation.without(name)

@@ -24,7 +24,7 @@ from ray import cloudpickle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ...cluster.placement import Placement
+from ...cluster.placement import ON_CPUS, Placement
 from ...errors import ConfigError, UserError
 from . import host_facts
 from .host_findings import AskedHost, Demands, Finding, HostFacts, judge
@@ -52,29 +52,63 @@ def hosts_of(placement: Placement) -> list[AskedHost]:
     return hosts
 
 
-def check_hosts(demands: Demands, hosts: Sequence[AskedHost], tell: Callable[[str], None]) -> Callable[[], Any]:
-    """Ask all hosts, and return the function that ships modules to an actor and returns Ray's options for it.
+class HostChecks:
+    """Compares the hosts of a run: all together at its start, and each one that it uses later when that has room."""
 
-    tell: receives a sentence for each difference that does not matter. Raises ConfigError with a sentence for each one
-    that does. A no-op for a run that is on the driver's host alone, which was checked before."""
-    if {host.node for host in hosts} <= {ray.get_runtime_context().get_node_id()}:
-        return dict
-    findings, shipped = examine_hosts(demands, hosts)
-    for finding in findings:
-        if finding.level == "note":
-            tell(f"note: {finding.sentence}")
-    problems = [finding.sentence for finding in findings if finding.level == "problem"]
-    if problems:
-        raise ConfigError(problems)
-    return shipped.options
+    def __init__(self, demands: Demands, tell: Callable[[str], None], later_s: float = 60.0) -> None:
+        """tell: receives sentences for the user. later_s: largest number of seconds to wait for a later host."""
+        self._demands, self._tell, self._later_s = demands, tell, later_s
+        self._shipped = ShippedModules()
+        self._verdicts: dict[str, bool] = {}
+        """Ray's id of each host that was asked later -> whether the run can use it."""
+
+    def at_start(self, hosts: Sequence[AskedHost]) -> None:
+        """Ask all hosts at once. `tell` receives a sentence for each difference that does not matter.
+
+        Raises ConfigError with a sentence for each one that does. A no-op for a run that is on the driver's host alone,
+        which was checked before."""
+        if {host.node for host in hosts} <= {ray.get_runtime_context().get_node_id()}:
+            return
+        findings, self._shipped = examine_hosts(self._demands, hosts)
+        for finding in findings:
+            if finding.level == "note":
+                self._tell(f"note: {finding.sentence}")
+        problems = [finding.sentence for finding in findings if finding.level == "problem"]
+        if problems:
+            raise ConfigError(problems)
+
+    def options(self) -> dict[str, Any]:
+        """Return Ray's options with which an actor finds modules that its host may lack."""
+        return self._shipped.options()
+
+    def fits(self, node: str) -> bool:
+        """Return whether the run can use a host that was not there at its start, given by Ray's id. A host that differs
+        is told once, and the run goes on without it."""
+        if node in self._verdicts:
+            return self._verdicts[node]
+        asked = [host for host in hosts_of(ON_CPUS) if host.node == node]
+        if not asked:
+            return False
+        timeout_s = min(self._later_s, self._demands.config.resources.start_timeout_s)
+        findings, shipped = examine_hosts(self._demands, asked, timeout_s)
+        problems = [finding.sentence for finding in findings if finding.level == "problem"]
+        if problems:
+            self._tell(f"host {asked[0].label} is not used, because it differs: {'; '.join(problems)}")
+        elif shipped.paths:
+            self._shipped = shipped
+        self._verdicts[node] = not problems
+        return not problems
 
 
-def examine_hosts(demands: Demands, hosts: Sequence[AskedHost]) -> tuple[list[Finding], ShippedModules]:
-    """Ask all hosts, and return all findings and the modules that must be shipped."""
+def examine_hosts(
+    demands: Demands, hosts: Sequence[AskedHost], timeout_s: float | None = None
+) -> tuple[list[Finding], ShippedModules]:
+    """Ask all hosts, and return all findings and the modules that must be shipped. timeout_s: largest number of seconds
+    to wait for a host; None stands for `resources.start_timeout_s`."""
     question, shipped = demands.question(), ShippedModules()
     with _marked(demands.shared) as marks:
         question |= {"shared": {key: str(mark) for key, mark in marks.items()}}
-        timeout_s = demands.config.resources.start_timeout_s
+        timeout_s = timeout_s or demands.config.resources.start_timeout_s
         answers = ask(hosts, question, timeout_s)
         ship = demands.config.resources.ship
         lacking = [host for host in hosts if _lacks_modules(answers[host.node])]

@@ -23,7 +23,7 @@ from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.run.hosts import host_facts
 from headrace.trainers.run.hosts.cluster_doctor import ClusterReport, tables
-from headrace.trainers.run.hosts.every_host import check_hosts, examine_hosts, gathered, hosts_of
+from headrace.trainers.run.hosts.every_host import HostChecks, examine_hosts, gathered, hosts_of
 from headrace.trainers.run.hosts.host_findings import AskedHost, Demands, Finding, HostFacts, judge
 from headrace.trainers.run.hosts.shipped_modules import modules_beside, named_modules
 
@@ -227,7 +227,16 @@ def test_a_host_of_a_cluster_is_examined(tmp_path: Path, monkeypatch: pytest.Mon
     [table] = tables(report)
     cells = dict(zip(table.columns[0].cells, map(str, table.columns[1].cells), strict=True))
     assert cells["run.dir"] == "shared" and cells["ray"] == ray.__version__ and cells["clock"].startswith(("+0", "-0"))
-    assert check_hosts(demands, [host], lambda note: None) is dict, "nothing is asked on the driver's own host"
+    told: list[str] = []
+    checks = HostChecks(demands, told.append)
+    checks.at_start([host])
+    assert told == [] and checks.options() == {}, "nothing is asked on the driver's own host"
+    assert checks.fits(host.node) and not checks.fits("gone") and told == []
+    vast = Demands(with_run_dir(build_config({"dataplane": {"store": {"kind": "tcp", "capacity_mib": 1 << 30}}})))
+    checks = HostChecks(vast, told.append)
+    assert not checks.fits(host.node) and not checks.fits(host.node)
+    [line] = told
+    assert line.startswith(f"host {host.label} is not used, because it differs: dataplane.store.")
 
 
 def test_the_doctor_of_a_cluster_takes_one_file(capsys: pytest.CaptureFixture[str]) -> None:
