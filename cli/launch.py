@@ -30,7 +30,11 @@ def add_launch_commands(commands: Any) -> None:
     slurm.add_argument("--cpus-per-node", type=_count, metavar="C", help="CPUs of each node; default: whole nodes")
     slurm.add_argument("--partition", metavar="NAME", help="partition of Slurm")
     slurm.add_argument("--account", metavar="NAME", help="account of Slurm")
-    slurm.add_argument("--time", metavar="LIMIT", help="time limit, such as 12:00:00; the job continues after it")
+    slurm.add_argument(
+        "--time",
+        metavar="LIMIT",
+        help="time limit, such as 12:00:00, after which the job is queued again and continues",
+    )
     slurm.add_argument("--container", metavar="IMAGE", help="image in which all commands run, by the plugin Pyxis")
     slurm.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTION", help="further option, such as --sbatch=--mem=0"
@@ -38,11 +42,13 @@ def add_launch_commands(commands: Any) -> None:
     k8s = _add(kinds, "k8s", _k8s, "write a manifest of a RayJob for KubeRay", "job.yaml")
     k8s.add_argument("--cpus-per-node", type=_count, default=8, metavar="C", help="CPUs of each pod; default: 8")
     k8s.add_argument("--memory", default="64Gi", help="memory of each pod, with its /dev/shm; default: 64Gi")
-    k8s.add_argument("--image", required=True, help="image with Headrace")
+    k8s.add_argument("--image", required=True, help="container image with Headrace and its extras")
     k8s.add_argument(
         "--claim", required=True, metavar="NAME", help="PersistentVolumeClaim that all pods can write (ReadWriteMany)"
     )
-    k8s.add_argument("--mount", default="/work", metavar="PATH", help="its path in the pods; default: /work")
+    k8s.add_argument(
+        "--mount", default="/work", metavar="PATH", help="absolute path of the volume in the pods; default: /work"
+    )
 
 
 def _add(
@@ -90,6 +96,8 @@ def _slurm(arguments: argparse.Namespace) -> int:
 def _k8s(arguments: argparse.Namespace) -> int:
     from ..trainers.jobs.ray_job import MARK, RayJob
 
+    if not os.path.isabs(arguments.mount):
+        raise UserError(f"--mount: got {arguments.mount!r}, expected an absolute path, such as /work")
     config = _loaded(arguments)
     run_dir = os.path.normpath(os.path.join(arguments.mount, config.run.dir))
     if not run_dir.startswith(arguments.mount.rstrip("/") + "/"):

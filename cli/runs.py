@@ -23,7 +23,8 @@ def add_run_commands(commands: Any) -> None:
     _add_eval(commands)
     _add_replay(commands)
     _add_scale(commands)
-    doctor = commands.add_parser("doctor", help="show what this machine can run, and how to fix what it cannot")
+    does = "show what this machine can run, and how to fix what it cannot"
+    doctor = commands.add_parser("doctor", help=does, description=f"{does.capitalize()}.")
     doctor.add_argument(
         "--model",
         type=os.path.expanduser,
@@ -47,7 +48,7 @@ def add_run_commands(commands: Any) -> None:
         metavar="[CONFIG] key.sub=value",
         nargs="*",
         default=[],
-        help="with --model: such as rollout.engine=vllm; with --cluster: the configuration of the run, too",
+        help="with --model: keys, such as rollout.engine=vllm; with --cluster: the configuration of the run and keys",
     )
     doctor.add_argument(
         "--constraints", metavar="SET", help="print a set of tested versions, cpu or gpu, for `pip install -c`"
@@ -148,8 +149,8 @@ def _add_scale(commands: Any) -> None:
     scale = commands.add_parser(
         "scale",
         help=summary,
-        description=f"{summary.capitalize()}, and wait until that is done. The exit code is 1 when the run refuses, or "
-        "when the time is over; the run then goes on with the order.",
+        description=f"{summary.capitalize()}, and wait until that is done. The exit code is 1 when the run refuses, "
+        "and also when the time to wait is over, after which the run still carries the order out.",
     )
     scale.add_argument("run_dir", type=path, metavar="RUN_DIR", help="run folder")
     scale.add_argument("--engines", type=int, required=True, metavar="N", help="number of engines to reach")

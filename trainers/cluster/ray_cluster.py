@@ -35,6 +35,8 @@ SETTLE_S = 15.0
 """Seconds within which Ray must register that the CPUs of an ended run are free."""
 LOOK_S = 0.25
 """Seconds between two queries to Ray for free CPUs."""
+CONNECT_TIMEOUT_S = 5.0
+"""Seconds within which a cluster to join must accept a connection."""
 QUICK_FAILURE_S = 10.0
 """Seconds within which a start of Ray that fails is not repeated, because it did not fail for lack of time."""
 
@@ -98,6 +100,25 @@ def check_token(address: str | None, *, trusted_network: bool) -> None:
             "that Ray cluster asks for no token and runs code for any peer on the network; start it with "
             f"{AUTH_MODE}=token, {allow}"
         )
+
+
+def reached(given: str) -> str:
+    """Return HOST:PORT of the Ray cluster at `given`, which may be `auto`. Raises UserError if nothing accepts a
+    connection there, because Ray itself would try for many minutes and could not be interrupted."""
+    try:
+        address = given.removeprefix("ray://")
+        if given == "auto":
+            address = services.get_ray_address_from_environment(given, None)
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError("it does not have the form HOST:PORT")
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S):
+            return address
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"resources.ray_address: got {given!r}, expected the address of a Ray that can be reached ({why})"
+        ) from error
 
 
 def asks_for_token(address: str) -> bool:
@@ -276,14 +297,21 @@ def _start_ray(settings: dict[str, Any], timeout_s: float, before: set[psutil.Pr
             ) from error
 
 
-def _join_ray(address: str | None, settings: dict[str, Any]) -> None:
+def _join_ray(address: str, settings: dict[str, Any]) -> None:
+    if address != "local":
+        reached(address)
     with _own_signal_handlers():
         try:
             ray.init(address=address, **settings)
-        except (ConnectionError, RuntimeError) as error:
+        except (ConnectionError, RuntimeError, AuthenticationError) as error:
+            why = " ".join(str(error).split()).removesuffix(".")
+            if isinstance(error, AuthenticationError):
+                why = "it has another token than this host"
+            hint = "if it asks for a token, copy its file ~/.ray/auth_token to this host"
+            if os.environ.get(AUTH_MODE, "").lower() in ("", "disabled"):
+                hint += f", and set {AUTH_MODE}=token"
             raise UserError(
-                f"resources.ray_address: got {address!r}, expected a Ray cluster that can be joined: "
-                f"{' '.join(str(error).split())}"
+                f"resources.ray_address: got {address!r}, expected a Ray cluster that can be joined: {why}; {hint}"
             ) from error
 
 

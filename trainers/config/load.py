@@ -252,8 +252,9 @@ def _with_kind_of_advantage(data: dict[str, Any]) -> dict[str, Any]:
 
 def _sentences(problem: Mapping[str, Any], root: type[BaseModel]) -> list[str]:
     """Translate a pydantic error about `root` into sentences that name the key, the value and what was expected."""
-    # "[key]" marks an error about the name of a section instead of a value in it.
-    key = ".".join(str(part) for part in problem["loc"] if part != "[key]")
+    # "[key]" marks an error about the name of a section instead of a value in it. The others name a type of several.
+    no_keys = ("[key]", "literal[", "tuple[")
+    key = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(no_keys))
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "value_error":
         text = str(context["error"])

@@ -104,7 +104,7 @@ with socket.socket(family, kind) as probe:
 case $HEAD in *:*) ADDRESS=[$HEAD]:$PORT ;; *) ADDRESS=$HEAD:$PORT ;; esac  # IPv6 has brackets
 export HEAD ADDRESS
 
-# One Ray on each node. Its words are in the files ray-*.log; its last ones are shown here if it ends by itself.
+# One Ray on each node. Its output is in the files ray-*.log; the last lines are shown here if it ends by itself.
 "${STEP[@]}" "${ALL_NODES[@]}" --nodes="$NUM_NODES" --ntasks="$NUM_NODES" --ntasks-per-node=1 bash -c '
   ulimit -n "$(ulimit -Hn)"
   trap "STOPPED=1" TERM

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import tempfile
 from collections.abc import Iterable, Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -43,9 +41,6 @@ from .extras import check_evaluation_extras, check_extras
 from .other_models import check_other_models
 from .prompts import PromptsRead, plan_epochs, read_examples, read_prompts
 from .user_functions import Check, check_sampler, checks_of_functions
-
-CONNECT_TIMEOUT_S = 5.0
-"""Seconds within which the cluster at `resources.ray_address` must accept a connection."""
 
 
 def check_start(
@@ -240,32 +235,9 @@ def _check_engine_arguments(rollout: RolloutConfig) -> None:
 def _check_ray_address(given: str | None, *, trusted_network: bool) -> None:
     if given is None or given == "local" or assumed_machine() is not None:
         return
-    try:
-        address = _cluster_address(given)
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ValueError("it does not have the form HOST:PORT")
-        with closing(socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S)):
-            pass
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise ValueError(
-            f"resources.ray_address: got {given!r}, expected the address of a Ray that can be reached ({why})"
-        ) from error
-    if not trusted_network:
-        from ...cluster.ray_cluster import check_token  # Only this check needs to import Ray.
+    from ...cluster.ray_cluster import check_token, reached  # Only this check needs to import Ray.
 
-        check_token(address, trusted_network=False)
-
-
-def _cluster_address(given: str) -> str:
-    """Return HOST:PORT of the Ray cluster at the address `given`. Raises OSError if `given` is `auto` and no cluster is
-    found."""
-    if given != "auto":
-        return given.removeprefix("ray://")
-    from ray._private.services import get_ray_address_from_environment  # Only this check needs to import Ray.
-
-    return get_ray_address_from_environment(given, None)
+    check_token(reached(given), trusted_network=trusted_network)
 
 
 def _check_sockets(ray_address: str | None, engine: str) -> None:
