@@ -51,7 +51,6 @@ NAMES: dict[str, dict[str, str]] = {
         "ray._private.runtime_env.py_modules.upload_py_modules_if_needed": "runs/test_differing_hosts.py",
         "ray._private.parameter": "trainers/cluster/test_ray_cluster.py",
         "ray._private.services": "trainers/cluster/test_ray_cluster.py",
-        "ray._private.services.get_ray_address_from_environment": "trainers/run/checks/test_preflight.py",
         "ray._private.state.state": "trainers/cluster/test_gpu_bundles.py",
         "ray._private.worker": "trainers/cluster/test_ray_cluster.py",
         "ray._raylet.ClusterID": "trainers/cluster/test_ray_cluster.py",

@@ -494,10 +494,11 @@ class ActorStarter:
 
     def move(self, names: Sequence[str]) -> Placement | None:
         """Give actors, by name, places on hosts with room, where their next processes start. Returns the new placement,
-        or None if there is no room for all of them. An engine of a pool keeps its place."""
+        or None if there is no room for all of them. An engine of a pool keeps its place, and so do actors whose weights
+        go through the memory of one host."""
         reservation = (
             None
-            if self._seat_in is not None
+            if self._seat_in is not None or self.route.kind == "ipc"
             else moved(self.reservation, names, self._config.resources.start_timeout_s, self.fits)
         )
         if reservation is None:

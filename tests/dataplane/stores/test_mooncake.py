@@ -248,7 +248,7 @@ def test_master_ends_with_its_owner_and_not_with_the_thread_that_asked_for_it(mo
         said = next(line for line in owner.stdout if line.startswith("HOST ")).split()
         address = {"name": said[1], "pid": int(said[2]), "host": said[3], "port": int(said[4])}
         master = Path("/proc") / said[2]
-        spec = StoreSpec("mooncake", run_id, {**address, "protocol": "tcp", "device": ""})
+        spec = StoreSpec("mooncake", run_id, {**address, "ports": "", "protocol": "tcp", "device": ""})
         store = MooncakeStore(spec)
         store.put(1, b"", parts_of(1), layout_of().offsets, 10.0)
         want = Want(BlockRef(1, b"", layout_of()), ALL)

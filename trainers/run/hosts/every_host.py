@@ -82,8 +82,8 @@ class HostChecks:
         return self._shipped.options()
 
     def fits(self, node: str) -> bool:
-        """Return whether the run can use a host that was not there at its start, given by Ray's id. A host that differs
-        is told once, and the run goes on without it."""
+        """Return whether the run can use a host that was not there at its start, given by Ray's id. The user reads of a
+        host that differs once, and the run goes on without it."""
         if node in self._verdicts:
             return self._verdicts[node]
         asked = [host for host in hosts_of(ON_CPUS) if host.node == node]

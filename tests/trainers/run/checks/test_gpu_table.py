@@ -96,7 +96,7 @@ def test_the_doctor_names_the_layout(two_gpus: None, monkeypatch: pytest.MonkeyP
         ((2,), "colocated", "auto", "ipc"),
         ((1, 1), "auto", "auto", "collective"),
         ((0, 2), "auto", "auto", "ipc"),
-        ((0, 0), "auto", "auto", "collective"),
+        ((0, 0), "auto", "auto", "ipc"),  # The run fits on one of the hosts.
         ((0, 0), "auto", "ipc", "ipc"),
         ((1, 1), "auto", "ipc", "expected 'auto', because ipc shares the memory of one host"),
         ((2,), "colocated", "collective", "because NCCL does not allow two processes of one group on a GPU"),
