@@ -51,6 +51,7 @@ def test_signals_are_handled_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "nodes", list)
     told: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    monkeypatch.setattr(ray_cluster, "reached", lambda address: address)
     try:
         for address in (None, "127.0.0.1:1"):
             cluster = Cluster(
@@ -147,8 +148,19 @@ def test_a_cluster_that_cannot_be_joined_is_one_sentence(monkeypatch: pytest.Mon
         raise RuntimeError("Version mismatch:\n  Ray 2.9")
 
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray_cluster, "reached", lambda address: address)
     with pytest.raises(UserError, match=r"^resources.ray_address: got 'h:1', expected .* joined: Version mismatch: R"):
         Cluster(address="h:1", num_cpus=None, demand=CpuDemand(0, 1, 0), namespace="n", object_store_mib=128)
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [("127.0.0.1:1", "Connection refused"), ("somewhere", "it does not have the form HOST:PORT")],
+)
+def test_an_address_without_a_ray_is_told_at_once(address: str, why: str) -> None:
+    """Ray itself tries for many minutes, and no interrupt ends it."""
+    with pytest.raises(UserError, match=f"^resources.ray_address: got '{address}', expected .* be reached .{why}"):
+        Cluster(address=address, num_cpus=None, demand=CpuDemand(0, 1, 0), namespace="n", object_store_mib=128)
 
 
 class Gcs:
