@@ -39,7 +39,8 @@ def hosts_of(placement: Placement) -> list[AskedHost]:
     """Return the hosts on which a run has actors. With a placement that does not name them, as ON_CPUS, these are all
     hosts of the cluster."""
     alive = [node for node in ray.nodes() if node["Alive"]]
-    names = [node["NodeManagerHostname"] for node in alive]
+    # A host that was lost and has come back can be listed twice for a while.
+    names = [name for name, _ in {(node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in alive}]
     seats = [(placement.hosts[seat.host].node, seat) for seat in placement.seats if seat.host is not None]
     hosts = []
     for node in alive:
