@@ -219,6 +219,7 @@ class Cluster:
                 with _own_signal_handlers():
                     _start_ray(settings, start_timeout_s, before)
             else:
+                assert address is not None, "a cluster without an address is started here"
                 _join_ray(address, quiet)
                 on_gpus = pooled and ray.cluster_resources().get("GPU", 0.0) > 0
                 self._check(CpuDemand(demand.rollout_actors, 0, 0) if on_gpus else demand)
