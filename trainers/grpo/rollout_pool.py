@@ -66,8 +66,8 @@ class RolloutPool:
             try:
                 report = self.roles.sync(version)
             except NoEngineLeft:
-                if not self.replace_dead(version):
-                    raise
+                if not self.replace_dead(version) and not self._actors.can_generate:
+                    raise  # If there is room for some of the engines, the run goes on with these.
                 return self.roles.sync(version)
             self.replace_dead(version)
             return report

@@ -14,6 +14,7 @@ from headrace.testing.cluster import Answer
 from headrace.trainers.cluster import calls, run_actors
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import Engine, EnginePool, NoEngineLeft
+from headrace.trainers.cluster.lost_hosts import HostGone
 from headrace.trainers.cluster.run_actors import RunActors
 from headrace.trainers.grpo.gpu_turns import BothResident
 from headrace.trainers.grpo.rollout_pool import RolloutPool
@@ -102,6 +103,33 @@ def test_the_last_engine_that_died_and_may_not_be_replaced_ends_the_run_at_once(
     run.gone |= dict.fromkeys((0, 1), RayTaskError("progress", "a traceback", EngineDied("its process died")))
     with pytest.raises(NoEngineLeft, match="engine 0: .*its process died; engine 1: .*its process died"):
         run.look(3)
+
+
+def test_a_sync_goes_on_with_the_engines_that_found_a_place_when_all_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host of both is gone, and the others have room for one."""
+    run, syncs = Run(monkeypatch, max_replaced=3), list[int]()
+    [first, second] = run.actors.engines.engines
+    replace = run.actors.replace
+
+    def replace_first(handle: Any, failure: ActorFailed) -> None:
+        if handle is second.handle:
+            raise HostGone("host b is gone, and no other host has room for it", died=True)
+        replace(handle, failure)
+
+    def sync(version: int) -> str:
+        syncs.append(version)
+        if len(syncs) == 1:
+            for engine in (first, second):
+                engine.dead = True
+                run.actors.engines.exclude(engine, "its host does not answer")
+        assert run.actors.engines.active
+        return "synced"
+
+    monkeypatch.setattr(RunActors, "replace", lambda actors, handle, failure: replace_first(handle, failure))
+    monkeypatch.setattr(run.pool.roles, "sync", sync)
+    monkeypatch.setattr(run.pool.roles, "sync_engine", lambda engine, version: True)
+    assert run.pool.sync_weights(3) == "synced" and syncs == [3, 3]
+    assert not first.left_out and second.dead
 
 
 def test_a_call_that_waited_in_vain_for_a_dead_engine_is_sent_again_once_another_is_there(
