@@ -175,9 +175,8 @@ class _Launch:
         if self._config.resources.ray_address is None:
             return None
         self.heartbeat.enter("comparing the hosts", 3 * self._start_s)  # Hosts may be asked twice.
-        checks = HostChecks(Demands(self._config), tell if self._wait is None else lambda line: None)
-        hosts = hosts_of(places.reservation.placement)
-        self._patiently(lambda: checks.at_start(hosts))
+        checks, hosts = HostChecks(Demands(self._config), tell), hosts_of(places.reservation.placement)
+        self._patiently(lambda: checks.at_start(hosts, with_notes=self._wait is None))
         return checks
 
     def start(self, places: Places, checks: HostChecks | None) -> StartingActors:

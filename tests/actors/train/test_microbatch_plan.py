@@ -157,7 +157,7 @@ def whole(plan: ShardPlan, unit: np.ndarray, dp: int) -> np.ndarray:
     st.sampled_from(["none", "packed"]),
 )
 def test_nearness_breaks_ties_and_never_costs_balance(lengths, home, ranks, packing):
-    """By brute force over all assignments of up to seven groups to two or three ranks."""
+    """All assignments of up to seven groups to two or three ranks are tried."""
     dp, lengths, home = len(ranks), np.array(lengths), np.array(home[: len(lengths)])
     unit, tokens, ranks = np.repeat(np.arange(len(lengths)), 2), np.repeat(lengths, 2), np.array(ranks)
     budget = Budget(200, packing=packing, group_tolerance=99.0)

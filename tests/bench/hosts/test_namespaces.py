@@ -28,7 +28,7 @@ server.accept()[0].send(b"hello")
 
 
 def told(host: Host, *command: str) -> str:
-    """What a command on a host writes."""
+    """Return the output of a command on a host."""
     return subprocess.run(host.command(*command), capture_output=True, text=True, check=True, timeout=30).stdout
 
 

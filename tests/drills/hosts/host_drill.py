@@ -89,7 +89,7 @@ class Event:
     seconds: float
     """Seconds from the loss until the run had finished STEPS_AFTER more steps."""
     sentences: tuple[str, ...]
-    """What the run printed about it."""
+    """Sentences that the run printed about it."""
 
 
 @dataclass(slots=True)

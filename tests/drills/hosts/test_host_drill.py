@@ -1,4 +1,4 @@
-"""What the host drill decides: which host is lost, what the run did, and which promise it broke."""
+"""The host drill decides which host is lost, what the run did, and which promise it broke."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from ....dataplane.listen_address import join_host
 from ...cluster.placement import ON_CPUS
 from ...cluster.ray_cluster import Cluster, CpuDemand
 from ..checks.doctor import State
@@ -28,7 +29,7 @@ _MARKS = {"ok": State.OK, "note": State.NOTE, "problem": State.FIX}
 
 @dataclass(frozen=True, slots=True)
 class ClusterReport:
-    """What is known about the hosts of a cluster."""
+    """The findings about the hosts of a cluster, and the speed of the links between them."""
 
     hosts: Sequence[AskedHost]
     findings: Sequence[Finding]
@@ -115,7 +116,7 @@ def reduce_over(hosts: Sequence[AskedHost], backend: str, options: dict[str, Any
     """Sum numbers over one process on each host by a backend of torch.distributed. Returns a sentence about it, and
     whether it failed. options: Ray's options for the processes."""
     first, port = hosts[0].address, random.randrange(20_000, 32_000)
-    meeting = f"tcp://[{first}]:{port}" if ":" in first else f"tcp://{first}:{port}"
+    meeting = f"tcp://{join_host(first, port)}"
     with probes(hosts, options) as started:
         calls = {
             started[host.node].reduce.remote(backend, meeting, host.address, rank, len(hosts), SENT_BYTES): host.label

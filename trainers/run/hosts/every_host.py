@@ -63,8 +63,8 @@ class HostChecks:
         self._verdicts: dict[str, bool] = {}
         """Ray's id of each host that was asked later -> whether the run can use it."""
 
-    def at_start(self, hosts: Sequence[AskedHost]) -> None:
-        """Ask all hosts at once. `tell` receives a sentence for each difference that does not matter.
+    def at_start(self, hosts: Sequence[AskedHost], *, with_notes: bool = True) -> None:
+        """Ask all hosts at once. with_notes: whether `tell` receives sentences about differences that do not matter.
 
         Raises ConfigError with a sentence for each one that does. A no-op for a run that is on the driver's host alone,
         which was checked before."""
@@ -72,7 +72,7 @@ class HostChecks:
             return
         findings, self._shipped = examine_hosts(self._demands, hosts)
         for finding in findings:
-            if finding.level == "note":
+            if finding.level == "note" and with_notes:
                 self._tell(f"note: {finding.sentence}")
         problems = [finding.sentence for finding in findings if finding.level == "problem"]
         if problems:

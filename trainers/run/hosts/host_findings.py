@@ -33,7 +33,7 @@ Level = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What a host has told about itself, as `HostProbe.facts` and `own_facts` find it."""
+    """The answer of a host about itself, as `HostProbe.facts` and `own_facts` find it."""
 
     resolves: bool
     """Whether its own name stands for an address there."""

@@ -108,7 +108,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str, str]] = {
     "umask": ({"umask": "0077"}, "note", "far runs with umask 0077, and the driver with 0022"),
     "clock": ({"clock_s": -90.0}, "note", "the clock of host far is -90.0 s"),
 }
-"""What differs on the host `far` -> facts of it, level, and a part of the sentence."""
+"""Each difference of the host `far` -> facts of it, level, and a part of the sentence."""
 
 
 @pytest.fixture
