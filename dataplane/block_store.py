@@ -83,7 +83,7 @@ class StoreHost(Protocol):
     """Part of a store that allocates and frees blocks (groups of rows stored together), once per run. It runs in the
     process of the directory (the data plane's metadata service).
 
-    A host that implements `FreesMany` is called from one thread. All other hosts must be thread-safe, and their calls
+    A host that implements `FreesMany` is called from one thread, except for `count`. All other hosts must be thread-safe, and their calls
     must not wait for another process.
     """
 
@@ -155,6 +155,11 @@ class FreesMany(Protocol):
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Free the given blocks, each a pair (block id, location), as `free` does."""
+        ...
+
+    def count(self, block_id: int, nbytes: int) -> bool:
+        """Allocate as `allocate` does, but without waiting for another process, and from any thread. Returns False if
+        the store must ask its processes first; nothing is allocated then."""
         ...
 
 

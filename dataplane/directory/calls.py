@@ -143,7 +143,12 @@ class PutRows:
     @property
     def nbytes(self) -> int:
         """Number of bytes that the blocks take in the store, including the padding between their parts."""
-        return sum(layout.nbytes for layout in self.layouts)
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of bytes that each block takes in the store."""
+        return [layout.nbytes for layout in self.layouts]
 
     @property
     def value_bytes(self) -> int:

@@ -251,7 +251,7 @@ class Directory:
         """
         reservation = self.reservation(reservation_id)
         partition, rows = self._check_rows(put)
-        sizes = [layout.nbytes for layout in put.layouts]
+        sizes = put.sizes
         if sum(sizes) > reservation.nbytes or len(sizes) > len(reservation.block_ids):
             raise ValueError(
                 f"commit: got {len(sizes)} blocks of {sum(sizes)} bytes, "

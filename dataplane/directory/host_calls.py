@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -30,6 +30,11 @@ class HostCalls:
         self.dead: dict[int, str] = {}
         """Names of the store's processes whose blocks `newly_dead` has reported as lost, by number."""
         self._space_freed = space_freed
+        self._to_free: list[FreedBlock] = []
+        """Blocks that the next batch frees. It takes one round trip for all that were freed in the same turn of the
+        event loop, or while the batch before it was under way."""
+        self._next_batch: asyncio.Task[None] | None = None
+        self._freeing = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-host")
         self._under_way: set[asyncio.Task[None]] = set()
         self._readying: Future[None] | None = None
@@ -47,6 +52,16 @@ class HostCalls:
         except asyncio.CancelledError:
             under_way.add_done_callback(lambda _: self.take_back([reservation]))
             raise
+        return reservation.location is not None
+
+    def allocate_at_once(self, reservation: Reservation) -> bool:
+        """Allocate a reservation's space if this takes no time, and return whether it did. If not, `allocate` may still
+        find room."""
+        first, nbytes = reservation.block_ids.start, reservation.nbytes
+        if self._frees_many is not None:
+            reservation.location = b"" if self._frees_many.count(first, nbytes) else None
+        elif self._cuts is None or self._cuts.has_ready(nbytes):
+            reservation.location = self._host.allocate(first, nbytes)
         return reservation.location is not None
 
     def allocate_ready(self, reservation: Reservation) -> bool:
@@ -79,6 +94,12 @@ class HostCalls:
 
         return of
 
+    def count_at_once(self, reservation: Reservation, sizes: Sequence[int]) -> bool:
+        """Report the sizes of a put's blocks as `count` does, if this takes no time. Returns whether it did; if not,
+        `count` must be called."""
+        counts, block_ids = self._frees_many, reservation.block_ids[: len(sizes)]
+        return counts is None or all(map(counts.count, block_ids, sizes))
+
     async def count(self, reservation: Reservation, sizes: Sequence[int]) -> None:
         """Report the sizes of a put's blocks to a store with round trips (`is_remote`), just before the commit. Raises
         CapacityExceeded if the store has no room for one of them."""
@@ -103,29 +124,46 @@ class HostCalls:
         task is done."""
         if not blocks or self._closed:  # Closing the store frees its blocks.
             return None
-        pairs = [(block.block_id, block.location) for block in blocks]
-        return self._do(lambda: self._free(pairs))
+        self._to_free += blocks
+        if not self.is_remote:
+            self._free(self._taken())
+            self._space_freed()
+            return None
+        if self._next_batch is None:
+            self._next_batch = self._started(self._free_batch())
+        return self._next_batch
+
+    async def _free_batch(self) -> None:
+        async with self._freeing:
+            blocks, self._next_batch = self._taken(), None
+            if not self._closed:
+                await self._in_thread(self._free, blocks)
+                self._space_freed()
+
+    def _taken(self) -> list[tuple[int, bytes]]:
+        blocks, self._to_free = self._to_free, []
+        return [(block.block_id, block.location) for block in blocks]
 
     def take_back(self, reservations: Sequence[Reservation]) -> asyncio.Task[None] | None:
         """Free the space of cancelled reservations in the store, with all that their writers have written there.
         Returns a task to wait for, or None when the space is free already."""
         if not reservations or self._closed:
             return None
-        return self._do(lambda: self._take_back(reservations))
-
-    def _do(self, call: Callable[[], None]) -> asyncio.Task[None] | None:
         if not self.is_remote:
-            call()
+            self._take_back(reservations)
             self._space_freed()
             return None
 
         async def later() -> None:
             if self._closed:  # Closing the store has freed the blocks.
                 return
-            await self._in_thread(call)
+            await self._in_thread(self._take_back, reservations)
             self._space_freed()
 
-        task = asyncio.get_running_loop().create_task(later())
+        return self._started(later())
+
+    def _started(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(call)
         self._under_way.add(task)  # The event loop itself holds no reference to the task.
         task.add_done_callback(self._under_way.discard)
         return task

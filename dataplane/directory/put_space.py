@@ -125,6 +125,19 @@ class PutSpace:
         self._closed = True
         self._freed.fire()
 
+    def reserve_at_once(self, put: PutRows) -> Reservation | None:
+        """Reserve space for a put if that takes no time. Returns None if the put has to wait, for its turn or for room,
+        so that `reserve` must be called. Raises the errors of `Directory.check`."""
+        room = self._directory.near_room(put)
+        if self._queues[room].waiting or room is None:
+            self._directory.check(put)
+            return None
+        reservation = self._directory.reserve(put, _now(), room)
+        if reservation is not None and not self._store.allocate_at_once(reservation):
+            self._directory.abort(reservation.reservation_id)
+            return None
+        return reservation
+
     async def reserve(self, put: PutRows, timeout_s: float) -> Reservation:
         """Reserve space for a put that has passed the directory's check, once it is its turn and there is room. Raises
         CapacityExceeded after `timeout_s` seconds, and DirectoryLost when the service is closed meanwhile."""

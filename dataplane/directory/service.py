@@ -171,11 +171,13 @@ class DirectoryService:
 
     # ---------------- These methods answer the requests of puts.
 
-    def _reserve(self, request: requests.Reserve) -> Coroutine[Any, Any, bytes]:
+    def _reserve(self, request: requests.Reserve) -> bytes | Coroutine[Any, Any, bytes]:
         put = request.put
         given_back = [self._directory.abort(space_id) for space_id in request.given_back]
         self._store.take_back([item for item in given_back if item is not None])
-        self._directory.check(put)
+        reservation = self._space.reserve_at_once(put)
+        if reservation is not None:
+            return messages.encode(self._as_space(reservation))
         return self._reserve_later(put, request.timeout_s)
 
     async def _reserve_later(self, put: PutRows, timeout_s: float) -> bytes:
@@ -187,16 +189,15 @@ class DirectoryService:
         return requests.Space(reservation.reservation_id, ids.start, len(ids), reservation.nbytes, location, holder)
 
     def _commit(self, request: requests.Commit) -> bytes | Coroutine[Any, Any, bytes]:
-        if self._store.is_remote:
-            return self._commit_later(request)
+        reservation, sizes = self._directory.find_reservation(request.space_id), request.put.sizes
+        if reservation is not None and not self._store.count_at_once(reservation, sizes):
+            return self._commit_later(request, reservation)
         body, freed = self._commit_now(request)
-        self._store.free(freed)
-        return body
+        task = self._store.free(freed)
+        return body if task is None else _after(task, body)
 
-    async def _commit_later(self, request: requests.Commit) -> bytes:
-        reservation = self._directory.find_reservation(request.space_id)
-        if reservation is not None:
-            await self._store.count(reservation, [layout.nbytes for layout in request.put.layouts])
+    async def _commit_later(self, request: requests.Commit, reservation: Reservation) -> bytes:
+        await self._store.count(reservation, request.put.sizes)
         body, freed = self._commit_now(request)
         await self._free(freed)
         return body

@@ -172,12 +172,18 @@ class CountingHost(ABC):
         """Count the bytes of a block. Returns b"" for the location, which is known only after the write. Returns None
         while the processes still hold more than a quarter of the capacity in freed blocks; otherwise only the
         directory's capacity limits the store."""
-        if nbytes and self._is_over_limit():
+        if not self.count(block_id, nbytes):
             self._deliver()
-            if self._is_over_limit():
+            if not self.count(block_id, nbytes):
                 return None
-        self._bytes[block_id] = nbytes
         return b""
+
+    def count(self, block_id: int, nbytes: int) -> bool:
+        """Count the bytes of a block unless the processes hold too many freed ones; see `FreesMany`."""
+        if nbytes and self._is_over_limit():
+            return False
+        self._bytes[block_id] = nbytes
+        return True
 
     def _is_over_limit(self) -> bool:
         return self._unfreed.over_limit
@@ -188,7 +194,7 @@ class CountingHost(ABC):
 
     def usage_bytes(self) -> int:
         """Return the bytes of blocks that are reserved or written, and of freed blocks that processes still hold."""
-        return sum(self._bytes.values()) + self._unfreed.nbytes
+        return sum(list(self._bytes.values())) + self._unfreed.nbytes  # `count` may add a block meanwhile.
 
     def unfreed_bytes(self) -> int:
         """Ask the processes again to drop freed blocks, and return the bytes of the blocks that are still held."""

@@ -106,6 +106,10 @@ class MooncakeHost:
         self._bytes[block_id] = nbytes
         return b""
 
+    def count(self, block_id: int, nbytes: int) -> bool:
+        """Return False, because only one thread may count; see `FreesMany`."""
+        return False
+
     def free(self, block_id: int, location: bytes) -> None:
         """Free one block; see `free_many`."""
         self.free_many([(block_id, location)])

@@ -60,6 +60,9 @@ class TcpHost(CountingHost):
         self._host_names: list[str] = []
         self._room_of: list[int] = []
         """Number of the host of each unit."""
+        self._rooms: dict[int, str] = {}
+        self._rooms_of = (-1, 0)
+        """Numbers of units and of dead ones for which `_rooms` was computed."""
         self._key = key
         self._capacity_bytes = capacity_bytes
         self._num_units = num_units
@@ -92,8 +95,13 @@ class TcpHost(CountingHost):
     @property
     def rooms(self) -> Mapping[int, str]:
         """Names of the hosts with a living unit, by number, or of all hosts if no unit lives; see `HasRooms`."""
-        living = {self._room_of[unit] for unit in self._unfreed.living}
-        return {room: name for room, name in enumerate(self._host_names) if not living or room in living}
+        state = len(self._units), len(self._unfreed.dead)
+        if self._rooms_of != state:  # Each request of a put asks for the rooms.
+            living = {self._room_of[unit] for unit in self._unfreed.living}
+            names = enumerate(self._host_names)
+            self._rooms = {room: name for room, name in names if not living or room in living}
+            self._rooms_of = state
+        return self._rooms
 
     def room_of(self, holder: int) -> int:
         """Return the number of a unit's host; see `HasRooms`."""
