@@ -44,8 +44,11 @@ def distinct(values: np.ndarray) -> np.ndarray:
 def distinct_counts(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (the distinct values in ascending order, how often each of them occurs in `values` as int64)."""
     ordered, heads = _heads(values)
-    first = np.flatnonzero(heads)
-    return ordered[first], np.diff(first, append=len(values))
+    first = heads.nonzero()[0]
+    counts = np.empty_like(first)
+    np.subtract(first[1:], first[:-1], out=counts[:-1])
+    counts[-1:] = len(values) - first[-1:]
+    return ordered[first], counts
 
 
 def _heads(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

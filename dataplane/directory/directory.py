@@ -391,7 +391,7 @@ class Directory:
         held = rows >= 0
         held[held] = cursor.column[rows[held]] == lease_id
         released = distinct(rows[held])
-        self._leases.drop_rows(np.full(len(released), lease_id))
+        self._leases.drop(lease_id, len(released))
         cursor.set(released, DONE if outcome == "done" else 0)
         lost = pick(keys, np.flatnonzero(~held))
         if lost:
@@ -568,7 +568,7 @@ class Directory:
     def _end(self, lease: Lease) -> int:
         """End a lease, so that its rows can be claimed again, and return how many they are."""
         rows = self._rows_of(lease)
-        self._leases.drop_rows(np.full(len(rows), lease.lease_id))
+        self._leases.drop(lease.lease_id, len(rows))
         self._partitions[lease.partition].tasks[lease.task].set(rows, 0)
         return len(rows)
 

@@ -22,6 +22,10 @@ from .samplers import TaskConfig
 from .task_cursor import DONE, TaskCursor
 
 
+MOST_CHECKED = 256
+"""Largest number of sets of fields that a partition remembers as valid."""
+
+
 @dataclass(frozen=True, slots=True)
 class TaskState:
     """Describes one task (consumer) of a partition and its progress, for `Partition.restore`."""
@@ -69,6 +73,8 @@ class Partition:
         """Names of the tasks with which the partition was registered."""
         self._died: list[str] = []
         """Names of the store's processes with which rows of this partition were lost."""
+        self._checked: set[tuple[str, ...]] = set()
+        """Sets of fields that have passed `check_fields`. Most requests name one of a few."""
         self._token_fields = [field.name for field in schema.values() if field.kind is Kind.PER_TOKEN]
 
     def add_tasks(self, tasks: Sequence[TaskConfig]) -> None:
@@ -163,8 +169,9 @@ class Partition:
         """Return the row number of each key, int64 `[N]`. Raises KeysNotFound naming the keys that are not in the
         partition."""
         rows = self.rows.find(keys)
-        if (rows < 0).any():
-            missing = pick(keys, np.flatnonzero(rows < 0))
+        gone = (rows < 0).nonzero()[0]
+        if len(gone):
+            missing = pick(keys, gone)
             raise KeysNotFound(
                 f"{len(missing)} of {len(keys)} keys not found", op=op, partition=self.name, keys=missing
             )
@@ -258,12 +265,16 @@ class Partition:
 
     def check_fields(self, fields: Sequence[str]) -> None:
         """Raise SchemaMismatch unless `fields` is a list of one or more declared fields without repeats."""
+        if (named := tuple(fields)) in self._checked:
+            return
         unknown = [name for name in fields if name not in self.schema]
         if unknown or not fields or len(set(fields)) < len(fields):
             raise SchemaMismatch(
                 f"fields: got {list(fields)}, expected one or more of {list(self.schema)}, each once",
                 partition=self.name,
             )
+        if len(self._checked) < MOST_CHECKED:
+            self._checked.add(named)
 
     def knows(self, schema: Schema) -> bool:
         """Return whether `schema` is the partition's schema, or an earlier state of it to which fields were added."""
@@ -307,17 +318,24 @@ class Partition:
             )
         self._check_groups(put)
         rows = self.rows.find(put.keys)
-        old = np.flatnonzero(rows >= 0)
-        if not put.replace:
-            for name in put.fields:
-                written = old[self.rows.slots[name][rows[old]] >= 0]
-                if len(written):
-                    message = f"field {name!r} is written already; replace=True overwrites it"
-                    raise AlreadyWritten(message, op="put", partition=self.name, keys=pick(put.keys, written))
-        self._check_lengths(put, rows, old)
-        self._check_identity(put, rows, old)
+        old = (rows >= 0).nonzero()[0]
+        if len(old):
+            if not put.replace:
+                self._check_unwritten(put, rows, old)
+            self._check_lengths(put, rows, old)
+            self._check_identity(put, rows, old)
+        if len(old) < len(rows):
+            self._check_new(put, rows)
         self._check_tags("put", put.keys, put.tags)
         return rows
+
+    def _check_unwritten(self, put: PutRows, rows: np.ndarray, old: np.ndarray) -> None:
+        """Raise AlreadyWritten if one of the existing rows has a value of a field of the put."""
+        for name in put.fields:
+            written = old[self.rows.slots[name][rows[old]] >= 0]
+            if len(written):
+                message = f"field {name!r} is written already; replace=True overwrites it"
+                raise AlreadyWritten(message, op="put", partition=self.name, keys=pick(put.keys, written))
 
     def _check_tags(self, op: str, keys: Sequence[str], tags: Mapping[str, np.ndarray]) -> None:
         """Raise SchemaMismatch for a tag whose type changes, and for positions that are not integers. Positions are in
@@ -363,27 +381,29 @@ class Partition:
             raise self._mismatch(message, pick(put.keys, old[differ]))
 
     def _check_identity(self, put: PutRows, rows: np.ndarray, old: np.ndarray) -> None:
-        """Raise SchemaMismatch if a put contradicts an existing row or makes a group larger than group_size. A put
-        contradicts a row if it gives another group or, without `replace`, another version."""
+        """Raise SchemaMismatch if a put contradicts an existing row: if it gives another group or, without `replace`,
+        another version."""
         if put.versions is not None and not put.replace:
             differ = old[self.rows.versions[rows[old]] != put.versions[old]]
             if len(differ):
                 message = f"version {put.versions[differ[0]]}, but the row has {self.rows.versions[rows[differ[0]]]}"
                 raise self._mismatch(message, pick(put.keys, differ))
-        if put.groups.given and len(old):
+        if put.groups.given:
             known = self.groups.names[self.rows.groups[rows[old]]]
             differ = old[np.array(put.groups.names, dtype=object)[put.groups.index[old]] != known]
             if len(differ):
                 given = put.groups.names[int(put.groups.index[differ[0]])]
                 message = f"group {given!r}, but the row belongs to another"
                 raise self._mismatch(message, pick(put.keys, differ))
-        if len(old) < len(rows):
-            names, index = put.groups.names, put.groups.index[rows < 0]
-            full = self.groups.overfull(names, np.bincount(index, minlength=len(names)))
-            if full is not None:
-                raise self._mismatch(
-                    f"group {full!r} would hold more than group_size={self.groups.group_size} rows", put.keys
-                )
+
+    def _check_new(self, put: PutRows, rows: np.ndarray) -> None:
+        """Raise SchemaMismatch if the new rows of a put make a group larger than group_size."""
+        names, index = put.groups.names, put.groups.index[rows < 0]
+        full = self.groups.overfull(names, np.bincount(index, minlength=len(names)))
+        if full is not None:
+            raise self._mismatch(
+                f"group {full!r} would hold more than group_size={self.groups.group_size} rows", put.keys
+            )
 
     def write(self, put: PutRows, rows: np.ndarray, block_ids: Sequence[int], numbering: Numbers) -> np.ndarray:
         """Record the rows of a put that has passed `check_put`, which makes them readable.
@@ -392,7 +412,7 @@ class Partition:
         locate a value by block and row) that the fields of the put had before, int64 `[fields, N]`, negative where
         there was no value.
         """
-        new = np.flatnonzero(rows < 0)
+        new = (rows < 0).nonzero()[0]
         if len(new):
             index = put.groups.index[new]
             used = distinct(index)
@@ -405,10 +425,10 @@ class Partition:
             cursor.grow()
         sizes = [layout.num_rows for layout in put.layouts]
         slots = np.concatenate([(block << ROW_BITS) + np.arange(n) for block, n in zip(block_ids, sizes, strict=True)])
-        replaced = np.stack([self.rows.slots[name][rows] for name in put.fields])
-        for name, before in zip(put.fields, replaced, strict=True):
-            self.rows.slots[name][rows] = slots
-            self.rows.num_written[name] += int((before < 0).sum())
+        lines = self.rows.lines(put.fields)
+        replaced = self.rows.table[lines, rows]
+        self.rows.table[lines, rows] = slots
+        self.rows.count_written(lines, replaced < 0)
         if put.lengths is not None:
             self.rows.lengths[rows] = put.lengths
         if put.versions is not None:
@@ -488,18 +508,16 @@ class Partition:
         return int(hit.sum())
 
     def _unwrite(self, rows: np.ndarray) -> np.ndarray:
-        slots = np.stack([column[rows] for column in self.rows.slots.values()])
-        for name, before in zip(self.rows.slots, slots, strict=True):
-            self.rows.slots[name][rows] = UNWRITTEN
-            self.rows.num_written[name] -= int((before >= 0).sum())
+        slots = self.rows.table[:, rows]
+        self.rows.table[:, rows] = UNWRITTEN
+        self.rows.count_written(self.rows.lines(self.rows.slots), np.negative(slots >= 0, dtype=np.int64))
         return slots
 
     def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Forget rows, given without repeats. Returns the slots (numbers that locate a value by block and row) of all
         their fields, and the ids of the leases that held the rows; an id occurs once for each row."""
         slots = self._unwrite(rows)
-        leases = [np.empty(0, dtype=np.int64)]
-        leases += [cursor.forget(rows) for cursor in self.tasks.values()]
+        leases = [cursor.forget(rows) for cursor in self.tasks.values()] or [np.empty(0, dtype=np.int64)]
         self.groups.remove(rows, self.rows.groups[rows])
         self.rows.remove(rows)
         return slots, np.concatenate(leases)
@@ -511,7 +529,7 @@ class Partition:
         Returns the slots (numbers that locate a value by block and row) of the undone values, and the ids of the leases
         that held forgotten rows; an id occurs once for each row.
         """
-        slots = np.stack([column[rows] for column in self.rows.slots.values()])
+        slots = self.rows.table[:, rows]
         blocks = slots >> ROW_BITS
         mine = (blocks >= first_block_id) & (blocks < first_block_id + num_blocks)
         for name, own in zip(self.rows.slots, mine, strict=True):

@@ -23,13 +23,16 @@ def receipt_of(
     """Build a receipt (the keys and locations of rows) for `rows`. Fields whose values are in the same blocks and
     rows for all of `rows` share one `RowSource`."""
     together: list[tuple[list[str], np.ndarray]] = []
-    for name in fields:
-        slots = part.rows.slots[name][rows]
-        names = next((names for names, same in together if np.array_equal(same, slots)), None)
-        if names is None:
-            together.append(([name], slots))
-        else:
-            names.append(name)
+    table = part.rows.table[part.rows.lines(fields), rows]
+    if (table == table[0]).all():
+        together.append(([*fields], table[0]))
+    else:
+        for name, slots in zip(fields, table, strict=True):
+            names = next((names for names, same in together if np.array_equal(same, slots)), None)
+            if names is None:
+                together.append(([name], slots))
+            else:
+                names.append(name)
     block_ids = distinct(np.concatenate([slots for _, slots in together]) >> ROW_BITS)
     sources = []
     for names, slots in together:
@@ -77,6 +80,10 @@ def token_starts(lengths: np.ndarray | None, layouts: Sequence[BlockLayout]) -> 
     lengths (None), the list holds None for each block."""
     if lengths is None:
         return [None] * len(layouts)
-    ends = np.cumsum([layout.num_rows for layout in layouts])
-    parts = np.split(np.asarray(lengths, dtype=np.int64), ends[:-1])
-    return [np.cumsum(part) - part for part in parts]
+    starts: list[np.ndarray | None] = []
+    end = 0
+    for layout in layouts:
+        part = np.asarray(lengths[end : end + layout.num_rows], dtype=np.int64)
+        starts.append(part.cumsum() - part)
+        end += layout.num_rows
+    return starts

@@ -280,12 +280,11 @@ class DirectoryService:
 
     def _claim(self, request: requests.Claim) -> bytes | Coroutine[Any, Any, bytes]:
         claim = request.rows
-        self._directory.check_claim(claim)
         name = (claim.partition, claim.task, msgspec.msgpack.encode(claim.arguments, order="deterministic"))
-        if name not in self._claim_queues:
-            receipt = self._directory.claim(claim, self._now(), request.holder)
-            if receipt is not None:
-                return receipt.to_bytes()
+        if name in self._claim_queues:
+            self._directory.check_claim(claim)
+        elif (receipt := self._directory.claim(claim, self._now(), request.holder)) is not None:
+            return receipt.to_bytes()
         return self._claim_later(request, name)
 
     async def _claim_later(self, request: requests.Claim, name: tuple[str, str, bytes]) -> bytes:

@@ -146,8 +146,8 @@ class TaskCursor:
         """Set the state of `rows`, and update the numbers of leased and finished rows. Returns the rows' previous
         states."""
         before = self.column[rows]
-        self.num_leased -= int((before > 0).sum())
-        self.num_done -= int((before == DONE).sum())
+        self.num_leased -= int(np.count_nonzero(before > 0))
+        self.num_done -= int(np.count_nonzero(before == DONE))
         self.num_leased += len(rows) * (value > 0)
         self.num_done += len(rows) * (value == DONE)
         self.column[rows] = value
@@ -261,13 +261,17 @@ class LeaseBook:
         return self._leases.get(lease_id)
 
     def drop_rows(self, lease_ids: np.ndarray) -> None:
-        """Reduce the number of rows that a lease holds by one for each time that its id occurs in `lease_ids`. A lease
-        that holds no more rows ends."""
+        """Reduce the number of rows that a lease holds by one for each time that its id occurs in `lease_ids`."""
         for lease_id, count in zip(*distinct_counts(lease_ids), strict=True):
-            lease = self._leases[int(lease_id)]
-            lease.held -= int(count)
+            self.drop(int(lease_id), int(count))
+
+    def drop(self, lease_id: int, num_rows: int) -> None:
+        """Reduce the number of rows that a lease holds. A lease that holds no more rows ends."""
+        if num_rows:
+            lease = self._leases[lease_id]
+            lease.held -= num_rows
             if lease.held == 0:
-                del self._leases[lease.lease_id]
+                del self._leases[lease_id]
 
     def renew(self, lease_ids: Iterable[int], deadline: float) -> list[int]:
         """Extend leases to `deadline`, and return the ids of the leases that still exist. A task's `max_hold_s` limits
