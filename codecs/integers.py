@@ -38,7 +38,7 @@ def distinct(values: np.ndarray) -> np.ndarray:
     For 4096 row numbers this takes 10 us; numpy's `unique` uses a hash table and takes 350 us.
     """
     ordered, heads = _heads(values)
-    return ordered if heads.all() else ordered[heads]
+    return ordered if np.count_nonzero(heads) == len(heads) else ordered[heads]
 
 
 def distinct_counts(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -54,7 +54,7 @@ def distinct_counts(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _heads(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (`values` in ascending order, bool `[N]` that is true where a value occurs for the first time)."""
     heads = np.ones(len(values), dtype=bool)
-    if len(values) > 1 and (values[1:] < values[:-1]).any():
+    if len(values) > 1 and np.count_nonzero(values[1:] < values[:-1]):
         values = np.sort(values)
     np.not_equal(values[1:], values[:-1], out=heads[1:])
     return values, heads

@@ -217,9 +217,11 @@ class PutSpace:
     def grant(self, put: PutRows, nbytes: int, num_blocks: int) -> Reservation | None:
         """Reserve space for the next put of the writer of `put` in advance (credit), on its host. Returns None when
         another put of this host waits for space, or when too little space is free."""
-        if self._queues[self._directory.near_room(put)].waiting:
+        room = self._directory.near_room(put)
+        if self._queues[room].waiting:
             return None
-        [room, *_] = self._directory.rooms_for(put)
+        if room is None:
+            [room, *_] = self._directory.rooms_for(put)
         credit = self._directory.grant(put.writer, nbytes, num_blocks, _now(), room)
         if credit is not None and not self._store.allocate_ready(credit):
             self._directory.abort(credit.reservation_id)

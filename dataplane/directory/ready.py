@@ -30,6 +30,8 @@ class _Run:
 
     def takes(self, new: np.ndarray) -> bool:
         """Return whether the entries `new` can be appended: they are in order and come after all entries held."""
+        if len(new) == 1 and self.tail > self.head:
+            return self.entries[self.tail - 1, :2].tolist() <= new[0, :2].tolist()
         known = np.concatenate((self.entries[max(self.head, self.tail - 1) : self.tail, :2], new[:, :2]))
         key, tie = known[:, _KEY], known[:, _TIE]
         return bool(((key[1:] > key[:-1]) | ((key[1:] == key[:-1]) & (tie[1:] >= tie[:-1]))).all())
@@ -129,8 +131,8 @@ class ReadyQueue:
         assert count <= self._live, (count, self._live)
         if self._unsorted:
             self._sort()
-        main, late = self._main.front(count, self._ticket), self._late.front(count, self._ticket)
-        if len(late):
+        main = self._main.front(count, self._ticket)
+        if self._late.tail and len(late := self._late.front(count, self._ticket)):
             main = _in_order(np.concatenate((main, late)))[:count]
         return main[:, _ITEM]
 
@@ -289,7 +291,10 @@ class ReadyView:
         self._counted = grown(self._counted, self._rows.capacity, False)
         self._ready_in_group = grown(self._ready_in_group, len(self._groups.counts), 0)
         self._resize(len(self._groups.counts))
-        change = ready.astype(np.int32) - self._counted[rows]
+        before = self._counted[rows]
+        if not requeue and not np.count_nonzero(before != ready):
+            return  # So it is for rows that a consumer holds, when they are released as finished and when they go.
+        change = ready.astype(np.int32) - before
         self._counted[rows] = ready
         groups = self._rows.groups[rows]
         np.add.at(self._ready_in_group, groups, change)

@@ -506,13 +506,11 @@ class DirectoryService:
         deadline = self._directory.next_deadline()
         if deadline is not None:
             deadline = max(deadline, self._listen_until)
+        if deadline is None or self._timer is not None and self._timer.when() <= deadline:
+            return  # A timer that is early finds nothing to do and is set again, which is cheaper than a new one each.
         if self._timer is not None:
-            if deadline is not None and self._timer.when() == deadline and not self._timer.cancelled():
-                return
             self._timer.cancel()
-            self._timer = None
-        if deadline is not None:
-            self._timer = asyncio.get_running_loop().call_at(deadline, self._expire, deadline)
+        self._timer = asyncio.get_running_loop().call_at(deadline, self._expire, deadline)
 
     def _expire(self, deadline: float) -> None:
         self._timer = None
