@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 
 from ...codecs import messages
@@ -212,7 +213,7 @@ class Operations:
                 self.handle, self.label, schema, partition, keys, fields, versions, groups, tags or {}, replace, fences
             )
             if isinstance(self.store, ChoosesHolders):
-                put = dataclasses.replace(put, near=self.store.near(deadline - time.monotonic()))
+                put = msgspec.structs.replace(put, near=self.store.near(deadline - time.monotonic()))
             return put, blocks
 
         try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from ...codecs import messages
@@ -23,8 +23,7 @@ Outcome = Literal["done", "retry"]
 # ---------------- Rows of a put form groups by the caller's names, or by row keys up to their last dot.
 
 
-@dataclass(frozen=True, slots=True)
-class Grouping:
+class Grouping(msgspec.Struct, frozen=True, array_like=True):
     """Assigns the rows of one put to groups, such as all samples of one prompt."""
 
     names: Sequence[str]
@@ -73,8 +72,7 @@ def _stem_runs(keys: Sequence[str]) -> tuple[np.ndarray, list[str]]:
     return heads, names
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimRows:
+class ClaimRows(msgspec.Struct, frozen=True, array_like=True):
     """Describes the rows that a claim asks for, on behalf of one task (consumer)."""
 
     partition: str
@@ -90,7 +88,7 @@ class ClaimRows:
     claim allows them. None takes all versions."""
     at_least: int | None = None
     """Smallest number of rows for which the claim returns, at most `num_rows`. None stands for `num_rows`."""
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = msgspec.field(default_factory=dict)
     """Arguments for the task's sampler, as plain values."""
 
     @property
@@ -105,8 +103,7 @@ class ClaimRows:
         return f"{count} {'rows in whole groups' if self.whole_groups else 'rows'}"
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
+class Fence(msgspec.Struct, frozen=True, array_like=True):
     """Condition under which a put may write to its rows: each must still be the row that the writer means."""
 
     generations: np.ndarray | None
@@ -115,8 +112,7 @@ class Fence:
     """Ids of the leases of which one must hold each row that has a generation; () if they need no lease."""
 
 
-@dataclass(frozen=True, slots=True)
-class PutRows:
+class PutRows(msgspec.Struct, frozen=True, array_like=True):
     """Describes the rows and blocks of one put, without the content of the rows."""
 
     partition: str
@@ -156,8 +152,7 @@ class PutRows:
         return sum(sum(layout.part_bytes) for layout in self.layouts)
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(msgspec.Struct, frozen=True, array_like=True):
     """Values that the directory adds to the writer's `PutRows` when it commits a put. Both together make a receipt
     (the keys and locations of the rows)."""
 

@@ -18,8 +18,7 @@ from .partition import PartitionState
 from .samplers import TaskConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Register:
+class Register(msgspec.Struct, frozen=True, array_like=True):
     """Request to declare a partition. The reply is whether it is new, or replaces one with other arguments."""
 
     partition: str
@@ -31,24 +30,21 @@ class Register:
     request."""
 
 
-@dataclass(frozen=True, slots=True)
-class AddTasks:
+class AddTasks(msgspec.Struct, frozen=True, array_like=True):
     """Request to add tasks to a partition that is registered."""
 
     partition: str
     tasks: tuple[TaskConfig, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class OnePartition:
+class OnePartition(msgspec.Struct, frozen=True, array_like=True):
     """Request about a partition as a whole. `describe` returns its `Schema`, `leases` its leases, and `export` an
     `Exported`, from which it can be saved. `unregister` forgets the partition and returns the number of its rows."""
 
     partition: str
 
 
-@dataclass(frozen=True, slots=True)
-class AddFields:
+class AddFields(msgspec.Struct, frozen=True, array_like=True):
     """Request to extend a partition's schema. The reply is the extended `Schema`."""
 
     partition: str
@@ -56,8 +52,7 @@ class AddFields:
     """Fields to add. Fields that the partition already has are ignored."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reserve:
+class Reserve(msgspec.Struct, frozen=True, array_like=True):
     """Request to check rows and to reserve space for them, waiting at most `timeout_s` for space. The reply is a
     `Space`."""
 
@@ -67,8 +62,7 @@ class Reserve:
     """Ids of spaces from earlier replies that the writer does not need and gives back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Space:
+class Space(msgspec.Struct, frozen=True, array_like=True):
     """Names the space in the store to which one put can write. The put must commit within `reserve_s`."""
 
     space_id: int
@@ -83,8 +77,7 @@ class Space:
     """Number of a process of the store on the host with the space; ANY_HOLDER if the store has only one host."""
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(msgspec.Struct, frozen=True, array_like=True):
     """Request to make written rows readable. The reply is `Written`, or REVOKED when the space was credit (granted in
     advance) and the directory has taken it back."""
 
@@ -100,8 +93,7 @@ class Commit:
     next_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(msgspec.Struct, frozen=True, array_like=True):
     """Reply that confirms a put."""
 
     committed: Committed
@@ -110,13 +102,11 @@ class Written:
     None when nothing was granted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(msgspec.Struct, frozen=True, array_like=True):
     space_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Withdraw:
+class Withdraw(msgspec.Struct, frozen=True, array_like=True):
     """Request to undo a put that was interrupted, whether or not it had been committed."""
 
     partition: str
@@ -126,8 +116,7 @@ class Withdraw:
     space_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tag:
+class Tag(msgspec.Struct, frozen=True, array_like=True):
     """Request to set tags of existing rows."""
 
     partition: str
@@ -136,8 +125,7 @@ class Tag:
     """Values of each tag, one for each key: tag name -> `[N]`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
+class Lookup(msgspec.Struct, frozen=True, array_like=True):
     """Request for a receipt (the keys and locations) of the rows with given keys. `fields` None stands for all fields
     that are written for every row."""
 
@@ -148,8 +136,7 @@ class Lookup:
     """Maximum number of seconds to wait for rows and fields that are missing; None refuses the request instead."""
 
 
-@dataclass(frozen=True, slots=True)
-class SomeRows:
+class SomeRows(msgspec.Struct, frozen=True, array_like=True):
     """Request about the rows with given keys, or about all rows of the partition (None). `rows` returns their
     `PartitionRows`. `clear` forgets them and returns their number."""
 
@@ -179,8 +166,7 @@ class Restore:
     """All rows in order of arrival, as `PartitionRows.to_bytes` encodes them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(msgspec.Struct, frozen=True, array_like=True):
     """Request to lease rows to a task, waiting at most `timeout_s` for them. The reply is a receipt (their keys and
     locations)."""
 
@@ -190,24 +176,21 @@ class Claim:
     """Name of the client, for the list of leases."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClearStale:
+class ClearStale(msgspec.Struct, frozen=True, array_like=True):
     """Request to clear the rows that the claim `rows` would skip because their policy version is too old. The reply is
     the keys of the cleared rows, as `pack_keys` encodes them."""
 
     rows: ClaimRows
 
 
-@dataclass(frozen=True, slots=True)
-class Renew:
+class Renew(msgspec.Struct, frozen=True, array_like=True):
     """Request to extend leases, so that they expire `lease_s` seconds from now. The reply is the ids of the leases that
     still exist."""
 
     lease_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RenewRows:
+class RenewRows(msgspec.Struct, frozen=True, array_like=True):
     """Request to extend the lease of a receipt's rows to `lease_s` seconds from now. The lease must still hold all of
     them."""
 
@@ -216,8 +199,7 @@ class RenewRows:
     keys: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(msgspec.Struct, frozen=True, array_like=True):
     partition: str
     task: str
     lease_id: int
@@ -225,8 +207,7 @@ class Release:
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True)
-class Revoke:
+class Revoke(msgspec.Struct, frozen=True, array_like=True):
     """Request to end the leases of a task that were granted at least `older_than_s` seconds ago. The reply is the
     number of rows that they held."""
 
@@ -235,8 +216,7 @@ class Revoke:
     older_than_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Skip:
+class Skip(msgspec.Struct, frozen=True, array_like=True):
     """Request to settle positions of the prompt stream whose prompts will not be put. A task then does not wait for
     them."""
 
@@ -246,8 +226,7 @@ class Skip:
     """Positions in the prompt stream, int64 `[N]`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reset:
+class Reset(msgspec.Struct, frozen=True, array_like=True):
     """Request to make finished rows of a task claimable again (`keys` None: all rows of the partition). The reply is a
     `TaskReset`."""
 
@@ -256,8 +235,7 @@ class Reset:
     keys: bytes | None
 
 
-@dataclass(frozen=True, slots=True)
-class StatusOfTask:
+class StatusOfTask(msgspec.Struct, frozen=True, array_like=True):
     """Request for the `TaskStatus` of a task. `fields` None stands for all fields of the partition."""
 
     partition: str
@@ -265,23 +243,20 @@ class StatusOfTask:
     fields: tuple[str, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class FreeRows:
+class FreeRows(msgspec.Struct, frozen=True, array_like=True):
     """Request to drop the values of all fields of rows, and to keep the rows. The reply is the number of rows."""
 
     partition: str
     keys: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
+class Status(msgspec.Struct, frozen=True, array_like=True):
     """Request for the `DataPlaneStatus` of one partition, or of all partitions (None)."""
 
     partition: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetUnit:
+class ForgetUnit(msgspec.Struct, frozen=True, array_like=True):
     """Request to clear all rows of which a dead storage unit held a field, with the other rows of their groups. The
     reply is their keys by partition, as `pack_keys` encodes them."""
 
@@ -289,15 +264,13 @@ class ForgetUnit:
     """Name of a unit, or Ray's id of its node, that counts as dead from now on; "" to look for dead units only."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartUnit:
+class StartUnit(msgspec.Struct, frozen=True, array_like=True):
     """Request to start a storage unit on a node of the Ray cluster, unless a living one is there."""
 
     node: str
 
 
-@dataclass(frozen=True, slots=True)
-class Plane:
+class Plane(msgspec.Struct, frozen=True, array_like=True):
     """Reply to the request `plane`, which has no arguments. A client needs it besides the directory's address and the
     run's key."""
 
