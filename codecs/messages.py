@@ -7,6 +7,7 @@ encoded. Tensors are refused; the data of rows travels as blocks (`codecs/blocks
 from __future__ import annotations
 
 import functools
+import struct
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -25,6 +26,14 @@ dimensions (255 for 1-D without a shape), the dtype's name, the int64 shape unle
 _TEXTS = 2
 """Code of the msgpack extension for a 1-D numpy array of dtype object that holds only str. Its data is the result of
 `pack_texts`."""
+
+_INTS = 3
+"""Code of the msgpack extension for a 1-D numpy array of int64, such as a column of lengths or versions. Its data is
+the result of `_narrowed`."""
+
+_INTS_HEAD = struct.Struct("<Bq")
+_FEW = 32
+"""Largest number of integers that are narrowed without numpy, which takes longer for so few."""
 
 _KINDS = "biufUS"
 """Kinds of numpy dtype that can be encoded: bool, integers, floats, fixed-width strings."""
@@ -61,6 +70,8 @@ def _enc_hook(obj: Any) -> Any:
     if isinstance(obj, np.ndarray):
         if is_text(obj):
             return msgspec.msgpack.Ext(_TEXTS, pack_texts(obj))
+        if obj.ndim == 1 and obj.dtype == np.int64:
+            return msgspec.msgpack.Ext(_INTS, _narrowed(obj))
         return msgspec.msgpack.Ext(_ARRAY, _array_bytes(obj))
     if isinstance(obj, np.generic):
         return obj.item()
@@ -82,6 +93,34 @@ def _dec_hook(of: Any, obj: Any) -> Any:
     return obj
 
 
+def _narrowed(array: np.ndarray) -> bytes:
+    """Encode int64 `[N]` as 1 byte width, the smallest value, and the differences from it in `width` bytes each. Values
+    that need 8 bytes are kept as they are, with 0 as the smallest."""
+    few = array.tolist() if len(array) <= _FEW else (int(array.min()), int(array.max()))
+    low = min(few, default=0)
+    spread = max(few, default=0) - low
+    if spread < 1 << 8 and len(array) <= _FEW:
+        return _INTS_HEAD.pack(1, low) + bytes([value - low for value in few])
+    for width in (1, 2, 4):
+        if spread < 1 << (8 * width):
+            return _INTS_HEAD.pack(width, low) + (array - low).astype(f"<u{width}").tobytes()
+    return _INTS_HEAD.pack(8, 0) + array.tobytes()
+
+
+def _widened(data: memoryview) -> np.ndarray:
+    """Decode the result of `_narrowed`. Raises ValueError for other bytes."""
+    if len(data) < _INTS_HEAD.size:
+        raise ValueError(f"{len(data)} bytes are not integers")
+    width, low = _INTS_HEAD.unpack_from(data)
+    if width not in (1, 2, 4, 8):
+        raise ValueError(f"got integers of {width} bytes, expected 1, 2, 4 or 8")
+    values = np.frombuffer(data[_INTS_HEAD.size :], _OF_WIDTH[width])
+    return values.astype(np.int64) + low if low else values.astype(np.int64)
+
+
+_OF_WIDTH = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<i8")}
+
+
 def _array_bytes(array: np.ndarray) -> bytes:
     if array.dtype.kind not in _KINDS:
         raise TypeError(f"message: cannot encode a numpy array of dtype {array.dtype}")
@@ -98,6 +137,11 @@ def _ext_hook(code: int, data: memoryview) -> np.ndarray:
             return unpack_texts(data)
         except (TypeError, ValueError) as error:
             raise msgspec.ValidationError(f"damaged column of text: {error}") from error
+    if code == _INTS:
+        try:
+            return _widened(data)
+        except ValueError as error:
+            raise msgspec.ValidationError(f"damaged integers: {error}") from error
     if code != _ARRAY or len(data) < 2:
         raise msgspec.ValidationError(f"msgpack extension {code} of {len(data)} bytes is not a numpy array")
     dtype_end, ndim = 2 + data[0], data[1]
