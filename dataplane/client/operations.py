@@ -22,7 +22,7 @@ from ...codecs import messages
 from ...codecs.batch import Batch
 from ...codecs.blocks import EncodedBlock
 from ...codecs.schema import Schema
-from ..block_store import BlockStore, ChoosesHolders
+from ..block_store import ANY_HOLDER, BlockStore, ChoosesHolders
 from ..compact import pack_keys, unpack_keys
 from ..directory import requests
 from ..directory.calls import ClaimRows, Committed, Fence, Outcome, PutRows, check_distinct
@@ -504,8 +504,14 @@ class Operations:
 
     def _schema(self, partition: str, bound: float) -> Steps[Schema]:
         if partition not in self._schemas:
-            reply = yield Ask("describe", requests.encode(requests.OnePartition(partition)), bound)
-            self._schemas[partition] = messages.decode(reply, Schema)
+            deadline, near = time.monotonic() + bound, ANY_HOLDER
+            if isinstance(self.store, ChoosesHolders):
+                near = yield Work("put", partial(self.store.near, bound), deadline)
+            request = requests.encode(requests.Describe(partition, self.label, near))
+            reply = yield Ask("describe", request, max(0.0, deadline - time.monotonic()), _abort_granted)
+            described = messages.decode(reply, requests.Described)
+            self._schemas[partition] = described.schema
+            self._credit.add(described.next_space)
         return self._schemas[partition]
 
     def _find_lost(self) -> Steps[dict[int, str]]:
@@ -621,6 +627,11 @@ def _packed(keys: Sequence[str] | None) -> bytes | None:
 def _abort_reserved(body: bytes) -> tuple[str, bytes]:
     space = messages.decode(body, requests.Space)
     return "abort", requests.encode(requests.Abort((space.space_id,)))
+
+
+def _abort_granted(body: bytes) -> tuple[str, bytes] | None:
+    space = messages.decode(body, requests.Described).next_space
+    return None if space is None else ("abort", requests.encode(requests.Abort((space.space_id,))))
 
 
 def _retry(task: str, body: bytes) -> tuple[str, bytes]:

@@ -144,26 +144,26 @@ class Directory:
 
     # ---------------- These methods carry out puts.
 
-    def rooms_for(self, put: PutRows) -> list[int]:
-        """Return the numbers of the hosts on which a put may be stored, the best first. That of its writer comes first,
-        then those with the most free bytes. On hosts of other writers, an eighth of the capacity is left to these."""
-        blocks, near = self._blocks, self.near_room(put)
-        return sorted(blocks.rooms.rooms, key=lambda room: (room != near, -blocks.free_bytes(room)))
+    def rooms_for(self, near: int) -> list[int]:
+        """Return the numbers of the hosts on which a put may be stored, the best first. That of its writer, on which is
+        the process `near` of the store, comes first, then those with the most free bytes. On hosts of other writers, an eighth of the capacity is left to these."""
+        blocks, own = self._blocks, self.near_room(near)
+        return sorted(blocks.rooms.rooms, key=lambda room: (room != own, -blocks.free_bytes(room)))
 
-    def near_room(self, put: PutRows) -> int | None:
-        """Return the number of the host of a put's writer, or of the only host of the store. None if the store has
-        several, and no living process on the writer's."""
+    def near_room(self, near: int) -> int | None:
+        """Return the number of the host of a writer, on which is the process `near` of the store, or of the only host of
+        the store. None if the store has several, and no living process on the writer's."""
         rooms = self._blocks.rooms
         if len(rooms.rooms) == 1:
             return next(iter(rooms.rooms))
-        room = None if put.near == ANY_HOLDER else rooms.room_of(put.near)
+        room = None if near == ANY_HOLDER else rooms.room_of(near)
         return room if room in rooms.rooms else None
 
     def reserve(self, put: PutRows, now: float, room: int = 0) -> Reservation | None:
         """Check a put and reserve space for it on a host. Returns None when there is not enough space at the moment.
         Raises the same errors as `check`."""
         self.check(put)
-        blocks, near = self._blocks, self.near_room(put)
+        blocks, near = self._blocks, self.near_room(put.near)
         spare = 0 if near in (None, room) else blocks.capacity_bytes // SPARE_PART
         if put.nbytes > blocks.free_bytes(room) - spare:
             return None
@@ -176,7 +176,7 @@ class Directory:
     def has_room(self, put: PutRows) -> bool:
         """Return whether the directory's count leaves enough bytes of the capacity free. If so, a put that must still
         wait waits only for room in the store itself."""
-        return any(put.nbytes <= self._blocks.free_bytes(room) for room in self.rooms_for(put))
+        return any(put.nbytes <= self._blocks.free_bytes(room) for room in self.rooms_for(put.near))
 
     def described_room(self, put: PutRows) -> str:
         """Return the use of the capacity, for the error of a put that finds no room."""
@@ -185,7 +185,7 @@ class Directory:
         text = f"{total.used_bytes} in use and {total.reserved_bytes} reserved of {blocks.capacity_bytes * len(rooms)}"
         if len(rooms) == 1:
             return text
-        free = ", ".join(f"{blocks.free_bytes(room)} on {rooms[room]}" for room in self.rooms_for(put) if room in rooms)
+        free = ", ".join(f"{blocks.free_bytes(room)} on {rooms[room]}" for room in self.rooms_for(put.near) if room in rooms)
         return f"{text} on {len(rooms)} hosts, free: {free}"
 
     def check(self, put: PutRows) -> None:

@@ -128,7 +128,7 @@ class PutSpace:
     def reserve_at_once(self, put: PutRows) -> Reservation | None:
         """Reserve space for a put if that takes no time. Returns None if the put has to wait, for its turn or for room,
         so that `reserve` must be called. Raises the errors of `Directory.check`."""
-        room = self._directory.near_room(put)
+        room = self._directory.near_room(put.near)
         if self._queues[room].waiting or room is None:
             self._directory.check(put)
             return None
@@ -141,7 +141,7 @@ class PutSpace:
     async def reserve(self, put: PutRows, timeout_s: float) -> Reservation:
         """Reserve space for a put that has passed the directory's check, once it is its turn and there is room. Raises
         CapacityExceeded after `timeout_s` seconds, and DirectoryLost when the service is closed meanwhile."""
-        deadline, queue = _now() + timeout_s, self._queues[self._directory.near_room(put)]
+        deadline, queue = _now() + timeout_s, self._queues[self._directory.near_room(put.near)]
         with queue.place(f"{put.nbytes} bytes for {put.writer}") as place:
             try:
                 async with _turn(place, deadline):
@@ -173,7 +173,7 @@ class PutSpace:
         """Reserve space for a put, both in the directory's count of bytes and in the store. Credit (space granted to
         writers in advance) is revoked if necessary. Returns None when even that does not free enough."""
         reservation = None
-        for room in self._directory.rooms_for(put):
+        for room in self._directory.rooms_for(put.near):
             reservation = self._directory.reserve(put, _now(), room)
             if reservation is None:
                 await self.take_back(self._directory.revoke(put.nbytes, room))
@@ -214,15 +214,16 @@ class PutSpace:
         if self._closed:
             raise DirectoryLost("the data plane was closed while this call waited")
 
-    def grant(self, put: PutRows, nbytes: int, num_blocks: int) -> Reservation | None:
-        """Reserve space for the next put of the writer of `put` in advance (credit), on its host. Returns None when
-        another put of this host waits for space, or when too little space is free."""
-        room = self._directory.near_room(put)
+    def grant(self, writer: str, near: int, nbytes: int, num_blocks: int) -> Reservation | None:
+        """Reserve space for the next put of a writer in advance (credit), on its host, which is that of the process
+        `near` of the store. Returns None when another put of this host waits for space, or when too little space is
+        free."""
+        room = self._directory.near_room(near)
         if self._queues[room].waiting:
             return None
         if room is None:
-            [room, *_] = self._directory.rooms_for(put)
-        credit = self._directory.grant(put.writer, nbytes, num_blocks, _now(), room)
+            [room, *_] = self._directory.rooms_for(near)
+        credit = self._directory.grant(writer, nbytes, num_blocks, _now(), room)
         if credit is not None and not self._store.allocate_ready(credit):
             self._directory.abort(credit.reservation_id)
             return None

@@ -38,8 +38,8 @@ class AddTasks(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OnePartition(msgspec.Struct, frozen=True, array_like=True):
-    """Request about a partition as a whole. `describe` returns its `Schema`, `leases` its leases, and `export` an
-    `Exported`, from which it can be saved. `unregister` forgets the partition and returns the number of its rows."""
+    """Request about a partition as a whole. `leases` returns its leases, and `export` an `Exported`, from which it can be
+    saved. `unregister` forgets the partition and returns the number of its rows."""
 
     partition: str
 
@@ -75,6 +75,23 @@ class Space(msgspec.Struct, frozen=True, array_like=True):
     block only when it is written."""
     holder: int = ANY_HOLDER
     """Number of a process of the store on the host with the space; ANY_HOLDER if the store has only one host."""
+
+
+class Describe(msgspec.Struct, frozen=True, array_like=True):
+    """Request of a writer for what it needs before its first put to a partition. The reply is a `Described`."""
+
+    partition: str
+    writer: str
+    near: int = ANY_HOLDER
+    """Number of a process of the store on the writer's host; ANY_HOLDER if there is none."""
+
+
+class Described(msgspec.Struct, frozen=True, array_like=True):
+    """Reply that describes a partition to a writer."""
+
+    schema: Schema
+    next_space: Space | None
+    """Space granted in advance for a put as large as the last one of the partition, as in `Written`."""
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):

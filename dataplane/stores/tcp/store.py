@@ -95,7 +95,7 @@ class TcpStore(PutsAll):
 
     def near(self, timeout_s: float) -> int:
         """Return the number of a living unit of this host; see `ChoosesHolders`."""
-        if not self._asked:
+        if not self._near and not self._asked:
             self._ask_directory(time.monotonic() + timeout_s)
         return next((number for number in self._near if number not in self._dead), ANY_HOLDER)
 
@@ -164,7 +164,7 @@ class TcpStore(PutsAll):
     def _order(self, holder: int, deadline: float) -> list[int]:
         """Return the numbers of the units in the order in which a put tries them. Those on the host of the unit
         `holder` come first, then those of this host, then the others; each begin at the unit whose turn it is."""
-        if not self._asked or holder >= len(self._units):
+        if holder >= len(self._units) or not self._near and not self._asked:
             self._ask_directory(deadline)
         alive = [number for number in range(len(self._units)) if number not in self._dead]
         if not alive:
