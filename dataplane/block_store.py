@@ -83,8 +83,8 @@ class StoreHost(Protocol):
     """Part of a store that allocates and frees blocks (groups of rows stored together), once per run. It runs in the
     process of the directory (the data plane's metadata service).
 
-    A host that implements `FreesMany` is called from one thread, except for `count`. All other hosts must be thread-safe, and their calls
-    must not wait for another process.
+    A host that implements `FreesMany` is called from one thread, except for `count`. All other hosts must be
+    thread-safe, and their calls must not wait for another process.
     """
 
     spec: StoreSpec

@@ -1,4 +1,4 @@
-"""Measures what the directory costs: CPU time of its process for each row, and rows that it serves in a second.
+"""Measures what the directory costs: CPU time of its process for each row, and rows that it serves per second.
 
 A row goes through put, claim, get, release and clear, in groups of GROUP rows. The CPU time is that of the directory's
 process alone, so that the time of clients and storage units does not count.
@@ -88,8 +88,10 @@ def measure_cost(options: CostOptions) -> list[CostResult]:
 
 
 def measure_rate(num_processes: int = 2, seconds: float = 2.0) -> float:
-    """Return the rows a second that clients in `num_processes` processes put, claim, read, release and clear at the same
-    time, in wall time."""
+    """Return how many rows clients put, claim, read, release and clear per second of wall time.
+
+    The clients are in `num_processes` processes, and work at the same time.
+    """
     spawn = multiprocessing.get_context("spawn")
     with _plane() as plane, connect(plane.handle) as client:
         client.register(PARTITION, Schema(FIELDS), tasks=[TASK], group_size=GROUP)
@@ -135,12 +137,12 @@ def _rows() -> dict[str, Any]:
 
 
 def _cost(pid: int, clients: Sequence[DataPlaneClient], first: int, groups: int, open_us: float) -> CostResult:
-    rows, spent = _rows(), dict.fromkeys(("put", "claim", "get", "release", "clear"), 0.0)
+    rows, spent = _rows(), dict[str, float]()
 
     def timed(operation: str, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         before = cpu_s(pid)
         results = [call() for call in calls]
-        spent[operation] += cpu_s(pid) - before
+        spent[operation] = spent.get(operation, 0.0) + cpu_s(pid) - before
         return results
 
     for start in range(first, first + groups, BLOCK):

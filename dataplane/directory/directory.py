@@ -145,14 +145,17 @@ class Directory:
     # ---------------- These methods carry out puts.
 
     def rooms_for(self, near: int) -> list[int]:
-        """Return the numbers of the hosts on which a put may be stored, the best first. That of its writer, on which is
-        the process `near` of the store, comes first, then those with the most free bytes. On hosts of other writers, an eighth of the capacity is left to these."""
+        """Return the numbers of the hosts on which a put may be stored, the best first.
+
+        That of its writer, with the process `near` of the store, comes first, then those with the most free bytes. On
+        hosts of other writers, an eighth of the capacity is left to these.
+        """
         blocks, own = self._blocks, self.near_room(near)
         return sorted(blocks.rooms.rooms, key=lambda room: (room != own, -blocks.free_bytes(room)))
 
     def near_room(self, near: int) -> int | None:
-        """Return the number of the host of a writer, on which is the process `near` of the store, or of the only host of
-        the store. None if the store has several, and no living process on the writer's."""
+        """Return the number of a writer's host, which is that of the process `near` of the store, or of the only host.
+        None if the store has several hosts, and no living process on the writer's."""
         rooms = self._blocks.rooms
         if len(rooms.rooms) == 1:
             return next(iter(rooms.rooms))
@@ -185,7 +188,9 @@ class Directory:
         text = f"{total.used_bytes} in use and {total.reserved_bytes} reserved of {blocks.capacity_bytes * len(rooms)}"
         if len(rooms) == 1:
             return text
-        free = ", ".join(f"{blocks.free_bytes(room)} on {rooms[room]}" for room in self.rooms_for(put.near) if room in rooms)
+        free = ", ".join(
+            f"{blocks.free_bytes(room)} on {rooms[room]}" for room in self.rooms_for(put.near) if room in rooms
+        )
         return f"{text} on {len(rooms)} hosts, free: {free}"
 
     def check(self, put: PutRows) -> None:

@@ -21,7 +21,6 @@ from .rows import LOST, ROW_BITS, UNKNOWN, UNWRITTEN, GroupTable, Numbers, RowTa
 from .samplers import TaskConfig
 from .task_cursor import DONE, TaskCursor
 
-
 MOST_CHECKED = 256
 """Largest number of sets of fields that a partition remembers as valid."""
 
@@ -381,8 +380,7 @@ class Partition:
             raise self._mismatch(message, pick(put.keys, old[differ]))
 
     def _check_identity(self, put: PutRows, rows: np.ndarray, old: np.ndarray) -> None:
-        """Raise SchemaMismatch if a put contradicts an existing row: if it gives another group or, without `replace`,
-        another version."""
+        """Raise SchemaMismatch if a put gives an existing row another group or, without `replace`, another version."""
         if put.versions is not None and not put.replace:
             differ = old[self.rows.versions[rows[old]] != put.versions[old]]
             if len(differ):

@@ -113,6 +113,8 @@ class PutSpace:
         self._freed = freed
         self._queues: dict[int | None, Queue] = defaultdict(Queue)
         """Queue of the puts from each host, so that a full host does not make the writers of others wait."""
+        self.usual: dict[str, tuple[int, int]] = {}
+        """Numbers of bytes and blocks that the last put of each partition expects of the next one."""
         self._closed = False
 
     @property

@@ -38,8 +38,8 @@ class AddTasks(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OnePartition(msgspec.Struct, frozen=True, array_like=True):
-    """Request about a partition as a whole. `leases` returns its leases, and `export` an `Exported`, from which it can be
-    saved. `unregister` forgets the partition and returns the number of its rows."""
+    """Request about a partition as a whole. `leases` returns its leases, and `export` an `Exported`, from which it can
+    be saved. `unregister` forgets the partition and returns the number of its rows."""
 
     partition: str
 

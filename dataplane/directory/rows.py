@@ -209,7 +209,7 @@ class RowTable:
 
     def written(self, rows: np.ndarray, fields: Iterable[str]) -> np.ndarray:
         """Return a bool array `[N]` that is True for rows with all of `fields` written."""
-        return (self.table[self.lines(fields), rows] >= 0).all(axis=0)
+        return np.logical_and.reduce(self.table[self.lines(fields), rows] >= 0)
 
     def lost(self, rows: np.ndarray, fields: Iterable[str] | None = None) -> np.ndarray:
         """Return a bool array `[N]` that is True for rows that have lost one of `fields` with its process.

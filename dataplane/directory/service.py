@@ -82,8 +82,6 @@ class DirectoryService:
         that a rank with a ready share does not wait behind another rank."""
         self._ready: dict[str, Pulse] = {}
         """Event for each partition, by name. It is fired when waiting claims should try again."""
-        self._usual_puts: dict[str, tuple[int, int]] = {}
-        """Numbers of bytes and blocks that the last put of each partition expects of the next one."""
         self._timer: asyncio.TimerHandle | None = None
         self._listen_until = 0.0
         """Time in seconds, by the clock of the event loop, before which no lease or reservation expires."""
@@ -210,7 +208,7 @@ class DirectoryService:
         put = request.put
         committed, freed = self._directory.commit(request.space_id, put, self._store.locate(request.locations))
         self._ready_pulse(put.partition).fire()
-        self._usual_puts[put.partition] = request.next_bytes, request.next_blocks
+        self._space.usual[put.partition] = request.next_bytes, request.next_blocks
         credit = self._space.grant(put.writer, put.near, request.next_bytes, request.next_blocks)
         return messages.encode(requests.Written(committed, credit and self._as_space(credit))), freed
 
@@ -389,11 +387,11 @@ class DirectoryService:
         # This wakes waiting claims, which then notice that the partition is gone.
         reply = self._cleared(partition, body, freed)
         self._ready.pop(partition)
-        self._usual_puts.pop(partition, None)
+        self._space.usual.pop(partition, None)
         return reply
 
     def _describe(self, request: requests.Describe) -> bytes:
-        schema, usual = self._directory.schema(request.partition), self._usual_puts.get(request.partition, (0, 0))
+        schema, usual = self._directory.schema(request.partition), self._space.usual.get(request.partition, (0, 0))
         credit = self._space.grant(request.writer, request.near, *usual)
         return messages.encode(requests.Described(schema, credit and self._as_space(credit)))
 

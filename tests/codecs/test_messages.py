@@ -136,3 +136,17 @@ def test_a_damaged_schema_is_no_message() -> None:
     for name in field.keys() - {"shared"}:  # which journals and files of earlier versions lack
         with pytest.raises(ValueError, match="are not a Schema"):
             decode(encode([{key: value for key, value in field.items() if key != name}]), Schema)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 100])
+@pytest.mark.parametrize("spread", [0, 200, 60_000, 1 << 31, 1 << 62])
+@pytest.mark.parametrize("low", [0, -5, -(1 << 63)])
+def test_integers_travel_in_as_few_bytes_as_they_need(num_rows: int, spread: int, low: int) -> None:
+    values = np.full(num_rows, low, dtype=np.int64)
+    values[-1] = low + spread
+    data = messages.encode(values)
+    found = messages.decode(data, np.ndarray)
+    assert found.dtype == np.int64 and found.tolist() == values.tolist()
+    width = 1 if num_rows == 1 else next(width for width in (1, 2, 4, 8) if spread < 1 << (8 * width))
+    assert len(data) <= 9 + num_rows * width + 6
+    assert len(messages.decode(messages.encode(values[:0]), np.ndarray)) == 0

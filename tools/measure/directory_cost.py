@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--against", type=Path, help="root folder of another checkout")
     parser.add_argument("--tcp", action="store_true", help="connect by TCP, as clients of other hosts do")
-    parser.add_argument("--rate", action="store_true", help="also measure rows a second, with two client processes")
+    parser.add_argument("--rate", action="store_true", help="also measure rows per second, with two client processes")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.child:
