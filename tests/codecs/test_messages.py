@@ -144,9 +144,9 @@ def test_a_damaged_schema_is_no_message() -> None:
 def test_integers_travel_in_as_few_bytes_as_they_need(num_rows: int, spread: int, low: int) -> None:
     values = np.full(num_rows, low, dtype=np.int64)
     values[-1] = low + spread
-    data = messages.encode(values)
-    found = messages.decode(data, np.ndarray)
+    data = encode(values)
+    found = decode(data, np.ndarray)
     assert found.dtype == np.int64 and found.tolist() == values.tolist()
     width = 1 if num_rows == 1 else next(width for width in (1, 2, 4, 8) if spread < 1 << (8 * width))
     assert len(data) <= 9 + num_rows * width + 6
-    assert len(messages.decode(messages.encode(values[:0]), np.ndarray)) == 0
+    assert len(decode(encode(values[:0]), np.ndarray)) == 0
