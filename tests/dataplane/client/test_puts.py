@@ -46,7 +46,7 @@ def test_a_store_without_room_does_not_spin(monkeypatch: pytest.MonkeyPatch, cli
     monkeypatch.setattr(LocalHost, "allocate", lambda self, block_id, nbytes: calls.append(block_id))
     with pytest.raises(CapacityExceeded):
         client.put("p", ["a.0"], {"ids": ids(1)}, timeout_s=0.2)
-    assert len(calls) == 2, "once, and once more after looking, which may free what a writer held"
+    assert len(calls) == 3, "at once, in its turn, and once more after looking, which may free what a writer held"
     assert client.status().bytes_reserved == 0
 
 
