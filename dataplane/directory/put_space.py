@@ -217,9 +217,8 @@ class PutSpace:
             raise DirectoryLost("the data plane was closed while this call waited")
 
     def grant(self, writer: str, near: int, nbytes: int, num_blocks: int) -> Reservation | None:
-        """Reserve space for the next put of a writer in advance (credit), on its host, which is that of the process
-        `near` of the store. Returns None when another put of this host waits for space, or when too little space is
-        free."""
+        """Reserve space for the next put of a writer in advance (credit). Returns None when another put of its host
+        waits for space, or when too little space is free. near: number of a process of the store on that host."""
         room = self._directory.near_room(near)
         if self._queues[room].waiting:
             return None
