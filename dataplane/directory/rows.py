@@ -143,8 +143,7 @@ class RowTable:
         return np.array([self._line[name] for name in fields], dtype=np.int64)[:, None]
 
     def count_written(self, lines: np.ndarray, change: np.ndarray) -> None:
-        """Add `change` `[fields, N]`, summed over its rows, to the number of rows in which the fields of these lines
-        are written."""
+        """Add `change` `[fields, N]` to the numbers of rows in which the fields of these lines are written."""
         names = [*self.slots]
         for line, count in zip(lines[:, 0].tolist(), change.sum(axis=1).tolist(), strict=True):
             self.num_written[names[line]] += count
