@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,7 @@ def add_launch_commands(commands: Any) -> None:
     slurm.add_argument("--account", metavar="NAME", help="account of Slurm")
     slurm.add_argument(
         "--time",
+        type=_of_form(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}", "minutes, H:MM:SS or D-HH:MM:SS"),
         metavar="LIMIT",
         help="time limit, such as 12:00:00, after which the job is queued again and continues",
     )
@@ -41,7 +43,8 @@ def add_launch_commands(commands: Any) -> None:
     )
     k8s = _add(kinds, "k8s", _k8s, "write a manifest of a RayJob for KubeRay", "job.yaml")
     k8s.add_argument("--cpus-per-node", type=_count, default=8, metavar="C", help="CPUs of each pod; default: 8")
-    k8s.add_argument("--memory", default="64Gi", help="memory of each pod, with its /dev/shm; default: 64Gi")
+    size = _of_form(r"\d+(\.\d+)?([KMGTP]i|[kMGTP])", "a number with a unit, such as 64Gi")
+    k8s.add_argument("--memory", type=size, default="64Gi", help="memory of each pod, with its /dev/shm; default: 64Gi")
     k8s.add_argument("--image", required=True, help="container image with Headrace and its extras")
     k8s.add_argument(
         "--claim", required=True, metavar="NAME", help="PersistentVolumeClaim that all pods can write (ReadWriteMany)"
@@ -62,6 +65,17 @@ def _add(
     parser.add_argument("--submit", action="store_true", help="also start the job")
     parser.set_defaults(command=command)
     return parser
+
+
+def _of_form(form: str, expected: str) -> Callable[[str], str]:
+    """Return the check of an option that the scheduler would refuse only later. form: regular expression."""
+
+    def checked(text: str) -> str:
+        if not re.fullmatch(form, text):
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+        return text
+
+    return checked
 
 
 def _count(text: str) -> int:
@@ -121,6 +135,7 @@ def _k8s(arguments: argparse.Namespace) -> int:
         claim=arguments.claim,
         mount=arguments.mount,
         capacity_mib=config.dataplane.store.capacity_mib,
+        launch=secrets.token_hex(4),
         rows_in_ray=config.dataplane.store.kind == "ray",
     )
     return _finish(arguments, job.manifest(), MARK, ["kubectl", "apply", "-f", str(arguments.out)])

@@ -9,10 +9,14 @@ from typing import Any
 
 import yaml
 
+from .start_again import RESUME
+
 MARK = "# Written by `headrace launch k8s`"
 """Beginning of a manifest, by which the command knows its own files."""
 RETRIES = 3
 """Number of times that KubeRay starts a failed job again, each time with new pods."""
+START_TIMEOUT_S = 600
+"""Seconds within which all pods must have joined the job's Ray."""
 KEPT_S = 600
 """Seconds for which the pods of a finished job remain, for their logs."""
 MIB_BESIDE_ROWS = 2048
@@ -23,6 +27,16 @@ HEAD_CPUS, HEAD_MEMORY = 4, "16Gi"
 """Size of the pod of the driver, which has no GPU and takes no actor."""
 CONFIG_FOLDER = "/etc/headrace"
 """Folder of the configuration in each pod."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as they are, and not escaped."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +71,8 @@ class RayJob:
     """Absolute path of this volume in the pods, the working folder of the run."""
     capacity_mib: int
     """Room for rows on each host, in MiB."""
+    launch: str
+    """Name of this launch, of letters and digits. A run folder that another launch has begun is left as it is."""
     rows_in_ray: bool
     """Whether rows are stored in Ray's object store."""
 
@@ -99,18 +115,21 @@ class RayJob:
             },
         }
         head = f"{MARK}. Start it with: kubectl apply -f FILE (KubeRay 1.5.1 or newer)\n"
-        return head + yaml.safe_dump_all([config, job], sort_keys=False, width=120)
+        return head + yaml.dump_all([config, job], Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
     def _entrypoint(self) -> str:
-        """Return the shell command that runs in the head pod. A repeated job continues its run."""
-        train = shlex.join(["headrace", self.command, f"{CONFIG_FOLDER}/config.yaml", *self.overrides])
-        figures = shlex.quote(f"{self.run_dir}/metrics.jsonl")
-        wait = "python -m headrace.trainers.jobs.joined_nodes auto"
-        return (
-            f"cd {shlex.quote(self.mount)} && {wait} {self.nodes + 1} 600 && "
-            f"{train} run.dir={shlex.quote(self.run_dir)} resources.ray_address=auto "
-            f"$([ -s {figures} ] && echo --resume)"
+        """Return the command that runs in the head pod. A repeated job continues its run.
+
+        It is a single command, because KubeRay writes it unquoted into the shell of the pod that submits the job, which
+        would run a second command itself."""
+        train = [self.command, f"{CONFIG_FOLDER}/config.yaml", *self.overrides, f"run.dir={self.run_dir}"]
+        script = (
+            f"RUN_DIR={shlex.quote(self.run_dir)}\nJOB=$RUN_DIR/k8s-{self.launch}\n"
+            f"cd {shlex.quote(self.mount)} || exit 1\n"
+            f"python -m headrace.trainers.jobs.joined_nodes auto {self.nodes + 1} {START_TIMEOUT_S} || exit 1\n"
+            f"{RESUME}exec {shlex.join(['headrace', *train, 'resources.ray_address=auto'])} $RESUME\n"
         )
+        return shlex.join(["sh", "-c", script])
 
     def _start_params(self) -> dict[str, str]:
         mib = RAY_OBJECTS_MIB + (self.capacity_mib if self.rows_in_ray else 0)

@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .start_again import RESUME
+
 MARK = "# Written by `headrace launch slurm`"
 """Beginning of the second line of a batch file, by which the command knows its own files."""
 GRACE_S = 120
@@ -41,7 +43,8 @@ class SlurmJob:
 
     def script(self) -> str:
         """Return the text of the batch file."""
-        return f"#!/bin/bash\n{MARK}. Start it with: sbatch FILE\n{self._options()}{self._variables()}{_BODY}"
+        head = f"#!/bin/bash\n{MARK}. Start it with: sbatch FILE\n{self._options()}{self._variables()}"
+        return f"{head}{_RAY}{RESUME}{_DRIVER}"
 
     def _options(self) -> str:
         lines = [
@@ -79,7 +82,7 @@ class SlurmJob:
         )
 
 
-_BODY = r"""
+_RAY = r"""
 # The files of this start. The job's Ray refuses calls without the token, which only the user can read.
 export JOB=$RUN_DIR/slurm-$SLURM_JOB_ID
 mkdir -p "$JOB" && rm -f "$JOB/token" || exit 1
@@ -128,16 +131,11 @@ end_ray() {
   for _ in {1..30}; do kill -0 "$RAY" 2> /dev/null && sleep 1; done
 }
 trap end_ray EXIT
-
-# A start that Slurm repeats before the first checkpoint begins at step 0 again; the figures so far are kept.
-RESUME=()
-if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && ! compgen -G "$RUN_DIR/checkpoints/step_*.json" > /dev/null; then
-  mv "$RUN_DIR/metrics.jsonl" "$JOB/metrics-of-start-$SLURM_RESTART_COUNT.jsonl" 2> /dev/null
-fi
-[ -s "$RUN_DIR/metrics.jsonl" ] && RESUME=(--resume)
+"""
+_DRIVER = r"""
 "${STEP[@]}" "${ON_FIRST[@]}" bash -c '
   python -m headrace.trainers.jobs.joined_nodes "$ADDRESS" "$NUM_NODES" "$START_TIMEOUT_S" && exec "$@"
-' - "${TRAIN[@]}" resources.ray_address="$ADDRESS" "${RESUME[@]}" &
+' - "${TRAIN[@]}" resources.ray_address="$ADDRESS" ${RESUME:+"$RESUME"} &
 DRIVER=$!
 
 # USR1 comes before the time limit: the run writes a checkpoint, and the job goes back to the queue. TERM comes from
@@ -152,4 +150,4 @@ if [ "$AGAIN" ] && { [ "$CODE" = 143 ] || [ "$CODE" = 130 ]; }; then
 fi
 exit "$CODE"
 """
-"""The part of a batch file that is the same in every job."""
+"""The parts of a batch file that are the same in every job, before and after RESUME."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ SIZES = ("--nodes", "4", "--gpus-per-node", "8", "--image", "registry/headrace:1
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    Path("run.yaml").write_text("run: {name: My run}\n")
+    Path("run.yaml").write_text("run: {name: My run}\n# Käse\n")
     return "run.yaml"
 
 
@@ -52,6 +53,7 @@ def test_kuberay_accepts_the_name_of_a_job(config: str, given: str, name: str) -
 def test_the_head_has_no_gpu_and_workers_have_room(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     settings, job = manifest(config)
     assert settings["data"]["config.yaml"] == Path(config).read_text()
+    assert "    run: {name: My run}\n    # Käse\n" in Path("job.yaml").read_text(), "the text is readable"
     assert Path("job.yaml").read_text() in capsys.readouterr().out
     cluster = job["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}  # KubeRay makes the token, which no file of ours has
@@ -67,26 +69,53 @@ def test_the_head_has_no_gpu_and_workers_have_room(config: str, capsys: pytest.C
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/dev/shm", "/work", "/etc/headrace"}
 
 
+RAY = """#!{python}
+import shlex, subprocess, sys
+words = sys.argv[1 + sys.argv.index("--") :]
+sys.exit(subprocess.run(shlex.join(words), shell=True, env=dict(PATH={path!r})).returncode)
+"""
+"""A stand-in for `ray job submit`, whose command a shell runs in the head pod."""
+
+
 @pytest.mark.processes
-def test_a_repeated_job_resumes(config: str, tmp_path: Path) -> None:
-    """The entry point is run by a shell, with stand-ins for its two programs."""
-    _, job = manifest(config, f"--mount={tmp_path}", "algorithm.steps=2")
-    for program in ("python", "headrace"):
-        stand_in = tmp_path / program
-        stand_in.write_text(f'#!/bin/sh\necho {program} "$@"\n')
-        stand_in.chmod(0o755)
-    entry = ["env", f"PATH={tmp_path}:/usr/bin:/bin", "sh", "-c", job["spec"]["entrypoint"]]
+@pytest.mark.parametrize("mode", ["K8sJobMode", "HTTPMode"])
+def test_a_repeated_job_resumes(config: str, tmp_path: Path, mode: str) -> None:
+    """KubeRay writes the entry point unquoted into a line of bash in the pod that submits, where nothing else may run,
+    or gives it to a shell in the head pod."""
+    _, job = manifest(config, f"--mount={tmp_path}", "algorithm.steps=2", "run.name='it''s'")
+    head, submitter = tmp_path / "head", tmp_path / "submitter"
+    for folder, program, text in (
+        (head, "python", '#!/bin/sh\necho python "$@"\n'),
+        (head, "headrace", '#!/bin/sh\necho headrace "$@"\n'),
+        (submitter, "ray", RAY.format(python=sys.executable, path=f"{head}:/usr/bin:/bin")),
+    ):
+        folder.mkdir(exist_ok=True)
+        (folder / program).write_text(text)
+        (folder / program).chmod(0o755)
+    entry = job["spec"]["entrypoint"]
+    shell = ["env", f"PATH={head}:/usr/bin:/bin", "sh", "-c", entry]
+    if mode == "K8sJobMode":
+        shell = ["env", f"PATH={submitter}", "/bin/bash", "-ce", f"ray job submit --no-wait -- {entry} ; true"]
 
     def said() -> list[str]:
-        return subprocess.run(entry, capture_output=True, text=True, check=True).stdout.splitlines()
+        return subprocess.run(shell, capture_output=True, text=True, check=True).stdout.splitlines()
 
     run_dir = tmp_path / "runs" / "mine"
-    train = f"headrace train /etc/headrace/config.yaml {GIVEN[1]} algorithm.steps=2 run.dir={run_dir}"
-    train += " resources.ray_address=auto"
+    train = f"headrace train /etc/headrace/config.yaml {GIVEN[1]} algorithm.steps=2 run.name='it''s'"
+    train += f" run.dir={run_dir} resources.ray_address=auto"
     assert said() == ["python -m headrace.trainers.jobs.joined_nodes auto 5 600", train]
-    run_dir.mkdir(parents=True)
     (run_dir / "metrics.jsonl").write_text("{}\n")
+    assert said()[1] == train, "a run without a checkpoint begins again"
+    (run_dir / "metrics.jsonl").write_text("{}\n")
+    (run_dir / "checkpoints" / "step_000001").mkdir(parents=True)
+    (run_dir / "checkpoints" / "step_000001.json").touch()
     assert said()[1] == f"{train} --resume"
+
+
+def test_memory_needs_a_unit(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "k8s", config, *GIVEN, *SIZES, "--memory", "lots"]) == 2
+    said = "argument --memory: got 'lots', expected a number with a unit, such as 64Gi"
+    assert said in capsys.readouterr().err and not Path("job.yaml").exists()
 
 
 def test_a_run_folder_outside_of_the_volume_is_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,6 +65,7 @@ def test_the_shell_reads_a_job(config: str, words: tuple[str, ...]) -> None:
         (("run.dir=null",), "run.dir: not set, expected a folder that all hosts share"),
         (("resources.ray_address=auto",), "resources.ray_address: got 'auto', expected no value"),
         (("--nodes", "0"), "argument --nodes: got '0', expected a positive number"),
+        (("--time", "25h"), "argument --time: got '25h', expected minutes, H:MM:SS or D-HH:MM:SS"),
         (("--out", "run.yaml"), "--out: run.yaml exists and is not a job that this command wrote"),
         (("--submit",), "--submit: the program sbatch is not on the PATH"),
     ],
@@ -102,32 +103,23 @@ esac
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("restarts", "checkpoint", "last"),
-    [("1", "step_000005.json", "--resume"), ("1", "step_000005", "again"), ("", "step_000005", "--resume")],
-)
-def test_a_start_that_is_repeated_goes_on_from_a_checkpoint_or_begins_again(
-    config: str, tmp_path: Path, restarts: str, checkpoint: str, last: str
-) -> None:
-    """Without a checkpoint `--resume` would be refused, which only the user should hear who starts the job."""
+@pytest.mark.parametrize("own", [True, False])
+def test_a_start_that_is_repeated_without_a_checkpoint_begins_again(config: str, tmp_path: Path, own: bool) -> None:
+    """`--resume` would be refused, which only the user should hear whose job finds the figures of another one."""
     written(config, *SIZES)
     for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\necho host1\n")):
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
-    run_dir = tmp_path / "runs" / "mine"
-    (run_dir / "checkpoints").mkdir(parents=True)
-    (run_dir / "checkpoints" / checkpoint).touch()
-    (run_dir / "metrics.jsonl").write_text("{}\n")
-    given = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "host1",
-        **({"SLURM_RESTART_COUNT": restarts} if restarts else {}),
-    }
+    figures = tmp_path / "runs" / "mine" / "metrics.jsonl"
     text = Path("job.sh").read_text().replace("export PATH=", "OTHER=")
-    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **given}
-    subprocess.run(["bash", "-c", text], check=True, timeout=30, env=environment)
-    again = f"resources.ray_address=10.0.0.1:{10000 + 7 * 2}"
-    assert Path("driver").read_text().strip() == (again if last == "again" else last)
-    kept = run_dir / "slurm-7" / "metrics-of-start-1.jsonl"
-    assert (kept.exists(), (run_dir / "metrics.jsonl").exists()) == (last == "again", last != "again")
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    last = f"resources.ray_address=10.0.0.1:{10000 + 7 * 2}"
+    for start in range(2):
+        if not own or start:
+            figures.parent.mkdir(parents=True, exist_ok=True)
+            figures.write_text("{}\n")
+        given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host1", "SLURM_RESTART_COUNT": str(start)}
+        subprocess.run(["bash", "-c", text], check=True, timeout=30, env=environment | given)
+        assert Path("driver").read_text().strip() == (last if own else "--resume")
+    assert figures.exists() != own
