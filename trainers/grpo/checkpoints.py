@@ -47,6 +47,9 @@ class State:
     ahead: bool = False
     """True while the train workers' weights can be one step ahead of this state. No checkpoint may then be saved,
     because weights and state would not match."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Metrics of the last finished step that are known from its update on. They are not saved: a run that is
+    interrupted before it logs the step logs these."""
 
     def go_back(self, earlier: State) -> None:
         """Overwrite all values with those of `earlier`."""
@@ -293,7 +296,8 @@ def _digest(values: dict[str, Any]) -> str:
 
 
 def _encoded(state: State) -> str:
-    values = {key: value for key, value in asdict(state).items() if key != "ahead" and (value or key != "objects")}
+    not_saved = {"ahead", "figures", *([] if state.objects else ["objects"])}
+    values = {key: value for key, value in asdict(state).items() if key not in not_saved}
     return json.dumps({**values, "xxh3": _digest(values)})
 
 

@@ -17,7 +17,6 @@ from ...actors.train.worker import WorkerReport
 from ...dataplane.meta import KVBatchMeta
 from ..advantages.estimators import AdvantageEstimator
 from ..observe.data_plane_watch import covered_s, mean_covered_s
-from .checkpoints import State
 from .feed import FeedTally
 from .row_tags import episodes_of, with_advantages
 from .run_parts import Run
@@ -31,7 +30,7 @@ MAX_SOURCES = 32
 
 def step_metrics(
     run: Run,
-    state: State,
+    trained: Mapping[str, float],
     fed: FeedTally,
     passes: list[WorkerReport],
     meta: KVBatchMeta,
@@ -41,14 +40,13 @@ def step_metrics(
 ) -> dict[str, float]:
     """Return all metrics of a finished step, by name.
 
-    fed: what happened to the step's groups. passes: every train worker's report of every pass. meta: receipt for the
-    rows that were trained on; its tags (numbers for each row) give the metrics of rewards and lengths. step_s: seconds
-    that the step took. num_rollouts: number of rollout actors in the step. Metrics that only rollout actors know come
-    from the rollout calls that ended in the step, and are absent if none did.
+    trained: those of `trained_metrics`. fed: what happened to the step's groups. passes: every train worker's report of
+    every pass. meta: receipt for the rows that were trained on. step_s: seconds that the step took. num_rollouts:
+    number of rollout actors in the step. Metrics that only rollout actors know come from the rollout calls that ended
+    in the step, and are absent if none did.
     """
     end_s = time.monotonic()
     rollouts, seconds = fed.reports, run.stages.seconds
-    trained = update_metrics([report.metrics for report in passes if report.metrics])
     for report in (*rollouts, *passes):
         run.observers.watch.add(report.traffic)
     data_plane, client_bytes = run.observers.watch.end_step(run.config.rows_per_group)
@@ -57,7 +55,7 @@ def step_metrics(
     generating_s = mean_covered_s(fed.generated, num_rollouts, end_s - step_s, end_s)
     idle = idle_shares(generating_s, seconds, wait_s, step_s)
     return {
-        **row_metrics(meta, run.workers.estimate),
+        **trained,
         **(rollout_metrics(fed) if rollouts else {}),
         "rollout/groups_dropped": float(fed.dropped),
         "rollout/groups_stale": float(fed.stale),
@@ -65,11 +63,6 @@ def step_metrics(
         "rollout/groups_reissued": float(fed.reissued),
         "rollout/actors_replaced": float(run.actors.replaced),
         "engine/count": float(len(run.actors.engines.engines)),
-        **staleness_metrics(state.version - 1 - meta.versions, run.config.overlap.window),
-        **kv_metrics(meta),
-        **trained,
-        **distillation_metrics(passes),
-        "policy/version": float(state.version),
         "time/step_s": step_s,
         "time/rollout_s": seconds.get("rollout", 0.0) + seconds.get("claim", 0.0),
         "time/plan_s": seconds["plan"],
@@ -84,6 +77,19 @@ def step_metrics(
         **data_plane,
         "dataplane/bytes_broadcast": float(sum(report.bytes_broadcast for report in passes)),
         "driver/bytes_per_row": (run.observers.meter.take() + client_bytes) / len(meta),
+    }
+
+
+def trained_metrics(run: Run, version: int, passes: list[WorkerReport], meta: KVBatchMeta) -> dict[str, float]:
+    """Return the metrics that are known once a step's update is done, by name. version: that of the new policy. passes,
+    meta: see `step_metrics`; the tags of `meta` (numbers for each row) give the metrics of rewards and lengths."""
+    return {
+        **row_metrics(meta, run.workers.estimate),
+        **staleness_metrics(version - 1 - meta.versions, run.config.overlap.window),
+        **kv_metrics(meta),
+        **update_metrics([report.metrics for report in passes if report.metrics]),
+        **distillation_metrics(passes),
+        "policy/version": float(version),
     }
 
 

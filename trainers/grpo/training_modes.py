@@ -57,7 +57,7 @@ from .evaluation import Evaluations, Goal
 from .feed import PARTITION, Feed
 from .row_tags import with_advantages
 from .run_parts import Run
-from .step_metrics import step_metrics
+from .step_metrics import step_metrics, trained_metrics
 from .supervised.held_out_loss import HeldOutLoss, supervised_metrics
 from .train_workers import TrainWorkers
 
@@ -164,13 +164,15 @@ class Steps:
         run, state = self._run, self._state
         # Until the update, the workers have the weights that are validated.
         validated = self._evaluations.before_update(state)
-        with interrupts_held():  # A signal must not prevent a checkpoint of this step.
+        meta = tally.rows[0].concat(*tally.rows[1:])
+        with interrupts_held():  # A signal must not prevent a checkpoint of this step, nor its figures.
             state.ahead = True
             tally.passes += run.workers.finish()
             state.step, state.version = state.step + 1, state.version + 1
             feed.commit()
             state.ahead = False
-        meta = tally.rows[0].concat(*tally.rows[1:])
+            trained = trained_metrics(run, state.version, tally.passes, meta)
+            state.figures = supervised_metrics(trained) if run.config.sft.train else trained
         num_rollouts = len(run.actors.rollouts)
         if run.rollouts.scaler is not None:
             run.rollouts.scaler.end_step(lambda actor: self._withdraw(actor, feed))
@@ -181,7 +183,7 @@ class Steps:
         fed = feed.settle()
         note_failed_rows(run, state.step, fed.reports)
         seconds = time.perf_counter() - tally.started
-        metrics = {**step_metrics(run, state, fed, tally.passes, meta, seconds, sync, num_rollouts), **validated}
+        metrics = {**step_metrics(run, trained, fed, tally.passes, meta, seconds, sync, num_rollouts), **validated}
         metrics["queue/groups_in_flight"] = float(feed.in_flight)
         if run.config.sft.train:
             metrics = supervised_metrics(metrics)

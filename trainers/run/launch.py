@@ -25,7 +25,7 @@ from ..grpo.checkpoints import Checkpoints, NoCheckpoint, State, refuse_changed_
 from ..grpo.feed import PARTITION, Feed
 from ..grpo.run_parts import Run
 from ..grpo.step_warnings import StepWarnings
-from ..grpo.training_modes import AfterStep, open_feed, run_steps
+from ..grpo.training_modes import AfterStep, interrupts_held, open_feed, run_steps
 from ..observe.pages.report import LiveReport, write_report
 from ..observe.progress import Progress
 from ..observe.prometheus import RunEndpoint
@@ -389,12 +389,10 @@ class _Training:
         warnings = StepWarnings()
 
         def after_step(state: State, metrics: dict[str, float]) -> None:
-            metrics["run/restarts"] = float(self._restarts)
-            self._logged = state.step
             if state.step == first:
                 self._tell_distrust(state, metrics)
             self._watch.replace_if_dead()
-            self._folder.metrics.log(state.step, metrics)
+            self._log(state.step, metrics)
             self._endpoint.run.publish(state.step, metrics)
             self._progress.update(state.step, metrics)
             for kind, text in warnings.of(state.step, metrics).items():
@@ -405,6 +403,13 @@ class _Training:
                 checkpoints.save(run.workers, run.rollouts, state)
 
         return after_step
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of a step. An interrupt comes before the line or after it is noted, so none is twice."""
+        metrics["run/restarts"] = float(self._restarts)
+        with interrupts_held():
+            self._folder.metrics.log(step, metrics)
+            self._logged = step
 
     def _tell_notes(self, run: Run, state: State) -> None:
         placement = run.actors.placement
@@ -443,6 +448,8 @@ class _Training:
             f"interrupted: saving a checkpoint of step {state.step} (interrupt again to stop at once)"
         )
         try:
+            if self._logged != state.step:  # The line comes first: a resumed run counts none that no checkpoint covers.
+                self._log(state.step, state.figures)
             run.workers.gather([worker.abort() for worker in run.workers.handles], "interrupt")
             run.roles.end_generation()
             run.roles.to_training()

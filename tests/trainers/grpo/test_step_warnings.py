@@ -87,7 +87,7 @@ def test_a_run_prints_warnings_and_notes_and_keeps_them(tmp_path: Path, capsys: 
     run: Any = SimpleNamespace(actors=SimpleNamespace(placement=placement, data_notes=["b"]), roles_note="")
     with RunFolder(build_config({"run": {"dir": str(tmp_path / "run")}}), resume=False) as folder:
         training: Any = SimpleNamespace(
-            _restarts=0, _folder=folder, _progress=Progress("flat", 5), _notes=["a", "b"],
+            _log=lambda step, metrics: None, _folder=folder, _progress=Progress("flat", 5), _notes=["a", "b"],
             _watch=SimpleNamespace(replace_if_dead=lambda: None), _live_report=SimpleNamespace(tick=lambda: None),
             _endpoint=SimpleNamespace(run=SimpleNamespace(publish=lambda *_: None)),
         )  # fmt: skip

@@ -80,8 +80,9 @@ sys.exit(subprocess.run(shlex.join(words), shell=True, env=dict(PATH={path!r})).
 @pytest.mark.processes
 @pytest.mark.parametrize("mode", ["K8sJobMode", "HTTPMode"])
 def test_a_repeated_job_resumes(config: str, tmp_path: Path, mode: str) -> None:
-    """KubeRay writes the entry point unquoted into a line of bash in the pod that submits, where nothing else may run,
-    or gives it to a shell in the head pod."""
+    """KubeRay writes the entry point unquoted into a line of bash in the pod that submits. Nothing else may run there.
+
+    Or it gives the entry point to a shell in the head pod."""
     _, job = manifest(config, f"--mount={tmp_path}", "algorithm.steps=2", "run.name='it''s'")
     head, submitter = tmp_path / "head", tmp_path / "submitter"
     for folder, program, text in (
