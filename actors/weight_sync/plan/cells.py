@@ -118,10 +118,10 @@ class CellMaker:
     def _make(self, name: str, itemsize: int, held: Owners, needed: Owners) -> Cells:
         boxes = _corners([box for box, _ in (*held, *needed)], self._axes)
         start, stop = _grid(boxes)
-        within_box = ((start[:, None] >= boxes[None, :, :, 0]) & (stop[:, None] <= boxes[None, :, :, 1])).all(2)
-        wanted = within_box[:, len(held) :].any(1)
-        start, stop = start[wanted], stop[wanted]
-        inside: np.ndarray = within_box[wanted]
+        low, high = boxes[None, :, :, 0], boxes[None, :, :, 1]
+        inside: np.ndarray = np.all((start[:, None] >= low) & (stop[:, None] <= high), axis=2)
+        wanted = inside[:, len(held) :].any(1)
+        start, stop, inside = start[wanted], stop[wanted], inside[wanted]
         _, rows, kind = np.unique(np.packbits(inside, axis=1), axis=0, return_index=True, return_inverse=True)
         sources: list[int] = []
         targets: list[int] = []

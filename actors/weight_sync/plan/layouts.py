@@ -100,7 +100,7 @@ class Heads:
 
 
 def grouped_heads(heads: Heads, num: int, index: int, tensor: str) -> Iterator[Region]:
-    """Yield the regions of a Megatron parameter, which has the queries, the key and the value of one group after another.
+    """Yield the regions of a Megatron parameter: the queries, the key and the value of one group, then of the next.
 
     Each of the `num` parts has the same number of groups.
     """
