@@ -144,17 +144,18 @@ def _k8s(arguments: argparse.Namespace) -> int:
 def _loaded(arguments: argparse.Namespace) -> Any:
     """Return the configuration. Raises UserError if it names no run folder, in which a job that starts again finds its
     checkpoints, or names a Ray, which the job starts itself."""
-    from ..trainers.config.load import load_config
+    from ..trainers.config.load import load_config, read_sections
 
-    config = load_config(arguments.config, arguments.overrides)
+    # The job has a Ray to join, on which some keys depend.
+    config = load_config(arguments.config, [*arguments.overrides, "resources.ray_address=auto"])
+    address = (read_sections(arguments.config, arguments.overrides).get("resources") or {}).get("ray_address")
     if config.run.dir is None:
         raise UserError(
             "run.dir: not set, expected a folder that all hosts share, in which the job finds its run again"
         )
-    if config.resources.ray_address is not None:
+    if address is not None:
         raise UserError(
-            f"resources.ray_address: got {config.resources.ray_address!r}, expected no value, because the job starts "
-            "a Ray of its own"
+            f"resources.ray_address: got {address!r}, expected no value, because the job starts a Ray of its own"
         )
     return config
 

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import ray
 from ray._private import parameter, services, worker
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 from ray._private.node import Node
 from ray._raylet import ClusterID, Config, GcsClient  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import AuthenticationError
@@ -125,12 +126,7 @@ def asks_for_token(address: str) -> bool:
     """Return whether Ray's GCS at `address` (HOST:PORT) refuses a request without a token. Also True where no GCS
     answers, because joining it then says what is wrong."""
     address = address.removeprefix("ray://")
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), GREETING_S) as connection:
-            if not connection.recv(1):
-                return True
-    except (OSError, ValueError):
+    if not _greets(address):
         return True
     before = os.environ.get(AUTH_MODE)
     os.environ[AUTH_MODE] = "disabled"
@@ -148,6 +144,30 @@ def asks_for_token(address: str) -> bool:
         if before is not None:
             os.environ[AUTH_MODE] = before
         Config.initialize("")
+
+
+def _greets(address: str) -> bool:
+    """Return whether a server at `address` (HOST:PORT) speaks first, as Ray's GCS does."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), GREETING_S) as connection:
+            return bool(connection.recv(1))
+    except (OSError, ValueError):
+        return False
+
+
+def check_credentials(given: str, address: str) -> None:
+    """Raise UserError if the Ray cluster at `address` (HOST:PORT) refuses the token of this process, or its lack of
+    one, without joining the cluster. given: the address as the user has it."""
+    if not _greets(address):
+        return  # Joining it says what is wrong.
+    try:
+        ensure_token_if_auth_enabled(create_token_if_missing=False)  # A client without a token ends the process.
+        GcsClient(address=address).check_alive([], timeout=5)
+    except AuthenticationError as error:
+        raise _not_joined(given, error) from error
+    except RuntimeError:  # Joining it says what is wrong, here too.
+        return
 
 
 def open_cluster(
@@ -305,15 +325,19 @@ def _join_ray(address: str, settings: dict[str, Any]) -> None:
         try:
             ray.init(address=address, **settings)
         except (ConnectionError, RuntimeError, AuthenticationError) as error:
-            why = " ".join(str(error).split()).removesuffix(".")
-            if isinstance(error, AuthenticationError):
-                why = "it has another token than this host"
-            hint = "if it asks for a token, copy its file ~/.ray/auth_token to this host"
-            if os.environ.get(AUTH_MODE, "").lower() in ("", "disabled"):
-                hint += f", and set {AUTH_MODE}=token"
-            raise UserError(
-                f"resources.ray_address: got {address!r}, expected a Ray cluster that can be joined: {why}; {hint}"
-            ) from error
+            raise _not_joined(address, error) from error
+
+
+def _not_joined(address: str, error: Exception) -> UserError:
+    why = " ".join(str(error).split()).removesuffix(".")
+    if isinstance(error, AuthenticationError):
+        why = "it has another token than this host"
+    hint = "if it asks for a token, copy its file ~/.ray/auth_token to this host"
+    if os.environ.get(AUTH_MODE, "").lower() in ("", "disabled"):
+        hint += f", and set {AUTH_MODE}=token"
+    return UserError(
+        f"resources.ray_address: got {address!r}, expected a Ray cluster that can be joined: {why}; {hint}"
+    )
 
 
 def _end_ray(before: set[psutil.Process] | None) -> None:

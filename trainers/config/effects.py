@@ -285,6 +285,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "resources.layout": (_unset("resources.trainer_gpus"),),
     "resources.num_cpus": (_unset("resources.ray_address"),),
     "resources.residual_mib": (SLEEPS,),
+    "resources.ship": (_set("resources.ray_address"),),
     **{
         f"pool.{name}": (_set("pool.address"),)
         for name in ("name", "weight", "sleep_level", "other_runs", "order_timeout_s")
@@ -304,7 +305,12 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
 """Conditions of the keys that have an effect only in some runs: config key -> conditions. All conditions of a key must
 hold."""
 
-OFF: Mapping[str, Any] = {"run.journal": False, "environment.recover": "restart", "logging.samples.every": 0}
+OFF: Mapping[str, Any] = {
+    "run.journal": False,
+    "environment.recover": "restart",
+    "logging.samples.every": 0,
+    "resources.ship": "never",
+}
 """Values that turn a part of the run off: config key -> value. They are no mistake in a run without that part."""
 
 _DEFAULTS = Config()

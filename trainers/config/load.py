@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,7 +107,7 @@ def validated(root: type[SectionT], data: Mapping[str, Any]) -> SectionT:
     try:
         return root.model_validate(data)
     except ValidationError as error:
-        raise ConfigError([s for problem in error.errors() for s in _sentences(problem, root)]) from None
+        raise ConfigError(_joined(s for problem in error.errors() for s in _sentences(problem, root))) from None
 
 
 def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_run: bool = False) -> Config:
@@ -272,6 +272,15 @@ def _sentences(problem: Mapping[str, Any], root: type[BaseModel]) -> list[str]:
         return [f"{key}: got {got}, expected a section{keys}"]
     hint = f" ({NEEDS_QUOTES})" if kind == "string_type" and isinstance(problem["input"], dict | None) else ""
     return [f"{key}: got {got}, expected {_expected(kind, problem['input'], context, problem['msg'])}{hint}"]
+
+
+def _joined(sentences: Iterable[str]) -> list[str]:
+    """Join the sentences about a value that could have several types, each of which pydantic reports."""
+    expected: dict[str, list[str]] = {}
+    for sentence in sentences:
+        start, between, rest = sentence.partition(", expected ")
+        expected.setdefault(start + between, []).append(rest)
+    return [start + " or ".join(dict.fromkeys(rest)) for start, rest in expected.items()]
 
 
 _PLAIN_EXPECTATIONS = {

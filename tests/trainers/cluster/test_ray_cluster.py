@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,14 @@ from ray.exceptions import AuthenticationError
 
 from headrace.tests.process_pool import start_ray
 from headrace.trainers.cluster import ray_cluster
-from headrace.trainers.cluster.ray_cluster import Cluster, CpuDemand, asks_for_token, check_token, lean_start
+from headrace.trainers.cluster.ray_cluster import (
+    Cluster,
+    CpuDemand,
+    asks_for_token,
+    check_credentials,
+    check_token,
+    lean_start,
+)
 from headrace.trainers.errors import UserError
 
 
@@ -221,9 +229,35 @@ def test_a_rays_token_is_asked_about_by_a_request_without_one(monkeypatch: pytes
     assert asks_for_token(ray.get_runtime_context().gcs_address) is True
     assert ray.get(ray.remote(num_cpus=0)(lambda: 1).remote()) == 1, "this process has its token still"
     assert os.environ.get("RAY_AUTH_MODE") == before
+    check_credentials("auto", ray.get_runtime_context().gcs_address)
     monkeypatch.setattr(ray_cluster, "GREETING_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert asks_for_token(f"127.0.0.1:{silent.getsockname()[1]}"), "what is no Ray is left to ray.init"
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert asks_for_token(address), "what is no Ray is left to ray.init"
+        check_credentials("auto", address)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "given", [{}, {"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "other"}]
+)
+def test_a_token_that_ray_refuses_is_found_without_joining(given: dict[str, str], tmp_path: Path) -> None:
+    start_ray()
+    address = ray.get_runtime_context().gcs_address
+    code = (
+        "from headrace.trainers.cluster.ray_cluster import check_credentials\n"
+        "try:\n"
+        f"    check_credentials('auto', '{address}')\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+    )
+    others = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    environment = {**others, "HOME": str(tmp_path), **given}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith(
+        "resources.ray_address: got 'auto', expected a Ray cluster that can be joined: it has "
+    )
+    assert ("set RAY_AUTH_MODE=token" in done.stdout) == (not given), done.stdout
 
 
 @pytest.mark.slow

@@ -82,6 +82,7 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("trainer.grad_clip=0", "trainer.grad_clip: got 0, expected a number > 0"),
         ("trainer.schedule=step", "trainer.schedule: got 'step', expected one of constant, cosine, linear"),
         ("scripted.train_row_s=-1", "scripted.train_row_s: got -1, expected a number >= 0"),
+        ("resources.ship=sometimes", "resources.ship: got 'sometimes', expected one of auto, never or a list"),
         ("model.dtype=int8", "model.dtype: got 'int8', expected one of auto, float32, bfloat16"),
         ("rollout.kv_cache=small", "rollout.kv_cache: got 'small', expected auto or a whole number >= 1, the size in"),
         ("rollout.kv_cache=0", "rollout.kv_cache: got 0, expected auto or a whole number >= 1, the size in MiB"),

@@ -66,6 +66,8 @@ def test_the_table_speaks_of_keys_that_there_are() -> None:
          "algorithm.dynamic_sampling.oversample: got 2 with algorithm.mode='async', expected 1"),
         ({"logging": {"prometheus_host": "0.0.0.0"}},
          "expected '127.0.0.1', because it has an effect only with logging.p"),
+        ({"resources": {"ship": ["a.py"]}},
+         "resources.ship: got ('a.py',) with resources.ray_address=None, expected 'auto', because it has an effect "),
         ({"data": {"template": "{prompt}?"}}, "data.template: got '{prompt}?' with data.train='task:reverse'"),
         ({"environment": {"options": {"tools": ["my:tool"]}}},
          "because it has an effect only with an environment other than single_turn"),

@@ -49,6 +49,11 @@ def test_a_job_on_cpus_in_a_container(config: str, tmp_path: Path) -> None:
     assert not [line for line in lines if line.startswith("export PATH")]  # the image has its own programs
 
 
+def test_keys_of_a_joined_ray_have_an_effect_in_a_job(config: str) -> None:
+    lines = written(config, *SIZES, "resources.ship=[mine.py]", "resources.elastic=true")
+    assert any(line.startswith("TRAIN=") and "'resources.ship=[mine.py]'" in line for line in lines)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("words", [SIZES, ("--nodes=1", "--cpus-per-node=2", "--container=a b")])
 def test_the_shell_reads_a_job(config: str, words: tuple[str, ...]) -> None:

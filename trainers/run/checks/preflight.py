@@ -17,6 +17,7 @@ from ....actors.process.socket_folder import ray_folder, vllm_folder
 from ....actors.rollout.config import RolloutConfig
 from ....dataplane.config import DataPlaneConfig
 from ....dataplane.imports import MissingExtra
+from ....dataplane.listen_address import address_of
 from ....dataplane.owned_folder import try_lock
 from ....dataplane.store_choice import check_store, check_trust
 from ...backends.config import TrainerConfig
@@ -32,7 +33,7 @@ from ...cluster.gpu_memory import (
 from ...cluster.placement import PlacementRequest
 from ...cluster.rollout_specs import EvaluationDefaults, evaluation_plans
 from ...config.checks import contradictions
-from ...config.config import Config, RunConfig, with_run_dir
+from ...config.config import Config, ResourcesConfig, RunConfig, with_run_dir
 from ...config.load import missing_paths
 from ...errors import ConfigError
 from ...observe.run_folder import has_figures
@@ -132,6 +133,7 @@ def _quick_checks(config: Config, resume: bool) -> list[Check]:
         *checks_of_functions(config.rubrics, config.environment, config.loss, config.data, config.rollout),
         lambda: check_sampler(config.resolved_sampler, config.algorithm, config.dataplane),
         lambda: _check_ray_address(resources.ray_address, trusted_network=config.dataplane.trusted_network),
+        lambda: _check_interface(resources),
         lambda: _check_sockets(resources.ray_address, rollout.engine),
         lambda: _check_store(config.dataplane, joins_ray=resources.ray_address is not None),
         lambda: plan_here(PlacementRequest.of(config), resources, config.sync) and None,
@@ -235,9 +237,17 @@ def _check_engine_arguments(rollout: RolloutConfig) -> None:
 def _check_ray_address(given: str | None, *, trusted_network: bool) -> None:
     if given is None or given == "local" or assumed_machine() is not None:
         return
-    from ...cluster.ray_cluster import check_token, reached  # Only this check needs to import Ray.
+    from ...cluster.ray_cluster import check_credentials, check_token, reached  # Only this check needs to import Ray.
 
-    check_token(reached(given), trusted_network=trusted_network)
+    address = reached(given)
+    check_token(address, trusted_network=trusted_network)
+    check_credentials(given, address)
+
+
+def _check_interface(resources: ResourcesConfig) -> None:
+    """Raise ValueError if this host, at which the driver listens in a run on several hosts, lacks the interface."""
+    if resources.interface is not None and resources.ray_address is not None and assumed_machine() is None:
+        address_of(resources.interface)
 
 
 def _check_sockets(ray_address: str | None, engine: str) -> None:

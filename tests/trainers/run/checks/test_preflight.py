@@ -357,7 +357,10 @@ def test_a_joined_ray_is_asked_about_its_token(place: Path, monkeypatch: pytest.
         assert problem.startswith(
             f"dataplane.trusted_network: got false with resources.ray_address='{address}', expect"
         )
-        assert checked(place, {**run, "dataplane": {"trusted_network": True}}) == []
+        trusting = {**run, "dataplane": {"trusted_network": True}}
+        assert checked(place, trusting) == []
+        [problem] = problems(place, {**trusting, "resources": {"ray_address": address, "interface": "eth77"}})
+        assert problem.startswith("resources.interface: got 'eth77', expected the name or the network of an interface")
 
 
 @pytest.mark.usefixtures("no_greeting")
