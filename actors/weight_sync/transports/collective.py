@@ -1,10 +1,13 @@
-"""The `collective` transport broadcasts payloads in a process group of the sender and all receivers.
+"""The `collective` transport broadcasts payloads in a process group of the sender and the first receiver of each host.
 
     sender    begin, listen ----> all here -> start, group | frame, broadcast, frame, broadcast ... end -> all done
-    receiver  connect, hello ---> |           start, group | frame, broadcast, through ...          end -> done
+    first     connect, hello ---> |     start, ring, group | frame, broadcast, through ...          end -> done
+    others    connect, hello ---> |     start, ring        | frame, read the ring, through ...      end -> done
                                                              (on GPUs the digests are broadcast before the end)
 
-Messages go over one TCP connection per receiver (`control_link`); only payloads are broadcast. A receiver verifies one
+Messages go over one TCP connection per receiver (`control_link`); only payloads are broadcast. Between CPUs, the other
+receivers of a host read the payloads in the memory of the first (`host_ring`), so that each byte crosses a link once
+per host. On GPUs all receivers are members of the group, as NCCL's rings pass each host once. A receiver verifies one
 bucket while another arrives. If it finds a damaged bucket, it reports it and still takes part in the remaining
 broadcasts, so that the other receivers get theirs. The next update reuses the group if its members are the same.
 """
@@ -13,19 +16,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
-from ....codecs.weights.buckets import BucketPlan, read_plan
 from ....codecs.weights.gpu_scatter import as_signed
-from ....dataplane.listen_address import join_host
 from ...process.rendezvous_store import RendezvousServer, RendezvousStore
-from .control_link import Hello, Link, LinkListener, Note, ReceiverTracker
-from .ends import Receiver, Sender, SenderUpdate, Stream, bucket_offsets
-from .protocol import BucketFrame, Deadline, WeightTransferError, WeightUpdate
+from .control_link import LinkListener, Note, ReceiverTracker
+from .ends import Sender, SenderUpdate
+from .protocol import BucketFrame, Deadline, WeightTransferError
 from .rendezvous import Broadcast, Group, bounded
 
 KIND = "collective"
@@ -117,7 +116,7 @@ class CollectiveSender(Sender):
             self._look(update, None)
             if tracker.num_heard > heard:
                 deadline.moved()
-            return tracker.over
+            return tracker.over or tracker.stranded
 
         deadline.wait(all_done, lambda: tracker.blame("not confirmed"))
         if tracker.failed or tracker.gave_up:
@@ -161,8 +160,11 @@ class CollectiveSender(Sender):
             return len(tracker.groups) == tracker.world - 1
 
         deadline.wait(all_here, lambda: tracker.blame("not here"), _START_TICK_S)
-        kept = self._group is not None and self._members == update.receivers
-        kept = kept and all(name == self._group.name for name in tracker.groups.values() if self._group is not None)
+        places = tracker.places(shared=self._device.type == "cpu")
+        firsts = [rank for rank, place in places.items() if place.rank]
+        members = update.receivers, firsts
+        kept = self._group is not None and self._members == members
+        kept = kept and all(tracker.groups[rank] == self._group.name for rank in firsts if self._group is not None)
         if not kept:
             self._leave_group()
             if self._rendezvous is None:
@@ -172,12 +174,21 @@ class CollectiveSender(Sender):
         assert self._rendezvous is not None
         name = f"group-{self._rendezvous.port}-{self._num_groups}"
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        tracker.tell(Note("start", f"{name}|{backend}", self._rendezvous.port, update.plan.message))
-        if not kept and tracker.world > 1:
-            join = functools.partial(self._join, self._rendezvous.port, name, tracker.world, deadline)
-            what = "making the group"
+        for rank, place in places.items():
+            start = Note("start", f"{name}|{backend}", self._rendezvous.port, update.plan.message, place=place)
+            tracker.tell(start, rank)
+        what = "making the group"
+        rings = {rank for rank in firsts if places[rank].readers}
+
+        def all_rings() -> bool:
+            self._look(update, what)
+            return rings <= tracker.rings
+
+        deadline.wait(all_rings, lambda: tracker.blame("no memory for the others of its host"), _START_TICK_S)
+        if not kept and firsts:
+            join = functools.partial(self._join, self._rendezvous.port, name, len(firsts) + 1, deadline)
             self._group = bounded(join, deadline, what, lambda: self._look(update, what), Group.leave)
-            self._members = update.receivers
+            self._members = members
         self._started = True
 
     def _join(self, port: int, name: str, world: int, deadline: Deadline) -> Group:
@@ -225,282 +236,3 @@ class CollectiveSender(Sender):
         with contextlib.suppress(WeightTransferError):
             moment.wait(lambda: bool(tracker.poll() or tracker.failed), lambda: ("", ()))
         return deadline.error(*tracker.blame(f"{what} ({str(error).strip().splitlines()[0]})"))
-
-
-class CollectiveReceiver(Receiver):
-    """Receiver that joins the sender's process group, in which the sender is rank 0."""
-
-    def __init__(self, engine: str, worker: int, key: bytes, device: torch.device) -> None:
-        """key: the run's key, which the sender must know."""
-        super().__init__(engine, worker)
-        self._key = key
-        self.device = device
-        self.group: Group | None = None
-        self._ring: list[torch.Tensor] = []
-
-    def ring(self, nbytes: int, device: torch.device) -> list[torch.Tensor]:
-        """Return two buffers of at least `nbytes` bytes each, which are kept from update to update."""
-        if not self._ring or len(self._ring[0]) < nbytes or self._ring[0].device != device:
-            self._ring = []
-            self._ring = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(_RING)]
-        return self._ring
-
-    def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> CollectiveStream:
-        host, port, number = update.location.split("|")
-        sender = f"the sender at {join_host(host, int(port))}"
-        rank += 1
-        try:
-            link = Link.connect(host, int(port), self._key, max(deadline.left_s, 1e-3))
-        except OSError as error:
-            raise deadline.error(f"{sender} cannot be reached: {error}") from error
-        try:
-            link.send(Hello(int(number), rank, "" if self.group is None else self.group.name))
-            start = next_note(link, deadline, deadline.left_s, "waiting for the start")
-            if start is None or start.kind != "start":
-                raise deadline.error(f"{sender} did not start the update, because not all receivers have joined")
-            notes: deque[Note] = deque()
-            self._join(update, rank, link, start, host, deadline, notes)
-            return CollectiveStream(update, read_plan(start.data), deadline, link, notes, self)
-        except OSError as error:
-            link.close()
-            raise deadline.error(f"{sender} is lost: {error}") from error
-        except WeightTransferError:
-            with contextlib.suppress(OSError):  # Otherwise the sender would count this receiver as lost.
-                link.send(Note("gave up"))
-            link.close()
-            self.leave()
-            raise
-
-    def _join(
-        self,
-        update: WeightUpdate,
-        rank: int,
-        link: Link,
-        start: Note,
-        host: str,
-        deadline: Deadline,
-        notes: deque[Note],
-    ) -> None:
-        """Join the sender's process group, unless this process is in it already. notes: collects the sender's messages
-        that arrive before the group is made."""
-        name, _, backend = start.text.partition("|")
-        if self.group is not None and self.group.name == name:
-            return
-        self.leave()
-        if backend == "nccl" and self.device.type != "cuda":
-            error = deadline.error(f"the sender's weights are on a GPU, this engine's on {self.device}")
-            link.send(Note("failed", str(error)))
-            raise error
-        device = self.device if backend == "nccl" else torch.device("cpu")
-        world = 1 + sum(group.num_workers for group in update.receivers)
-
-        def join() -> Group:
-            store = RendezvousStore(host, start.number, self._key, max(deadline.left_s, 1.0))
-            return Group(store, name, rank, world, host=link.local_host, device=device, timeout_s=update.timeout_s)
-
-        def look() -> None:
-            note = next_note(link, deadline, 0.0, "making the group")
-            if note is not None:
-                notes.append(note)
-
-        self.group = bounded(join, deadline, "making the group", look, Group.leave)
-
-    def leave(self) -> None:
-        """Leave the process group. Idempotent."""
-        if self.group is not None:
-            self.group.leave()
-        self.group = None
-
-    def close(self) -> None:
-        """Leave the process group and free the buffers. Idempotent."""
-        self.leave()
-        self._ring = []
-
-
-class CollectiveStream(Stream):
-    """Stream whose payloads are received into two buffers in turn, or into memory offered to `receive_into`."""
-
-    def __init__(
-        self,
-        update: WeightUpdate,
-        plan: BucketPlan,
-        deadline: Deadline,
-        link: Link,
-        notes: deque[Note],
-        receiver: CollectiveReceiver,
-    ) -> None:
-        """Prepare to receive the update over the receiver's process group. notes: messages from the sender that have
-        already arrived on `link`."""
-        assert receiver.group is not None
-        super().__init__(update, plan, deadline)
-        self._link = link
-        self._receiver = receiver
-        self._group = receiver.group
-        self.device = self._group.device
-        self._offsets = bucket_offsets(plan)
-        self._destination: torch.Tensor | None = None
-        self._ring: list[torch.Tensor] = []
-        self._num_in_ring = 0
-        self._digests_due = False
-        """True while the sender still has to broadcast its digests; every receiver must take part in that broadcast."""
-        self._under_way: deque[tuple[BucketFrame, torch.Tensor, Broadcast | None]] = deque()
-        self._notes = notes
-        self._ended = False
-        self._done = False
-        self._failure: Exception | None = None
-        """Error that `read_ahead` ran into and that the iteration raises; None when there was none."""
-
-    def receive_into(self, memory: torch.Tensor) -> None:
-        if memory.device == self.device:
-            self._destination = memory
-
-    def read_ahead(self) -> None:
-        try:
-            while not self._ended and len(self._under_way) < _RING:
-                self._begin_next(_RING, wait=True)
-        except Exception as error:  # The iteration raises this error.
-            self._failure = error
-
-    def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
-        if self._failure is not None:
-            raise self._failure
-        while True:
-            self._begin_next(_RING, wait=not self._under_way)
-            if not self._under_way:
-                break
-            frame, payload, running = self._under_way.popleft()
-            self._await(f"bucket {frame.bucket} of {len(self.plan.sizes)}", running)
-            self._begin_next(_RING - 1, wait=False)  # Meanwhile the next payload arrives in the other buffer.
-            yield frame, payload
-            self._tell(Note("through", number=frame.bucket))
-
-    def _digests(self) -> torch.Tensor:
-        self._digests_due = False
-        digests = torch.empty(len(self.plan.sizes), dtype=torch.int64, device=self.device)
-        what = "the buckets' digests"
-        try:
-            self._await(what, self._group.broadcast(digests.view(torch.uint8)))
-        except RuntimeError as error:
-            if isinstance(error, WeightTransferError):
-                raise
-            raise self._broken(what, error) from error
-        return digests
-
-    def _confirm(self) -> None:
-        self._tell(Note("done"))
-        self._done = True
-
-    def _begin_next(self, num_places: int, *, wait: bool) -> None:
-        """Start receiving announced buckets until `num_places` of them are in progress.
-
-        wait: whether to wait until the sender has announced at least one more bucket, or the end.
-        """
-        while not self._ended and len(self._under_way) < num_places:
-            self._hear(self.deadline.left_s if wait and not self._notes else 0.0, "waiting for the next bucket")
-            if not self._notes:
-                if wait:
-                    raise self.deadline.error("the next bucket did not come from the sender")
-                return
-            note = self._notes.popleft()
-            self._ended = note.kind == "end"
-            if note.frame is not None:
-                self._under_way.append(self._receive(note.frame))
-            wait = False
-
-    def _hear(self, wait_s: float, when: str) -> None:
-        """Read the sender's messages, waiting `wait_s` seconds for the first. Raises WeightTransferError when the
-        sender has ended the update or is lost."""
-        self.check_open()
-        try:
-            while (note := next_note(self._link, self.deadline, wait_s, when)) is not None:
-                self._notes.append(note)
-                wait_s = 0.0
-        except WeightTransferError:
-            self.check_open()  # Another thread of this process may have closed the link.
-            raise
-
-    def _receive(self, frame: BucketFrame) -> tuple[BucketFrame, torch.Tensor, Broadcast | None]:
-        if not frame.nbytes:
-            return frame, torch.empty(0, dtype=torch.uint8, device=self.device), None
-        self._digests_due = self.device.type == "cuda"
-        if self._destination is not None and frame.encoding == "whole":
-            begin = self._offsets[frame.bucket]
-            payload = self._destination[begin : begin + frame.nbytes]
-        else:
-            if not self._ring:
-                self._ring = self._receiver.ring(max(self.plan.sizes), self.device)
-            payload = self._ring[self._num_in_ring % _RING][: frame.nbytes]
-            self._num_in_ring += 1
-        try:
-            return frame, payload, self._group.broadcast(payload)
-        except RuntimeError as error:
-            raise self._broken(f"bucket {frame.bucket} of {len(self.plan.sizes)}", error) from error
-
-    def _await(self, of: str, running: Broadcast | None) -> None:
-        try:
-            while running is not None and not running.ended(_SLICE_S):
-                self._hear(0.0, of)
-                if not self.deadline.left_s:
-                    raise self.deadline.error(f"{of} did not come from the sender")
-        except RuntimeError as error:
-            if isinstance(error, WeightTransferError):
-                raise
-            raise self._broken(of, error) from error
-
-    def _broken(self, of: str, error: RuntimeError) -> WeightTransferError:
-        reason = str(error).strip().splitlines()[0]
-        try:  # A message from the sender may give the cause.
-            self._hear(min(1.0, self.deadline.left_s), f"{of}: {reason}")
-        except WeightTransferError as told:
-            return told
-        return self.deadline.error(f"{of} did not come from the sender: {reason}")
-
-    def _tell(self, note: Note) -> None:
-        self.check_open()
-        try:
-            self._link.send(note)
-        except OSError as error:
-            raise self.deadline.error(f"the sender is lost: {error}") from error
-
-    def give_up(self, error: WeightTransferError) -> None:
-        """Report `error` to the sender, and still receive the remaining buckets. Broadcasts to other receivers may pass
-        through this process."""
-        with contextlib.suppress(WeightTransferError):
-            self._tell(Note("failed", str(error)))
-            while True:
-                self._begin_next(_RING - 1, wait=not self._under_way)
-                if not self._under_way:
-                    break
-                frame, _, running = self._under_way.popleft()
-                self._await(f"bucket {frame.bucket} of {len(self.plan.sizes)}", running)
-                self.deadline.moved()
-            if self._digests_due:
-                self._digests()
-            self._done = True
-
-    def _close(self) -> None:
-        if not self._done:
-            with contextlib.suppress(OSError):  # A lost connection also informs the sender.
-                self._link.send(Note("gave up"))
-        self._link.close()
-        if not self._done and self._receiver.group is self._group:
-            self._receiver.leave()
-
-
-def next_note(link: Link, deadline: Deadline, wait_s: float, when: str) -> Note | None:
-    """Return the sender's next message, or None when none comes within `wait_s` seconds.
-
-    Raises WeightTransferError when the sender has ended the update or is lost.
-    """
-    until = time.monotonic() + wait_s
-    while True:
-        left_s = min(until - time.monotonic(), deadline.left_s)
-        try:
-            note = link.receive(Note, min(max(left_s, 0.0), _SLICE_S))
-        except OSError as error:
-            raise deadline.error(f"{when}: the sender is lost: {error}") from error
-        assert note is None or isinstance(note, Note)
-        if note is not None and note.kind == "abort":
-            raise deadline.error(f"{when}: the sender has ended the update: {note.text}")
-        if note is not None or left_s <= 0:
-            return note

@@ -46,6 +46,21 @@ class Hello:
     """Rank of the receiver in the process group, from 1; the sender is rank 0."""
     group: str
     """Name of the process group that the receiver still belongs to from an earlier update; "" for none."""
+    host: str = ""
+    """Space whose receivers can read each other's memory, as `host_ring.host_name` returns it; "" if the receiver
+    shares no memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlace:
+    """A receiver's place in an update: it is in the process group, or reads the memory of a receiver of its host."""
+
+    rank: int
+    """Rank in the process group; 0 if the receiver reads what the first receiver of its host has received."""
+    world: int
+    """Number of processes in the process group."""
+    readers: tuple[int, ...] = ()
+    """Ranks, as in `Hello`, of the receivers that read the memory of the first receiver of this host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +68,21 @@ class Note:
     """Any message after `Hello`, from the sender or from a receiver."""
 
     kind: str
-    """Kind of the message. The sender's are `start`, `frame`, `end` and `abort`; a receiver's are `through` (a bucket
-    is finished), `failed`, `gave up` and `done` (the version is complete)."""
+    """Kind of the message. The sender's are `start`, `frame`, `end`, `abort` and `without` (a reader has left); a
+    receiver's are `through` (a bucket is finished), `failed`, `gave up` and `done` (the version is complete). The first
+    receiver of a host sends `ring`, which the sender passes on to the host's others."""
     text: str = ""
-    """Name and backend of the process group in a `start` message; the reason in an `abort` or `failed` message;
-    otherwise empty."""
+    """Name and backend of the process group in a `start` message; the reason in an `abort` or `failed` message; the
+    location of the memory in a `ring` message; otherwise empty."""
     number: int = 0
     """In a `start` message, the port of the TCP store through which the group's members find each other; in a `through`
-    message, the bucket that the receiver has finished; otherwise 0."""
+    message, the bucket that the receiver has finished; in a `without` message, the reader's rank; otherwise 0."""
     data: bytes = b""
     """Encoded bucket plan in a `start` message; otherwise empty."""
     frame: BucketFrame | None = None
     """Header of the next bucket in a `frame` message; otherwise None."""
+    place: GroupPlace | None = None
+    """The receiver's place in a `start` message; None for a group of the sender and all receivers."""
 
 
 class Link:
@@ -214,6 +232,11 @@ class ReceiverTracker:
         self.groups: dict[int, str] = {}
         """Process group that each receiver still belonged to when it joined: rank -> name, "" for none. Only receivers
         that have joined are in it."""
+        self._hosts: dict[int, str] = {}
+        self._first_of: dict[int, int] = {}
+        """Reader -> the receiver of its host whose memory it reads."""
+        self.rings: set[int] = set()
+        """Ranks of the receivers whose memory their readers can open."""
         self.through: dict[int, int] = dict.fromkeys(self._names, -1)
         """Last bucket that each receiver has finished: rank -> bucket, or -1 before the first."""
         self.done: set[int] = set()
@@ -231,13 +254,37 @@ class ReceiverTracker:
 
     @property
     def lost(self) -> bool:
-        """True if a receiver is gone, so that no collective operation can complete any more."""
-        return any(rank not in self._links for rank in self.failed) or bool(self.gave_up)
+        """True if a member of the process group is gone, so that no collective operation can complete any more."""
+        return any(rank not in self._first_of for rank in self._gone)
+
+    @property
+    def stranded(self) -> bool:
+        """True if a receiver that is gone has left readers without the complete version."""
+        ended = self.done | self.gave_up | set(self.failed)
+        return any(first in self._gone and reader not in ended for reader, first in self._first_of.items())
+
+    @property
+    def _gone(self) -> set[int]:
+        return self.gave_up | {rank for rank in self.failed if rank not in self._links}
 
     @property
     def over(self) -> bool:
         """True once every receiver has the complete version, has failed or has left."""
         return len(self.done | self.gave_up | set(self.failed)) == len(self._names)
+
+    def places(self, *, shared: bool) -> dict[int, GroupPlace]:
+        """Give every receiver its place, once all have joined. shared: whether only the first receiver of each host
+        becomes a member of the process group, and the host's others read its memory."""
+        hosts: dict[str, list[int]] = {}
+        for rank in self._names:
+            hosts.setdefault((shared and self._hosts[rank]) or str(rank), []).append(rank)
+        places = {}
+        for number, (first, *readers) in enumerate(hosts.values(), 1):
+            places[first] = GroupPlace(number, len(hosts) + 1, tuple(readers))
+            for reader in readers:
+                places[reader] = GroupPlace(0, len(hosts) + 1, tuple(readers))
+                self._first_of[reader] = first
+        return places
 
     def poll(self) -> None:
         """Accept new connections and read all messages received so far, without waiting."""
@@ -275,6 +322,7 @@ class ReceiverTracker:
             else:
                 self._links[hello.rank] = link
                 self.groups[hello.rank] = hello.group
+                self._hosts[hello.rank] = hello.host
         except OSError:  # The connection broke before the receiver identified itself.
             link.close()
         self._arrivals.remove(link)
@@ -289,6 +337,16 @@ class ReceiverTracker:
             self.failed.setdefault(rank, note.text)
         elif note.kind == "gave up":
             self.gave_up.add(rank)
+            self._leave(rank)
+        elif note.kind == "ring":
+            self.rings.add(rank)
+            for reader in [reader for reader, first in self._first_of.items() if first == rank]:
+                self.tell(note, reader)
+
+    def _leave(self, rank: int) -> None:
+        """Tell the receiver whose memory a lost reader has read that it must not wait for it."""
+        if rank in self._first_of:
+            self.tell(Note("without", number=rank), self._first_of[rank])
 
     def _lose(self, rank: int, reason: str) -> None:
         link = self._links.pop(rank, None)
@@ -296,11 +354,12 @@ class ReceiverTracker:
             link.close()
         if rank not in self.done | self.gave_up:
             self.failed.setdefault(rank, f"{reason}, {self._place(rank)}")
+        self._leave(rank)
 
-    def tell(self, note: Note) -> None:
-        """Send a message to all receivers that have joined. A receiver that cannot be reached is recorded as lost at
-        the next `poll`."""
-        for link in list(self._links.values()):
+    def tell(self, note: Note, to: int | None = None) -> None:
+        """Send a message to the receiver of rank `to`; None sends it to all that have joined. A receiver that cannot be
+        reached is recorded as lost at the next `poll`."""
+        for link in [link for rank, link in list(self._links.items()) if to in (None, rank)]:
             with contextlib.suppress(OSError):
                 link.send(note)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .collective import CollectiveReceiver, CollectiveSender
+from .collective import CollectiveSender
+from .collective_receiver import CollectiveReceiver
 from .cuda_ipc import CudaIpcSender
 from .disk import DiskReceiver, DiskSender
 from .ends import Receiver, Sender

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from headrace.actors.process.rendezvous_store import RendezvousServer, RendezvousStore
-from headrace.actors.weight_sync.transports import collective
-from headrace.actors.weight_sync.transports.collective import CollectiveReceiver, CollectiveSender
+from headrace.actors.weight_sync.transports import collective, collective_receiver
+from headrace.actors.weight_sync.transports.collective import CollectiveSender
+from headrace.actors.weight_sync.transports.collective_receiver import CollectiveReceiver
 from headrace.actors.weight_sync.transports.control_link import Hello, Link, LinkListener, Note
 from headrace.actors.weight_sync.transports.protocol import ReceiverGroup, WeightTransferError, WeightUpdate
 from headrace.actors.weight_sync.transports.rendezvous import Group
@@ -55,7 +56,8 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[RendezvousStore]:
         found.append(RendezvousStore(*args))  # pyright: ignore[reportArgumentType]
         return found[-1]
 
-    monkeypatch.setattr(collective, "RendezvousStore", noted)
+    for end in (collective, collective_receiver):
+        monkeypatch.setattr(end, "RendezvousStore", noted)
     return found
 
 
@@ -126,7 +128,7 @@ def test_a_receiver_leaves_a_group_that_is_joined_after_its_sender_gave_up(
     receiving.start()
     links: list[Link] = []
     wait_until(lambda: links.extend(filter(None, [listener.accept(BOUND_S)])) or links)
-    links[0].send(Note("start", "group|gloo", server.port))
+    links[0].send(Note("start", "group|gloo", server.port, plan_of(weights(1), 256).message))
     wait_until(lambda: stores)
     links[0].send(Note("abort", "another receiver is lost"))
     receiving.join(BOUND_S)

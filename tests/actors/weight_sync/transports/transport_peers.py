@@ -17,7 +17,9 @@ import torch
 
 from headrace.actors.weight_sync.config import Staging, SyncConfig
 from headrace.actors.weight_sync.inbox import WeightInbox
+from headrace.actors.weight_sync.transports import collective_receiver
 from headrace.actors.weight_sync.transports.factory import build_sender
+from headrace.actors.weight_sync.transports.host_ring import HostRing, host_name
 from headrace.actors.weight_sync.transports.protocol import (
     ReceiverConfig,
     ReceiverGroup,
@@ -131,6 +133,8 @@ class ReceiverHost:
     def __init__(self, config: ReceiverConfig, worker: int) -> None:
         self._config = config
         self._worker = worker
+        # For `collective`, workers of one number are on one host, whose first receiver is in the first engine.
+        collective_receiver.host_name = lambda: f"{host_name()} {self._worker}"
         self._inbox = WeightInbox(config, worker)
 
     def prepare(self, update: WeightUpdate, damage: int | None = None) -> None:
@@ -190,6 +194,14 @@ class ReceiverHost:
         self._inbox.close()
         self._config, self._worker = config, worker
         self._inbox = WeightInbox(config, worker)
+
+    def forbid_rings(self) -> None:
+        """From now on, this process cannot open the memory of another, as under another user."""
+
+        def forbidden(location: str) -> None:
+            raise PermissionError(13, "Permission denied", location)
+
+        HostRing.open = forbidden
 
     def choose(self, staging: Staging) -> None:
         sync = self._config.sync.model_copy(update={"staging": staging})
