@@ -268,7 +268,7 @@ class CollectiveStream(Stream):
         try:
             while (note := next_note(self._link, self.deadline, wait_s, when)) is not None:
                 self._note(note)
-                wait_s = 0.0
+                wait_s = 0.0 if self._notes else wait_s
         except WeightTransferError:
             self.check_open()  # Another thread of this process may have closed the link.
             raise

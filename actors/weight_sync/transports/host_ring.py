@@ -33,8 +33,9 @@ _TICK_S = 1e-4
 
 
 def host_name() -> str:
-    """Return the name of the space whose processes can read each other's rings: they share a boot, a namespace of pids
-    and a user."""
+    """Return the name of the space whose processes can read each other's rings.
+
+    They share a boot, a namespace of pids and a user."""
     return f"{pid_space()} {os.getuid()}"
 
 
