@@ -73,7 +73,7 @@ class OneRoom:
 
 
 @dataclass(slots=True)
-class _Entry:
+class Entry:
     ref: BlockRef
     row_starts: np.ndarray | None
     nbytes: int
@@ -92,12 +92,18 @@ class BlockTable:
         self._rooms: dict[int, Room] = defaultdict(Room)
         self.reservations: dict[int, Reservation] = {}
         """Reservations by id, in the order of their deadlines."""
-        self._entries: dict[int, _Entry] = {}
-        self._next_block = 1
-        self._next_reservation = 1
+        self.entries: dict[int, Entry] = {}
+        self.next_block = 1
+        self.next_reservation = 1
+
+    def add(self, ref: BlockRef, row_starts: np.ndarray | None, nbytes: int, live: int) -> None:
+        """Add a block that is written; the arguments are those of `settle`."""
+        room = self._rooms[self.rooms.room_of(holder_of(ref.location))]
+        room.used_bytes += nbytes
+        self.entries[ref.block_id] = Entry(ref, row_starts, nbytes, room, live)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     @property
     def total(self) -> Room:
@@ -128,10 +134,10 @@ class BlockTable:
         """
         if nbytes > self.free_bytes(room):
             return None
-        ids = range(self._next_block, self._next_block + num_blocks)
-        reservation = Reservation(self._next_reservation, writer, ids, nbytes, deadline, credit, room)
-        self._next_block = ids.stop
-        self._next_reservation += 1
+        ids = range(self.next_block, self.next_block + num_blocks)
+        reservation = Reservation(self.next_reservation, writer, ids, nbytes, deadline, credit, room)
+        self.next_block = ids.stop
+        self.next_reservation += 1
         self.reservations[reservation.reservation_id] = reservation
         self._count(reservation, nbytes)
         return reservation
@@ -163,9 +169,7 @@ class BlockTable:
         """
         self.cancel(reservation.reservation_id)
         for ref, row_starts, nbytes, count in zip(refs, starts, sizes, live, strict=True):
-            room = self._rooms[self.rooms.room_of(holder_of(ref.location))]
-            room.used_bytes += nbytes
-            self._entries[ref.block_id] = _Entry(ref, row_starts, nbytes, room, count)
+            self.add(ref, row_starts, nbytes, count)
 
     def unlink(self, slots: np.ndarray) -> list[FreedBlock]:
         """Drop one reference to a block for each slot. A slot is a number that locates one value by block and row;
@@ -174,11 +178,11 @@ class BlockTable:
         slots = slots[slots >= 0]
         freed = []
         for block_id, count in zip(*distinct_counts(slots >> ROW_BITS), strict=True):
-            entry = self._entries[int(block_id)]
+            entry = self.entries[int(block_id)]
             entry.live -= int(count)
             assert entry.live >= 0, block_id
             if entry.live == 0:
-                del self._entries[entry.ref.block_id]
+                del self.entries[entry.ref.block_id]
                 entry.room.used_bytes -= entry.nbytes
                 freed.append(FreedBlock(entry.ref.block_id, entry.ref.location))
         return freed
@@ -186,20 +190,20 @@ class BlockTable:
     def lose(self, holders: Collection[int]) -> list[FreedBlock]:
         """Remove the blocks that the processes with these numbers hold, because the processes have died. Returns the
         blocks; their bytes become free. The caller must mark the values in them as lost."""
-        found = [entry.ref for entry in self._entries.values() if holder_of(entry.ref.location) in holders]
+        found = [entry.ref for entry in self.entries.values() if holder_of(entry.ref.location) in holders]
         for ref in found:
-            entry = self._entries.pop(ref.block_id)
+            entry = self.entries.pop(ref.block_id)
             entry.room.used_bytes -= entry.nbytes
         return [FreedBlock(ref.block_id, ref.location) for ref in found]
 
     def refs(self, block_ids: np.ndarray) -> tuple[BlockRef, ...]:
-        return tuple(self._entries[block_id].ref for block_id in block_ids.tolist())
+        return tuple(self.entries[block_id].ref for block_id in block_ids.tolist())
 
     def token_starts(self, block_ids: np.ndarray, block: np.ndarray, row: np.ndarray) -> np.ndarray:
         """Return the index of the first token of each row `row[i]` within its block `block_ids[block[i]]`, int64 `[N]`.
         All of the blocks must hold tokens."""
         used, block = np.unique(block, return_inverse=True)
-        starts = [self._entries[block_id].row_starts for block_id in block_ids[used].tolist()]
+        starts = [self.entries[block_id].row_starts for block_id in block_ids[used].tolist()]
         if not starts:
             return np.empty(0, dtype=np.int64)
         sizes = [len(part) for part in starts if part is not None]

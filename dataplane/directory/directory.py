@@ -72,6 +72,26 @@ class Directory:
         self._puts_elsewhere = 0
         self._leases = LeaseBook()
         self._partitions = PartitionRegistry(samplers)
+        self.repeats = False
+        """Whether the replies to requests with effects are known when the requests are repeated."""
+        self.first_space = 0
+        """Lowest id of a reservation that this process can have made. Lower ones were made by a process that died."""
+
+    # ---------------- These methods do something only in a directory whose process can be replaced.
+
+    def flush(self) -> None:
+        """Make the effects of all calls so far outlive this process."""
+
+    def answered(self, request: bytes, reply: bytes) -> None:
+        """Make the effects of all calls so far outlive this process, with the reply to the request that caused them.
+        request: identity of the request, which its repetition names; b"" for none."""
+
+    def earlier_reply(self, request: bytes) -> bytes | None:
+        """Return the reply to a request that had effects, or None if it is unknown."""
+        return None
+
+    def served(self, payload: bytes) -> None:
+        """Record that the store's host has carried out a request."""
 
     # ---------------- These methods manage partitions.
 
@@ -264,6 +284,16 @@ class Directory:
             )
         block_ids = reservation.block_ids[: len(sizes)]
         locations = tuple(locate(block_ids, sizes))
+        freed = self._write(reservation, put, partition, rows, locations)
+        return committed_of(partition, put, rows, block_ids.start, locations), freed
+
+    def _write(
+        self, reservation: Reservation, put: PutRows, partition: Partition, rows: np.ndarray, locations: Sequence[bytes]
+    ) -> list[FreedBlock]:
+        """Make the rows of a checked put readable. rows: the result of `Partition.check_put`, in which the numbers of
+        new rows are filled in. Returns the blocks to which no row refers any more."""
+        sizes = [layout.nbytes for layout in put.layouts]
+        block_ids = reservation.block_ids[: len(sizes)]
         refs = [BlockRef(*item) for item in zip(block_ids, locations, put.layouts, strict=True)]
         live = [layout.num_rows * len(put.fields) for layout in put.layouts]
         self._blocks.settle(reservation, refs, sizes, token_starts(put.lengths, put.layouts), live)
@@ -271,7 +301,7 @@ class Directory:
         if put.near != ANY_HOLDER and locations and room_of(holder_of(locations[0])) != room_of(put.near):
             self._puts_elsewhere += 1
         replaced = partition.write(put, rows, block_ids, self._partitions.group_numbers)
-        return committed_of(partition, put, rows, block_ids.start, locations), self._blocks.unlink(replaced)
+        return self._blocks.unlink(replaced)
 
     def abort(self, reservation_id: int) -> Reservation | None:
         """Cancel a reservation or credit, and return it so that the store can take its space back. Credit is a

@@ -61,16 +61,16 @@ class Partition:
         not built in."""
         self.name = name
         self.schema = schema
-        self._schemas = {schema_id(schema): schema}
+        self.schemas = {schema_id(schema): schema}
         """The schema and its earlier states, which lack fields that were added later, by their digest."""
         self.rows = RowTable(schema)
         self.groups = GroupTable(group_size)
         self._samplers = samplers
         self.tasks: dict[str, TaskCursor] = {}
         self.add_tasks(tasks)
-        self._registered = frozenset(self.tasks)
+        self.registered = frozenset(self.tasks)
         """Names of the tasks with which the partition was registered."""
-        self._died: list[str] = []
+        self.died: list[str] = []
         """Names of the store's processes with which rows of this partition were lost."""
         self._checked: set[tuple[str, ...]] = set()
         """Sets of fields that have passed `check_fields`. Most requests name one of a few."""
@@ -87,7 +87,7 @@ class Partition:
     def declared(self, names: Iterable[str]) -> list[TaskConfig]:
         """Return the settings that a repeated registration with the tasks `names` must declare. These are the tasks of
         the first registration, and those of `names` that were added since."""
-        wanted = self._registered.union(names)
+        wanted = self.registered.union(names)
         return [cursor.config for name, cursor in self.tasks.items() if name in wanted]
 
     # ---------------- These methods read.
@@ -207,7 +207,7 @@ class Partition:
                 f"{len(gone)} of {len(keys)} rows were lost with a process of the store that has died; clear them, or "
                 "put their fields again"
             )
-            raise StoreLost(message, op="lookup", partition=self.name, keys=gone, peer=" and ".join(self._died))
+            raise StoreLost(message, op="lookup", partition=self.name, keys=gone, peer=" and ".join(self.died))
 
     def absent(self, keys: Sequence[str], fields: Sequence[str] | None) -> tuple[list[str], dict[str, list[str]]]:
         """Return the keys that do not exist, and for each field the existing keys without it. See
@@ -277,7 +277,7 @@ class Partition:
 
     def knows(self, schema: Schema) -> bool:
         """Return whether `schema` is the partition's schema, or an earlier state of it to which fields were added."""
-        return schema in self._schemas.values()
+        return schema in self.schemas.values()
 
     # ---------------- These methods write.
 
@@ -296,7 +296,7 @@ class Partition:
         if not new:
             return
         self.schema = Schema([*self.schema.values(), *new])
-        self._schemas[schema_id(self.schema)] = self.schema
+        self.schemas[schema_id(self.schema)] = self.schema
         self._token_fields += [addition.name for addition in new if addition.kind is Kind.PER_TOKEN]
         self.rows.add_fields(addition.name for addition in new)
 
@@ -309,7 +309,7 @@ class Partition:
         """
         check_distinct(put.keys, self.name)
         self.check_fields(put.fields)
-        if put.schema_id not in self._schemas:
+        if put.schema_id not in self.schemas:
             raise self._mismatch("the writer uses an outdated schema: the partition was registered again", put.keys)
         if sum(layout.num_rows for layout in put.layouts) != len(put.keys):
             raise self._mismatch(
@@ -499,7 +499,7 @@ class Partition:
                 tokens_left |= (slots >= 0) & ~gone
         if hit.any():
             self.rows.any_lost = True
-            self._died += holders
+            self.died += holders
         self.rows.lengths[rows[hit & ~tokens_left]] = UNKNOWN
         for cursor in self.tasks.values():
             cursor.refresh(rows[hit])

@@ -20,7 +20,7 @@ class PartitionRegistry:
         self._partitions: dict[str, Partition] = {}
         self.group_numbers = Numbers()
         """Numbers of the groups of all partitions; each group has one of its own."""
-        self._first_arrival = 0
+        self.first_arrival = 0
         """Generation of the first row of a new partition. Partitions that were removed used only lower ones."""
 
     def __getitem__(self, name: str) -> Partition:
@@ -58,7 +58,7 @@ class PartitionRegistry:
             ("group_size", known.groups.group_size, group_size),
         ):
             if old != new and redefine:
-                self._first_arrival = max(self._first_arrival, known.rows.next_arrival)
+                self.first_arrival = max(self.first_arrival, known.rows.next_arrival)
                 self._partitions[name] = self._new(name, schema, configs, group_size)
                 return known
             if old != new:
@@ -70,7 +70,7 @@ class PartitionRegistry:
 
     def _new(self, name: str, schema: Schema, tasks: Mapping[str, TaskConfig], group_size: int) -> Partition:
         part = Partition(name, schema, list(tasks.values()), group_size, self._samplers)
-        part.rows.next_arrival = self._first_arrival
+        part.rows.next_arrival = self.first_arrival
         return part
 
     def add_tasks(self, name: str, tasks: Sequence[str | TaskConfig]) -> None:
@@ -93,7 +93,7 @@ class PartitionRegistry:
         of that name is registered."""
         part = self[name]
         del self._partitions[name]
-        self._first_arrival = max(self._first_arrival, part.rows.next_arrival)
+        self.first_arrival = max(self.first_arrival, part.rows.next_arrival)
         return part
 
     def restore(self, name: str, state: PartitionState, rows: PartitionRows) -> None:

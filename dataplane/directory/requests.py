@@ -304,6 +304,8 @@ class Plane(msgspec.Struct, frozen=True, array_like=True):
 _OK, _ERROR = b"\0", b"\1"
 CANCELLED = b"\2"
 """Reply to a request that was cancelled before it took effect."""
+UNKNOWN = b"\3"
+"""Reply to a repeated request if it is not known whether the request took effect the first time."""
 WAITING_OPS = frozenset(("claim", "reserve", "lookup"))
 """Names of the requests that may have to wait. They can be cancelled while they wait."""
 TAKE_EFFECT = frozenset(
@@ -328,6 +330,10 @@ TAKE_EFFECT = frozenset(
 )
 """Names of the requests with a lasting effect. If the reply to such a request is lost, the error says that it is not
 known whether the request took effect. Puts are not listed, because a separate request undoes an interrupted put."""
+AGAIN = "again"
+"""Name of the request that repeats another one, whose reply was lost with its connection; see `repeated`."""
+ID_BYTES = 12
+"""Number of bytes of the identity of a request: of its connection's token, and of its number."""
 TAKE_BACK = frozenset(("abort", "withdraw"))
 """Names of the requests that undo something. They are carried out even if no client waits for the reply."""
 REVOKED = b""
@@ -339,6 +345,19 @@ _ERRORS: dict[str, type[Exception]] = {
     for cls in vars(errors).values()
     if isinstance(cls, type) and issubclass(cls, errors.DataPlaneError)
 }
+
+
+def repeated(request: bytes, op: str, payload: bytes) -> tuple[str, bytes]:
+    """Return the (op, payload) that repeats a request, which may be a repetition itself. The directory answers it as the first time if the request had
+    effects then, and carries it out otherwise. request: identity of the request."""
+    if op == AGAIN:
+        return op, payload
+    return AGAIN, request + msgspec.msgpack.encode((op, payload))
+
+
+def read_repeated(payload: bytes) -> tuple[bytes, str, bytes]:
+    """Return the identity, op and payload of a repeated request. Raises ValueError for anything else."""
+    return payload[:ID_BYTES], *msgspec.msgpack.decode(payload[ID_BYTES:], type=tuple[str, bytes])
 
 
 def reply(body: bytes) -> bytes:

@@ -23,6 +23,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,8 @@ from .put_space import Place, Pulse, PutSpace, Queue
 
 _logger = logging.getLogger(__name__)
 
+_REQUEST: ContextVar[bytes] = ContextVar("request", default=b"")
+"""Identity of the request that is being answered; b"" for a caller in this process."""
 LATE_S = 0.1
 """Seconds by which the timer must be late for this process to count as having been suspended or busy."""
 HEAR_FIRST_S = 1.0
@@ -62,8 +65,11 @@ class DirectoryService:
     """Answers requests to one run's directory, and makes the calls to its store. All methods must be called from one
     event loop."""
 
-    def __init__(self, config: DataPlaneConfig, host: StoreHost) -> None:
-        self._directory = Directory(
+    def __init__(
+        self, config: DataPlaneConfig, host: StoreHost, build: Callable[..., Directory] = Directory
+    ) -> None:
+        """build: function that builds the directory from the arguments of `Directory`."""
+        self._directory = build(
             capacity_bytes=config.store.capacity_mib << 20,
             lease_s=config.lease_s,
             reserve_s=config.reserve_s,
@@ -123,34 +129,50 @@ class DirectoryService:
         """Type of the request and the method that answers it, by the request's name. A request of type bytes is passed
         on without decoding."""
 
-    def answer(self, op: str, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
+    def answer(self, op: str, payload: bytes, request: bytes = b"") -> bytes | Coroutine[Any, Any, bytes]:
         """Return the encoded reply to one request, or a coroutine that returns it. The caller must await or close the
-        coroutine.
+        coroutine. request: identity of the request; b"" for one that is not repeated.
 
         DataPlaneErrors and ValueErrors are sent in the reply. Any other error is a bug and is raised.
         """
         try:
             if self._closed:
                 raise DirectoryLost("the data plane is closed", op=op)
+            _REQUEST.set(request)
             if op not in self._handlers:
                 raise ValueError(f"request {op!r}: expected one of {sorted(self._handlers)}")
             kind, handler = self._handlers[op]
             body = handler(payload if kind is bytes else messages.decode(payload, kind))
         except (DataPlaneError, ValueError) as error:
             self._arm()
-            return requests.reply_error(error)
+            return self._reply(requests.reply_error(error))
         if not isinstance(body, bytes):
             return self._answer_later(body)
         self._arm()
-        return requests.reply(body)
+        return self._reply(requests.reply(body))
 
     async def _answer_later(self, waiting: Coroutine[Any, Any, bytes]) -> bytes:
         try:
-            return requests.reply(await waiting)
+            return self._reply(requests.reply(await waiting))
         except (DataPlaneError, ValueError) as error:
-            return requests.reply_error(error)
+            return self._reply(requests.reply_error(error))
         finally:
             self._arm()
+
+    def _reply(self, reply: bytes) -> bytes:
+        """Make the effects of the current request outlive this process, with the reply to it, and return the reply."""
+        self._directory.answered(_REQUEST.get(), reply)
+        return reply
+
+    def repeat(self, op: str, payload: bytes, request: bytes) -> bytes | Coroutine[Any, Any, bytes]:
+        """Answer a request that may have been carried out before, as `answer` does. If it had effects then, its first
+        reply is returned, or UNKNOWN if this directory does not keep replies."""
+        earlier = self._directory.earlier_reply(request)
+        if earlier is not None:
+            return earlier
+        if not self._directory.repeats and (op in requests.TAKE_EFFECT or op in ("reserve", "commit")):
+            return requests.UNKNOWN
+        return self.answer(op, payload, request)
 
     async def call(self, op: str, payload: bytes) -> bytes:
         """Answer one request and return the encoded reply, waiting for it if necessary."""
@@ -203,14 +225,17 @@ class DirectoryService:
         return body
 
     def _commit_now(self, request: requests.Commit) -> tuple[bytes, list[FreedBlock]]:
-        if request.credit and self._directory.find_reservation(request.space_id) is None:
+        is_revocable = request.credit or request.space_id < self._directory.first_space
+        if is_revocable and self._directory.find_reservation(request.space_id) is None:
             return requests.REVOKED, []
         put = request.put
         committed, freed = self._directory.commit(request.space_id, put, self._store.locate(request.locations))
         self._ready_pulse(put.partition).fire()
         self._space.usual[put.partition] = request.next_bytes, request.next_blocks
         credit = self._space.grant(put.writer, put.near, request.next_bytes, request.next_blocks)
-        return messages.encode(requests.Written(committed, credit and self._as_space(credit))), freed
+        body = messages.encode(requests.Written(committed, credit and self._as_space(credit)))
+        self._reply(requests.reply(body))  # The effects must be recorded before the store frees blocks.
+        return body, freed
 
     def _abort(self, request: requests.Abort) -> bytes:
         found = [self._directory.abort(space_id) for space_id in request.space_ids]
@@ -226,6 +251,7 @@ class DirectoryService:
         keys = unpack_keys(request.keys)
         freed = self._directory.withdraw(request.partition, keys, request.first_block_id, request.num_blocks)
         self._ready_pulse(request.partition).fire()
+        self._reply(requests.reply(b""))
         await self._free(freed)
         return b""
 
@@ -359,6 +385,7 @@ class DirectoryService:
         """Free the blocks of cleared or freed rows, and return `body` once they are gone from the store. Also wakes
         waiting claims, because a sampler may have been waiting for one of the cleared rows."""
         self._ready_pulse(partition).fire()
+        self._reply(requests.reply(body))  # The effects must be recorded before the store frees blocks.
         task = self._store.free(freed)
         return body if task is None else _after(task, body)
 
@@ -433,7 +460,9 @@ class DirectoryService:
     def _serve(self, payload: bytes) -> bytes:
         if not isinstance(self._host, Serving):
             raise ValueError(f"store {self._store.spec.kind!r} does not serve bytes through the directory")
-        return self._host.serve(payload)
+        body = self._host.serve(payload)
+        self._directory.served(payload)
+        return body
 
     async def _find_lost(self, payload: bytes) -> bytes:
         """Look for processes of the store that have died, because a client has failed to reach one. Their blocks are
@@ -448,8 +477,10 @@ class DirectoryService:
         found, freed = self._directory.clear_lost()
         for partition in found:
             self._ready_pulse(partition).fire()
+        body = messages.encode({partition: pack_keys(keys) for partition, keys in found.items()})
+        self._reply(requests.reply(body))
         await self._free(freed)
-        return messages.encode({partition: pack_keys(keys) for partition, keys in found.items()})
+        return body
 
     async def _start_unit(self, request: requests.StartUnit) -> bytes:
         await self._store.look()  # The unit that was there may have died unnoticed.
@@ -470,6 +501,7 @@ class DirectoryService:
             return
         num_rows, blocks = self._directory.lose(dead)
         _logger.warning("%s died: %d rows of %d blocks are lost", " and ".join(dead.values()), num_rows, len(blocks))
+        self._directory.flush()
         self._store.free(blocks)  # The store forgets them, too, and puts that wait for room are woken.
         for pulse in self._ready.values():
             pulse.fire()
@@ -525,6 +557,7 @@ class DirectoryService:
             self._arm()
             return
         expired = self._directory.expire(now)
+        self._directory.flush()
         if expired.num_rows:
             _logger.warning("leases ran out: %d rows can be claimed again", expired.num_rows)
             for pulse in self._ready.values():

@@ -49,7 +49,7 @@ class TaskCursor:
         self._partition = partition
         self._rows = rows
         self._groups = groups
-        self._notes = Notes()
+        self.notes = Notes()
         """Numbers that the sampler noted for rows that the task has not finished."""
         self._views: OrderedDict[tuple[tuple[str, ...], bool], ReadyView] = OrderedDict()
 
@@ -106,7 +106,7 @@ class TaskCursor:
         ahead = self.sampler.looks_ahead
         items = view.first(view.num_items if ahead is None else request.most + ahead)
         try:
-            positions = chosen(self.sampler, view.candidates(items, self._notes), request)
+            positions = chosen(self.sampler, view.candidates(items, self.notes), request)
         except SamplerError as error:
             message = f"task {self.config.name!r}, sampler {self.config.sampler!r}: {error.message}"
             raise SamplerError(message, op="claim", partition=self._partition) from error
@@ -138,7 +138,7 @@ class TaskCursor:
         held them; an id occurs once for each row."""
         self.refresh(rows)
         held = self._assign(rows, 0)
-        self._notes.forget(rows)
+        self.notes.forget(rows)
         self._settle(rows)
         return held[held > 0]
 
@@ -152,12 +152,12 @@ class TaskCursor:
         self.num_done += len(rows) * (value == DONE)
         self.column[rows] = value
         if value == DONE:
-            self._notes.forget(rows)
+            self.notes.forget(rows)
         return before
 
     def notes_of(self, rows: np.ndarray) -> np.ndarray:
         """Return the number that the sampler has noted for each of `rows`, int64 `[N]`; empty without notes."""
-        notes = self._notes.of(rows)
+        notes = self.notes.of(rows)
         return notes if notes.any() else notes[:0]
 
     def restore_notes(self, rows: np.ndarray, notes: np.ndarray) -> None:
@@ -169,7 +169,7 @@ class TaskCursor:
                 f"of {len(rows)} rows, or none"
             )
         if len(notes):
-            self._notes.set(rows, notes)
+            self.notes.set(rows, notes)
 
     def skip(self, positions: np.ndarray) -> None:
         """Settle positions of the prompt stream, int64 `[N]`. Raises ValueError for a negative position, and if the
@@ -243,15 +243,15 @@ class LeaseBook:
     def __init__(self) -> None:
         self._leases: dict[int, Lease] = {}
         self._deadlines: list[tuple[float, int]] = []
-        self._next_id = 1
+        self.next_id = 1
 
     def grant(
         self, partition: str, task: TaskConfig, rows: np.ndarray, now: float, lease_s: float, holder: str
     ) -> Lease:
         last = math.inf if task.max_hold_s is None else now + task.max_hold_s
         deadline = min(now + lease_s, last)
-        lease = Lease(self._next_id, partition, task.name, rows, len(rows), now, deadline, last, holder)
-        self._next_id += 1
+        lease = Lease(self.next_id, partition, task.name, rows, len(rows), now, deadline, last, holder)
+        self.next_id += 1
         self._leases[lease.lease_id] = lease
         heapq.heappush(self._deadlines, (lease.deadline, lease.lease_id))
         return lease

@@ -13,6 +13,7 @@ begins with the handshake of `dataplane/security/handshake.py`, and frames follo
 
 from __future__ import annotations
 
+import secrets
 import socket
 import struct
 from dataclasses import dataclass
@@ -23,10 +24,14 @@ _FIELDS, _SUM = struct.Struct("<QIBI"), struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _SUM.size
 LAST_NUMBER = (1 << 32) - 1
 """Largest number of a request. The next one after it has the number 1 again."""
+TOKEN_BYTES = 8
 SERVICE = "directory"
 """Name of the directory in handshakes."""
 CANCEL = "cancel"
 """Op of a frame that cancels the request with the same number."""
+TOKEN = "token"
+"""Op of the first frame of a connection, whose number is 0 and which has no reply. Its payload, together with the number
+of a request, is the identity of that request."""
 MAX_FRAME_BYTES = 1 << 32
 """Largest number of bytes of a frame's body. A frame whose header announces more is refused before its body is read."""
 
@@ -94,6 +99,15 @@ def other_number(number: int, reply: bytes) -> Damaged:
 def digest(op: bytes | memoryview, payload: bytes | bytearray | memoryview) -> int:
     """Return the checksum of a frame's body. payload: the part of the payload that it covers."""
     return xxhash.xxh3_64_intdigest(payload, xxhash.xxh32_intdigest(op) if op else 0) & 0xFFFFFFFF
+
+
+def identity(token: bytes, number: int) -> bytes:
+    """Return the identity of a request. token: TOKEN_BYTES random bytes of its sender."""
+    return token + number.to_bytes(4, "little")
+
+
+def new_token() -> bytes:
+    return secrets.token_bytes(TOKEN_BYTES)
 
 
 class FrameReader:

@@ -16,13 +16,13 @@ import socket
 from collections.abc import Coroutine, Sequence
 from typing import Any, cast
 
-from ..directory.requests import CANCELLED, TAKE_BACK, WAITING_OPS, reply_error
+from ..directory.requests import AGAIN, CANCELLED, TAKE_BACK, WAITING_OPS, read_repeated, reply_error
 from ..directory.service import DirectoryService
 from ..errors import DataPlaneError
 from ..security.authenticated_listener import HANDSHAKE_TIMEOUT_S, Stranger, Strangers, listen
 from ..security.few_lines import limit_accept_errors
 from ..security.handshake import HandshakeError
-from .frames import CANCEL, SERVICE, DirectoryAddress, FrameReader, head, set_up_tcp
+from .frames import CANCEL, SERVICE, TOKEN, TOKEN_BYTES, DirectoryAddress, FrameReader, head, identity, set_up_tcp
 
 _logger = logging.getLogger(__name__)
 
@@ -30,6 +30,33 @@ END_TIMEOUT_S = 2.0
 SETTLE_S = 0.005
 """Seconds between two checks of the connections that are being closed."""
 BACKLOG = 1024
+
+
+class Listeners:
+    """The sockets at which a directory listens. Clients that connect before it serves them wait."""
+
+    def __init__(self, name: str, host: str) -> None:
+        """Listen on a Unix socket named after `name`, and at the address `host` (see `listen`) unless it is "".
+
+        The Unix socket is in the abstract namespace, so it leaves no file, even if this process is killed.
+        """
+        local = f"{name}-{secrets.token_hex(8)}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind("\0" + local)
+        listener.listen(BACKLOG)
+        self.sockets = [listener]
+        port = 0
+        if host:
+            reachable = listen(host)
+            reachable.listen(BACKLOG)
+            port = reachable.getsockname()[1]
+            self.sockets.append(reachable)
+        self.address = DirectoryAddress(local, host, port)
+
+    def close(self) -> None:
+        """Stop listening in this process. Idempotent."""
+        for each in self.sockets:
+            each.close()
 
 
 class DirectoryServer:
@@ -43,24 +70,18 @@ class DirectoryServer:
         self._strangers = Strangers[Stranger](SERVICE)
         self._servers: list[asyncio.Server] = []
 
-    async def start(self, name: str, host: str) -> DirectoryAddress:
-        """Listen on a Unix socket named after `name`, and at the address `host` (see `listen`) unless it is "".
-
-        The Unix socket is in the abstract namespace, so it leaves no file, even if this process is killed.
-        """
+    async def start(self, name: str, host: str, listeners: Listeners | None = None) -> DirectoryAddress:
+        """Serve the clients that connect to `listeners`; None opens them, as `Listeners` does."""
         limit_accept_errors()
+        listeners = listeners or Listeners(name, host)
         loop = asyncio.get_running_loop()
-        local = f"{name}-{secrets.token_hex(8)}"
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind("\0" + local)
-        self._servers.append(await loop.create_unix_server(self._session, sock=listener, backlog=BACKLOG))
-        port = 0
-        if host:
-            reachable = listen(host)
-            port = reachable.getsockname()[1]
-            server = await loop.create_server(self._session, sock=reachable, backlog=BACKLOG)
+        for listener in listeners.sockets:
+            if listener.family == socket.AF_UNIX:
+                server = await loop.create_unix_server(self._session, sock=listener, backlog=BACKLOG)
+            else:
+                server = await loop.create_server(self._session, sock=listener, backlog=BACKLOG)
             self._servers.append(server)
-        return DirectoryAddress(local, host, port)
+        return listeners.address
 
     async def close(self) -> None:
         """Stop listening, let requests in progress end, and close all connections. Requests have END_TIMEOUT_S seconds
@@ -101,6 +122,8 @@ class _Session(asyncio.Protocol):
         unread."""
         self._stranger: Stranger | None = None
         """State of the handshake; None once the client has proved that it knows the run's key."""
+        self._token = b""
+        """Token of the client, with which it can repeat requests over a later connection; b"" if it has none."""
         self._loop = asyncio.get_running_loop()
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -181,6 +204,8 @@ class _Session(asyncio.Protocol):
                 continue  # The caller already has the error that reports the missing answer.
             if op == CANCEL:
                 self._cancel(number)
+            elif op == TOKEN:
+                self._token = payload[:TOKEN_BYTES]
             elif position in cancelled:
                 self._send(number, CANCELLED)
             else:
@@ -195,7 +220,11 @@ class _Session(asyncio.Protocol):
 
     def _answer(self, number: int, op: str, payload: bytes) -> None:
         try:
-            reply = self._service.answer(op, payload)
+            if op == AGAIN:
+                request, op, payload = read_repeated(payload)
+                reply = self._service.repeat(op, payload, request)
+            else:
+                reply = self._service.answer(op, payload, identity(self._token, number) if self._token else b"")
         except Exception as error:
             reply = _bug(op, error)
         if isinstance(reply, bytes):

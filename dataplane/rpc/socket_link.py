@@ -20,7 +20,7 @@ import weakref
 from dataclasses import dataclass
 from typing import cast
 
-from ..directory.requests import CANCELLED
+from ..directory.requests import CANCELLED, UNKNOWN, repeated
 from ..errors import DataPlaneError, DataPlaneTimeout, DirectoryLost
 from ..security.handshake import HandshakeError
 from .cancellation import CallCancelled, Cancellation
@@ -29,11 +29,15 @@ from .frames import (
     CANCEL,
     HEADER_BYTES,
     LAST_NUMBER,
+    TOKEN,
     Damaged,
     DirectoryAddress,
     FrameReader,
     check,
+    frame,
     head,
+    identity,
+    new_token,
     other_number,
     read_header,
 )
@@ -45,9 +49,17 @@ _JOIN_BYTES = 1 << 14
 two."""
 
 
+MOST_REPEATS = 3
+"""Largest number of times that a request is repeated. The request itself may be what ends the directory."""
+
+
 class SocketLink:
-    """Link that carries requests to the directory (the metadata service) over sockets. Thread-safe. When the
-    directory's process ends, every call ends at once with DirectoryLost."""
+    """Link that carries requests to the directory (the metadata service) over sockets. Thread-safe.
+
+    When a connection breaks before the reply, the request is repeated over a new one. If the directory's process has
+    died and is replaced, the new one gives the reply of the dead one. If it is not replaced, every call ends at once
+    with DirectoryLost.
+    """
 
     def __init__(self, address: DirectoryAddress, key: bytes, peer: str, *, connect_s: float | None) -> None:
         """Create a link to the directory at `address`, whose run has the key `key`.
@@ -61,6 +73,9 @@ class SocketLink:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._closed = False
+        self._token = new_token()
+        self._silent: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        """Connections over which the token has not been sent yet."""
         self._idle: list[socket.socket] = []
         self._numbers = itertools.count()
         self._channels: dict[asyncio.AbstractEventLoop, _Channel] = {}
@@ -79,8 +94,42 @@ class SocketLink:
     ) -> bytes:
         started = time.monotonic()
         deadline = started + call_s(timeout_s)
+        sent, broken = (op, payload), None
+        for _ in range(MOST_REPEATS + 1):
+            try:
+                reply = self._call_once(op, sent, started, deadline, undo, cancellation, repeats=broken is not None)
+            except _Broken as error:
+                sent, broken = error.repeated, error
+                if time.monotonic() > deadline:
+                    break
+            else:
+                if broken is None or reply != UNKNOWN:
+                    return reply
+                break
+        assert broken is not None
+        raise self._lost(op, broken.cause, started, unknown_outcome(op))
+
+    def _call_once(
+        self,
+        op: str,
+        request: tuple[str, bytes],
+        started: float,
+        deadline: float,
+        undo: Undo | None,
+        cancellation: Cancellation | None,
+        *,
+        repeats: bool,
+    ) -> bytes:
+        """Send a request, given as the op and payload to send, and return the reply. Raises _Broken if the connection
+        breaks before the reply. op: operation, for errors."""
         number = self._number()
-        connection = self._send(number, op, payload, started, deadline)
+        try:
+            connection = self._send(number, op, request, started, deadline)
+        except DirectoryLost as error:
+            if repeats:
+                error.message += unknown_outcome(op)
+            raise
+        token = self._token
         try:
             with (cancellation or Cancellation()).applies(functools.partial(_cancel, connection, number, deadline)):
                 reply = _receive(connection, number, deadline)
@@ -88,6 +137,8 @@ class SocketLink:
             raise self._lost(op, error, started, self._take_back(number, op, connection, undo)) from None
         except OSError as error:
             connection.close()
+            if _is_break(error):
+                raise _Broken(error, repeated(identity(token, number), *request)) from None
             raise self._lost(op, error, started, unknown_outcome(op)) from None
         except BaseException:
             self._take_back(number, op, connection, undo)
@@ -99,15 +150,33 @@ class SocketLink:
 
     async def call_async(self, op: str, payload: bytes, timeout_s: float, undo: Undo | None = None) -> bytes:
         started = time.monotonic()
-        request = _Request(op, payload, undo)
+        request = _Request(op, (op, payload), undo)
         try:
             async with asyncio.timeout(call_s(timeout_s)):
-                try:
-                    return await self._channel(op).ask(request)
-                except _Ended:  # The connection ended before the request was sent.
-                    return await self._channel(op).ask(request)
+                return await self._ask(request)
         except OSError as error:  # TimeoutError and ConnectionError are OSErrors, too.
             raise self._lost(op, error, started, unknown_outcome(op) if request.is_open else request.lasting) from None
+
+    async def _ask(self, request: _Request) -> bytes:
+        """Send a request and return the reply. It is sent again when its connection breaks."""
+        broken: OSError | None = None
+        for _ in range(MOST_REPEATS + 1):
+            try:
+                reply = await self._channel(request.op).ask(request)
+            except _Ended as error:  # The connection ended before the request was sent.
+                broken = broken or error
+            except OSError as error:
+                if not request.is_open or not _is_break(error):
+                    raise
+                broken = error
+                request.sent = repeated(request.identity, *request.sent)
+            else:
+                if reply != UNKNOWN:
+                    return reply
+                request.is_open = True
+                break
+        assert broken is not None
+        raise broken
 
     async def detach_async(self) -> None:
         self.detach()
@@ -130,7 +199,9 @@ class SocketLink:
         """Return the number of the next request. A late reply to an earlier request has another number."""
         return 1 + next(self._numbers) % LAST_NUMBER
 
-    def _send(self, number: int, op: str, payload: bytes, started: float, deadline: float) -> socket.socket:
+    def _send(
+        self, number: int, op: str, request: tuple[str, bytes], started: float, deadline: float
+    ) -> socket.socket:
         """Send a request over a pooled connection, or over a new one if the pooled one has ended. Returns the
         connection.
 
@@ -141,7 +212,9 @@ class SocketLink:
             pooled = connection is not None
             connection = connection or self._connect(op, deadline)
             try:
-                _send(connection, number, op, payload, deadline)
+                greeting = frame(0, self._token, TOKEN) if connection in self._silent else b""
+                self._silent.discard(connection)
+                _send(connection, number, *request, deadline, greeting)
                 return connection
             except OSError as error:
                 connection.close()
@@ -183,6 +256,7 @@ class SocketLink:
             with self._lock:
                 if self._pid != os.getpid():  # After a fork, the connections belong to the parent.
                     self._pid = os.getpid()
+                    self._token = new_token()
                     _close_all(self._idle)
                 if not self._idle or self._closed:
                     return None
@@ -203,6 +277,7 @@ class SocketLink:
         started = time.monotonic()
         try:
             connection = connected(self._address, self._key, deadline)
+            self._silent.add(connection)
         except OSError as error:
             raise self._lost(op, error, started) from None
         return connection
@@ -240,6 +315,21 @@ class SocketLink:
 # ---------------- Blocking calls send one request after another over a connection.
 
 
+class _Broken(ConnectionError):
+    """The connection broke after a request was sent, and before its reply."""
+
+    def __init__(self, cause: OSError, repeated: tuple[str, bytes]) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.repeated = repeated
+        """Op and payload with which the request is repeated."""
+
+
+def _is_break(error: OSError) -> bool:
+    """Return whether an error shows that the peer's process or the network broke the connection."""
+    return isinstance(error, ConnectionError) and not isinstance(error, Damaged | HandshakeError)
+
+
 class _Incomplete(TimeoutError):
     """A time limit ended while the directory's reply was arriving, so the directory is slow rather than dead."""
 
@@ -254,11 +344,13 @@ def _is_readable(connection: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def _send(connection: socket.socket, number: int, op: str, payload: bytes, deadline: float) -> None:
-    """Send one request. Raises TimeoutError at `deadline`, and ConnectionError when the peer has closed the
+def _send(
+    connection: socket.socket, number: int, op: str, payload: bytes, deadline: float, greeting: bytes = b""
+) -> None:
+    """Send one request, after the greeting of a new connection. Raises TimeoutError at `deadline`, and ConnectionError when the peer has closed the
     connection."""
     connection.settimeout(max(0.001, deadline - time.monotonic()))
-    start = head(number, payload, op)
+    start = greeting + head(number, payload, op)
     if len(payload) <= _JOIN_BYTES:
         connection.sendall(start + payload)
     else:
@@ -344,8 +436,12 @@ class _Request:
     """One request of an asyncio call, which may be tried on several connections until it is sent."""
 
     op: str
-    payload: bytes
+    """Operation, for errors."""
+    sent: tuple[str, bytes]
+    """Op and payload to send."""
     undo: Undo | None
+    identity: bytes = b""
+    """Identity of the request when it was sent last."""
     is_open: bool = False
     """Whether the request was sent, has no reply yet and has not been undone."""
     lasting: str = ""
@@ -368,6 +464,7 @@ class _Channel(asyncio.Protocol):
         """Tasks that cancel or undo interrupted requests. They are kept here because the event loop itself keeps no
         reference."""
         self._reader = FrameReader()
+        self._token = new_token()
         self._poll = select.poll()
         """Poll object that shows whether the directory has closed the connection."""
         self._next = 1
@@ -388,9 +485,10 @@ class _Channel(asyncio.Protocol):
         number, self._next = self._next, self._next % LAST_NUMBER + 1
         future: asyncio.Future[bytes] = self._loop.create_future()
         self._waiting[number] = future
-        request.is_open = True
+        request.is_open, request.identity = True, identity(self._token, number)
         try:
-            self._transport.writelines((head(number, request.payload, request.op), request.payload))
+            greeting = frame(0, self._token, TOKEN) if number == 1 else b""
+            self._transport.writelines((greeting + head(number, request.sent[1], request.sent[0]), request.sent[1]))
             reply = await future
         except asyncio.CancelledError:
             await self._abandon(number, future, request)
@@ -424,7 +522,7 @@ class _Channel(asyncio.Protocol):
             undo = undoing(request.undo, reply)
             request.lasting = lasting_effect(request.op, request.undo, reply)
             if undo is not None:
-                await self.ask(_Request(*undo, None))
+                await self.ask(_Request(undo[0], undo, None))
             request.is_open = False
         except ConnectionError:
             pass  # A granted lease expires because it is not renewed, and reserved space expires, too.

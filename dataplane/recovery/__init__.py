@@ -1,0 +1,1 @@
+"""Lets the directory (the metadata service) of a data plane outlive the death of its process."""
