@@ -216,6 +216,18 @@ class StartsUnits(Protocol):
 
 
 @runtime_checkable
+class Recovers(Protocol):
+    """Protocol of a store host whose bytes outlive the directory's process. Another process, forked from the one that
+    opened the host, goes on with it."""
+
+    def adopt(self, blocks: Sequence[tuple[int, bytes, int]], next_block: int) -> None:
+        """Go on in a process that was forked from the opener, for which `close` does nothing. It is called before all
+        other calls. blocks: id, location and number of bytes of each block that rows refer to. All other blocks are
+        freed, because their reservations died with the earlier process. next_block: id above those of all blocks."""
+        ...
+
+
+@runtime_checkable
 class NamesHolders(Protocol):
     """Protocol of a `BlockStore` whose blocks are in several processes (holders), each of which can die alone."""
 

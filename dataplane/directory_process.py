@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import functools
 import gc
+import logging
 import os
 import platform
 import resource
@@ -17,21 +18,26 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from .block_store import StoreHost, StoreSpec
+from .block_store import Recovers, Serving, StoreHost, StoreSpec
 from .config import DataPlaneConfig
 from .directory.service import DirectoryService
 from .errors import DataPlaneError, DirectoryLost
 from .imports import ship_objects, shipped_objects
 from .listen_address import Listening
 from .owned_folder import pid_space
+from .recovery.effect_log import EffectLog, memory_files
+from .recovery.keeper import Keeper, told_to_close
+from .recovery.recorded_directory import RecordedDirectory
 from .rpc.child_process import end_with_parent, serve_parent
 from .rpc.frames import DirectoryAddress
-from .rpc.server import DirectoryServer
+from .rpc.server import DirectoryServer, Listeners
 from .store_choice import build_store_host
+
+_logger = logging.getLogger(__name__)
 
 BuildHost = Callable[[str], StoreHost]
 """Function that starts the store's part in the directory's process. It takes the IP address of this host at which
@@ -53,11 +59,40 @@ class Started:
     address: DirectoryAddress
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a directory's process has from the keeper that forked it, and leaves to the next one."""
+
+    host: KeptHost
+    log_files: tuple[int, int]
+    listeners: Listeners
+
+
+class KeptHost(StoreHost, Recovers, Protocol):
+    """Host of a store whose bytes outlive the directory's process."""
+
+
+def _recovered(kept: Kept, **settings: Any) -> RecordedDirectory:
+    """Build a directory in the state that the log describes, and give the store's host the blocks."""
+    started = time.monotonic()
+    serve = kept.host.serve if isinstance(kept.host, Serving) else bytes
+    directory = RecordedDirectory(EffectLog(kept.log_files), serve, **settings)
+    is_back = directory.replay(started)
+    blocks, next_block = directory.adopted()
+    kept.host.adopt(blocks, next_block)
+    if is_back:
+        elapsed_s = time.monotonic() - started
+        _logger.warning("the directory is back after %.2f s with %d blocks", elapsed_s, len(blocks))
+    return directory
+
+
 class HostedDirectory:
     """Hosts the directory (the metadata service) and the part of the store that allocates and frees blocks."""
 
-    def __init__(self, config: DataPlaneConfig, build_host: BuildHost) -> None:
+    def __init__(self, config: DataPlaneConfig, build_host: BuildHost, kept: Kept | None = None) -> None:
+        """kept: what outlives this process; None if the directory ends with it."""
         self._config = config
+        self._kept = kept
         self._build_host = build_host
         self._service: DirectoryService | None = None
         self._server: DirectoryServer | None = None
@@ -75,9 +110,12 @@ class HostedDirectory:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         # The store starts in a thread, because it may wait for other processes.
         self._host = await asyncio.to_thread(self._build_host, host)
-        self._service = DirectoryService(self._config, self._host)
+        if self._kept is None:
+            self._service = DirectoryService(self._config, self._host)
+        else:
+            self._service = DirectoryService(self._config, self._host, functools.partial(_recovered, self._kept))
         self._server = DirectoryServer(self._service, self._host.spec.key)
-        address = await self._server.start(name, host)
+        address = await self._server.start(name, host, self._kept and self._kept.listeners)
         # The first call imports numpy.ma, which takes 20 ms and would otherwise delay a put.
         np.unique(np.empty(0))
         gc.freeze()  # Imported objects stay, so the garbage collector need not look at them.
@@ -101,6 +139,7 @@ def directory_name(run_id: str) -> str:
 NAMESPACE = "headrace"
 """Ray namespace of the data plane's actors. It is fixed, because the namespace of the driver itself may be
 anonymous."""
+START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 20.0
 
 
@@ -182,24 +221,11 @@ def stop_actor(actor: Any) -> None:
 
 
 def _start(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Start the directory on an event loop in a thread. setup: `config` (JSON), `run_id` and `host`."""
+    """Start the directory in a process that is replaced when it dies, if its store outlives it, and else on an event
+    loop in a thread. setup: `config` (JSON), `run_id` and `host`."""
     config, run_id = DataPlaneConfig.model_validate_json(setup["config"]), setup["run_id"]
-    hosted = HostedDirectory(config, functools.partial(build_store_host, config, run_id))
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="directory", daemon=True)
-    thread.start()
-
-    def close() -> None:
-        asyncio.run_coroutine_threadsafe(hosted.close(), loop).result(END_TIMEOUT_S)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(END_TIMEOUT_S)
-
-    start = hosted.start(directory_name(run_id), setup["host"])
-    try:
-        started = asyncio.run_coroutine_threadsafe(start, loop).result()
-    except BaseException:
-        close()
-        raise
+    host = build_store_host(config, run_id, setup["host"])
+    started, close = (_start_kept if isinstance(host, Recovers) else _start_here)(config, run_id, setup["host"], host)
     store = started.store
     answer = dataclasses.asdict(started)
     answer["store"] = {
@@ -210,6 +236,68 @@ def _start(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
         "key": store.key.hex(),
     }
     return answer, close
+
+
+def _start_kept(config: DataPlaneConfig, run_id: str, at: str, host: Any) -> tuple[Started, Callable[[], None]]:
+    """Start the directory in a forked process. at: IP address at which clients of other hosts reach it, or ""."""
+    try:
+        kept = Kept(host, memory_files(), Listeners(directory_name(run_id), at))
+        keeper = Keeper(
+            lambda ready, control: asyncio.run(_serve_kept(config, run_id, at, kept, ready, control)),
+            lambda: any(os.fstat(file).st_size for file in kept.log_files),
+        )
+
+        def gone() -> None:
+            kept.listeners.close()
+            host.close()
+            os._exit(1)
+
+        keeper.start(START_TIMEOUT_S, gone)
+    except BaseException:
+        host.close()
+        raise
+
+    def close() -> None:
+        keeper.close(END_TIMEOUT_S / 2)
+        kept.listeners.close()
+        host.close()
+
+    return Started(os.getpid(), platform.node(), pid_space(), host.spec, host.processes(), kept.listeners.address), close
+
+
+async def _serve_kept(
+    config: DataPlaneConfig, run_id: str, at: str, kept: Kept, ready: Callable[[], None], control: int
+) -> None:
+    """Serve the directory in a forked process until its keeper says that the data plane closes."""
+    hosted = HostedDirectory(config, lambda _: kept.host, kept)
+    await hosted.start(directory_name(run_id), at)
+    ready()
+    told, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_reader(control, told.set)
+    await told.wait()
+    if not told_to_close(control):  # The keeper has died, and with it the store's processes.
+        os._exit(1)
+    await hosted.close()
+
+
+def _start_here(config: DataPlaneConfig, run_id: str, at: str, host: StoreHost) -> tuple[Started, Callable[[], None]]:
+    """Start the directory on an event loop in a thread. The arguments are those of `_start_kept`."""
+    hosted = HostedDirectory(config, lambda _: host)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="directory", daemon=True)
+    thread.start()
+
+    def close() -> None:
+        asyncio.run_coroutine_threadsafe(hosted.close(), loop).result(END_TIMEOUT_S)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(END_TIMEOUT_S)
+
+    start = hosted.start(directory_name(run_id), at)
+    try:
+        return asyncio.run_coroutine_threadsafe(start, loop).result(), close
+    except BaseException:
+        close()
+        raise
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from .errors import InvalidArgument
 from .handle import DataPlaneHandle, PlaneText
 from .listen_address import Listening
 from .owned_folder import pid_space
+from .recovery.keeper import kept_process
 from .rpc.child_process import ChildProcess
 from .rpc.frames import DirectoryAddress
 from .rpc.links import InProcessLink, Link, call_s, in_process_link
@@ -75,6 +76,11 @@ class DataPlane:
     def processes(self) -> dict[str, int]:
         """Return the pids of the directory's process and of the store's processes on the directory's host, by name."""
         return dict(self._processes)
+
+    def serving_pid(self) -> int:
+        """Return the pid of the process that answers the directory's requests. It changes when that process dies and
+        another one goes on, while the pid of `directory` in `processes` remains."""
+        return kept_process(self._processes["directory"])
 
     def ensure_unit(self, node: str, *, timeout_s: float = UNIT_TIMEOUT_S) -> None:
         """Start a storage unit on a node of the Ray cluster, given by Ray's id, unless it has a living one.

@@ -115,6 +115,11 @@ class RecordedDirectory(Directory):
         self.first_space = blocks.next_reservation = max(blocks.next_reservation, self._next_ids[1])
         return num_items > 0
 
+    def adopted(self) -> tuple[list[tuple[int, bytes, int]], int]:
+        """Return the arguments of `Recovers.adopt`: the blocks, and the lowest id of later ones."""
+        entries = self._blocks.entries.values()
+        return [(item.ref.block_id, item.ref.location, item.nbytes) for item in entries], self._blocks.next_block
+
     def _redo(self, kind: str, content: bytes, now: float) -> None:
         if kind == "reply":
             self._keep(content[: requests.ID_BYTES], content[requests.ID_BYTES :])

@@ -30,6 +30,7 @@ from ..owned_folder import SHARED_MEMORY, process_start, remove_stale_folders
 from .registry import StoreEntry
 from .shm_folder import (
     CLOSED,
+    EXTENT,
     GENERATION,
     OPEN,
     PIECE_BYTES,
@@ -43,7 +44,10 @@ from .shm_folder import (
     create_folder,
     free_memory,
     map_slots,
+    packed_extent,
     reserve_memory,
+    unpacked_extent,
+    written_bytes,
 )
 
 if TYPE_CHECKING:
@@ -81,6 +85,8 @@ class SharedMemoryHost:
         self._folder, self._owner = create_folder(run_id, self._limit_bytes, root)
         self._slots = map_slots(self._folder)
         self._slots[0, GENERATION] = OPEN
+        self._owns = True
+        """Whether `close` removes the folder."""
         self._ranges = FreeRanges(0)
         self._growing = threading.Lock()
         """Lock that is held while the pool grows, which may take milliseconds. `_lock` is not held during this time."""
@@ -139,7 +145,9 @@ class SharedMemoryHost:
             locations = []
             for number, (size, own) in enumerate(zip(sizes, slots, strict=True)):
                 if number:
-                    self._slots[own] = (block_id + number + 1, 0, 0, 0)
+                    self._slots[own] = (block_id + number + 1, 0, 0, packed_extent(offset, size))
+                else:
+                    self._slots[own, EXTENT] = packed_extent(offset, size)
                 self._held[block_id + number] = (own, offset, size)
                 locations.append(_LOCATION.pack(own, offset))
                 offset += size
@@ -160,6 +168,37 @@ class SharedMemoryHost:
                 self._quarantined.append(held)
             else:
                 self._release(held)
+
+    def adopt(self, blocks: Sequence[tuple[int, bytes, int]], next_block: int) -> None:
+        """Go on with the pool in another process; see `Recovers`. The ranges of blocks that nobody refers to are free,
+        or will be once their writers have stopped."""
+        self._owns = False
+        for block_id, location, nbytes in blocks:
+            slot, offset = _LOCATION.unpack(location)
+            self._held[block_id] = (slot, offset, _rounded(nbytes))
+        known = {slot for slot, _, _ in self._held.values()}
+        # To read an entry that was never written would take memory for it.
+        written = self._slots[: written_bytes(self._folder / "slots") // SLOT_BYTES]
+        for slot in np.flatnonzero(written[:, GENERATION]).tolist():
+            if slot and slot not in known:
+                self._slots[slot, GENERATION] = 0
+                if self._writer_lives(slot):
+                    self._quarantined.append((slot, *unpacked_extent(int(self._slots[slot, EXTENT]))))
+        busy = sorted([*self._held.values(), *self._quarantined], key=lambda held: held[1])
+        self._next_slot = max((slot for slot, _, _ in busy), default=0) + 1
+        self._backed_slots = max(SLOTS_CHUNK, round_up(self._next_slot, SLOTS_CHUNK))
+        self._free_slots = sorted(set(range(1, self._next_slot)) - {slot for slot, _, _ in busy}, reverse=True)
+        self._ranges = FreeRanges(round_up(max((offset + size for _, offset, size in busy), default=0), PIECE_BYTES))
+        self._used_bytes = sum(size for _, _, size in busy)
+        end = 0
+        for _, offset, size in busy:
+            self._ranges.occupy(end, offset, offset + size)
+            end = offset + size
+
+    def block_ids(self) -> list[int]:
+        """Return the ids of all blocks to which a range is allocated."""
+        with self._lock:
+            return list(self._held)
 
     def holds(self, block_id: int) -> bool:
         """Return whether a range is allocated to this block."""
@@ -204,7 +243,7 @@ class SharedMemoryHost:
     def close(self) -> None:
         """Remove the run's folder in /dev/shm. From then on, readers and writers get StoreLost. Idempotent."""
         with self._lock:
-            if self._owner < 0:
+            if self._owner < 0 or not self._owns:
                 return
             self._slots[0, GENERATION] = CLOSED
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -223,7 +262,7 @@ class SharedMemoryHost:
         if offset is None:
             self._free_slots.append(slot)
             return None
-        self._slots[slot] = (block_id + 1, 0, 0, 0)
+        self._slots[slot] = (block_id + 1, 0, 0, packed_extent(offset, size))
         self._held[block_id] = (slot, offset, size)
         self._used_bytes += size
         return _LOCATION.pack(slot, offset)

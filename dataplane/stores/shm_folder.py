@@ -32,10 +32,23 @@ SLOTS_CHUNK = 2048
 """Number of entries of the table of blocks (slots) for which memory is reserved at a time (64 KiB). The rest of the
 file is a hole without memory."""
 
-GENERATION, WRITER_PID, WRITER_START = 0, 1, 2
+GENERATION, WRITER_PID, WRITER_START, EXTENT = 0, 1, 2, 3
 """Columns of the table of blocks. An entry of the table is a slot. Slot 0 belongs to the host, and its generation is
 OPEN or CLOSED."""
 OPEN, CLOSED = 1, 2
+_UNITS_BITS = 32
+
+
+def packed_extent(offset: int, nbytes: int) -> int:
+    """Return the value of the column EXTENT for a range of the pool, whose bounds are multiples of ALIGN."""
+    return (offset // ALIGN) << _UNITS_BITS | nbytes // ALIGN
+
+
+def unpacked_extent(value: int) -> tuple[int, int]:
+    """Return the offset and the number of bytes of a range."""
+    return (value >> _UNITS_BITS) * ALIGN, (value & ((1 << _UNITS_BITS) - 1)) * ALIGN
+
+
 PIECE_BYTES = 4 << 20
 """Number of bytes of the pool that are reserved, and mapped, at a time. Reserving them takes the host about 1 ms."""
 _MADV_POPULATE_WRITE = 23
@@ -144,6 +157,15 @@ def reserve_memory(path: Path, offset: int, nbytes: int) -> None:
         os.close(descriptor)
 
 
+def written_bytes(path: Path) -> int:
+    """Return the number of bytes at the beginning of a file that have been written."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.lseek(descriptor, 0, os.SEEK_HOLE)
+    finally:
+        os.close(descriptor)
+
+
 class FreeRanges:
     """Allocates and frees byte ranges of `[0, size_bytes)`, which may grow. Pure bookkeeping, not thread-safe.
 
@@ -200,6 +222,15 @@ class FreeRanges:
                 self.free_bytes -= nbytes
                 return offset
         return None
+
+    def occupy(self, free_from: int, start: int, stop: int) -> None:
+        """Take the range from `start` to `stop`. Everything from `free_from` on is free."""
+        del self._offsets[-1:], self._sizes[-1:]
+        for begin, end in ((free_from, start), (stop, self.size_bytes)):
+            if begin < end:
+                self._offsets.append(begin)
+                self._sizes.append(end - begin)
+        self.free_bytes -= stop - start
 
     def give(self, offset: int, nbytes: int) -> None:
         """Free a range that `take` allocated."""

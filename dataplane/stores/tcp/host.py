@@ -23,8 +23,10 @@ from ..registry import StoreEntry
 from .link import DYING_S, UnitDied, UnitLink
 from .store import TcpStore
 from .unit import UnitProcess
-from .wire import Free, UnitAddress, column, decode, encode
+from .wire import Free, Keep, UnitAddress, column, decode, encode
 
+KEEP_S = 2.0
+"""Seconds that a unit may take to answer a directory whose predecessor has died."""
 MAX_UNITS = 1 << (8 * HOLDER_BYTES)
 
 
@@ -68,6 +70,8 @@ class TcpHost(CountingHost):
         self._num_units = num_units
         self._on_nodes = not units
         self._starting = threading.Lock()
+        self._owns = True
+        """Whether `close` ends the units."""
         self.spec = StoreSpec("tcp", run_id, {}, key=key)
         for unit in units:
             self._add(unit.address, unit)
@@ -87,6 +91,19 @@ class TcpHost(CountingHost):
             places = [(f"unit-{first + number}", node) for number, node in enumerate(wanted)]
             for unit in start_units(self.spec.run_id, places, self._key, self._capacity_bytes):
                 self._add(unit.address, unit)
+
+    def adopt(self, blocks: Sequence[tuple[int, bytes, int]], next_block: int) -> None:
+        """Go on with the units in another process; see `Recovers`. A unit that does not answer counts as silent, and
+        keeps what nobody refers to."""
+        self._owns = False
+        self._bytes = {block_id: nbytes for block_id, _, nbytes in blocks}
+        held = [[block_id for block_id, at, _ in blocks if holder_of(at) == unit] for unit in range(len(self._units))]
+        for number, block_ids in enumerate(held):
+            request = encode(Keep(column(block_ids), next_block))
+            try:
+                self._units[number].ask("keep", "keep", request, (), time.monotonic() + KEEP_S)
+            except (StoreLost, DataPlaneTimeout) as error:
+                self._undelivered(number, error, dead=isinstance(error, UnitDied) or self._has_died(number))
 
     def _names(self, peer: int) -> tuple[str, ...]:
         address = self._units[peer].address
@@ -176,6 +193,8 @@ class TcpHost(CountingHost):
         """End the units that this host started, and remove their pools. Idempotent."""
         for link in self._units:
             link.close()
+        if not self._owns:
+            return
         started, self._started = self._started, {}
         for unit in started.values():
             unit.close()

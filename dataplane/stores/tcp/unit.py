@@ -25,6 +25,7 @@ import numpy as np
 
 from ....codecs.integers import ALIGN
 from ...errors import RowsCleared, StoreLost
+from ...owned_folder import process_start
 from ...rpc.child_process import ChildProcess, serve_parent
 from ...security.authenticated_listener import AuthenticatedListener, listen
 from ..shared_memory import SharedMemoryHost, SharedMemoryStore
@@ -42,6 +43,7 @@ from .wire import (
     Cut,
     Free,
     Get,
+    Keep,
     Put,
     Reserve,
     UnitAddress,
@@ -84,6 +86,8 @@ class StorageUnit:
         """Condition that is notified when blocks are freed."""
         self._late: collections.OrderedDict[int, None] = collections.OrderedDict()
         """Ids of blocks that were deleted before they arrived. A block with such an id is refused."""
+        self._first_block = 0
+        """Lowest id that a block may have that arrives now."""
         self._connections: set[Connection] = set()
         self._closed = False
         try:
@@ -100,6 +104,7 @@ class StorageUnit:
             "reserve": self._reserve,
             "cut": self._cut,
             "free": self._free,
+            "keep": self._keep,
         }
         self._listener = AuthenticatedListener(listener, key, SERVICE, self._admit)
 
@@ -258,6 +263,18 @@ class StorageUnit:
             self._room.notify_all()
         _reply(connection, DONE, b"")
 
+    def _keep(self, connection: Connection, head: bytes, raw_bytes: int) -> None:
+        request = decode(head, Keep)
+        kept = set(integers(request.block_ids).tolist())
+        with self._lock:
+            self._first_block = request.next_block
+        for block_id in self._pool.block_ids():
+            if block_id < request.next_block and block_id not in kept:
+                self._pool.free(block_id, b"")
+        with self._room:
+            self._room.notify_all()
+        _reply(connection, DONE, b"")
+
     # ---------------- These methods use the pool.
 
     def _room_for(self, first_block_id: int, nbytes: int, wait_s: float) -> bytes | str:
@@ -284,9 +301,9 @@ class StorageUnit:
         found = self._pool.cut(first_block_id, sizes)
         block_ids = range(first_block_id, first_block_id + len(sizes))
         with self._lock:
-            late = [block_id for block_id in block_ids if block_id in self._late]
+            late = [block_id for block_id in block_ids if block_id in self._late or block_id < self._first_block]
             for block_id in late:
-                del self._late[block_id]
+                self._late.pop(block_id, None)
         if late:
             for block_id in block_ids:
                 self._pool.free(block_id, b"")
@@ -347,9 +364,11 @@ class UnitProcess:
         self._child = ChildProcess(__name__, setup, START_TIMEOUT_S)
         self.address = UnitAddress(**self._child.answer)
         self.pid = self.address.pid
+        self._start = process_start(self.pid)
 
     def has_died(self) -> bool:
-        return self._child.has_died()
+        # The process that asks may have been forked from the one that started the unit, so it cannot wait for it.
+        return process_start(self.pid) != self._start
 
     def close(self) -> None:
         """End the process and with it the unit's pool. Idempotent."""

@@ -369,6 +369,15 @@ class Free:
     """Ids of the blocks, as `column` returns them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Request (op `keep`) to delete all blocks but these, and to refuse other blocks with ids below `next_block`."""
+
+    block_ids: bytes
+    """Ids of the blocks, as `column` returns them."""
+    next_block: int
+
+
 ENDING = struct.Struct("<BQ")
 """Last bytes of the reply to a `Get`: STILL if no block was freed in the meantime, else GONE, and the checksum of the
 bytes, as `raw_checksum` returns it; 0 if the request asked for none."""
