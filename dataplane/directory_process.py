@@ -32,10 +32,10 @@ from .owned_folder import pid_space
 from .recovery.effect_log import EffectLog, memory_files
 from .recovery.keeper import Keeper, told_to_close
 from .recovery.recorded_directory import RecordedDirectory
-from .rpc.child_process import end_with_parent, serve_parent
+from .rpc.child_process import ChildProcess, end_with_parent, serve_parent
 from .rpc.frames import DirectoryAddress
 from .rpc.server import DirectoryServer, Listeners
-from .store_choice import build_store_host
+from .store_choice import build_store_host, check_store, store_kind
 
 _logger = logging.getLogger(__name__)
 
@@ -131,6 +131,20 @@ class HostedDirectory:
             await self._server.close()
 
 
+def start_process(
+    config: DataPlaneConfig, run_id: str, host: str, samplers: Mapping[str, bytes], timeout_s: float
+) -> tuple[ChildProcess, Started]:
+    """Start the directory in a separate process that ends with this one. host: IP address of this host at which clients
+    of other hosts reach it; "" when all clients are on this host. samplers: as for `DirectoryActor`. Raises the errors
+    of `ChildProcess`."""
+    setup = {"config": config.model_dump_json(), "run_id": run_id, "host": host}
+    setup["samplers"] = {path: data.hex() for path, data in samplers.items()}
+    child = ChildProcess(f"{__package__}.directory_process", setup, timeout_s)
+    answer = child.answer
+    store = StoreSpec(**{**answer["store"], "key": bytes.fromhex(answer["store"]["key"])})
+    return child, Started(**{**answer, "store": store, "address": DirectoryAddress(**answer["address"])})
+
+
 def directory_name(run_id: str) -> str:
     """Return the name of a run's directory, which its Unix socket and its Ray actor use."""
     return f"headrace-{run_id}-directory"
@@ -141,29 +155,42 @@ NAMESPACE = "headrace"
 anonymous."""
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 20.0
+OUTLIVING = frozenset(("shm", "tcp"))
+"""Kinds of store whose bytes outlive the directory's process on one host."""
 
 
 class DirectoryActor:
-    """Ray actor that hosts the directory (the metadata service). It is never restarted, because the run's state would
-    be lost."""
+    """Ray actor that hosts the directory (the metadata service). Ray never restarts it, because Ray would end what the
+    actor has opened. On one host, it keeps the directory in a process that is replaced when it dies."""
 
     def __init__(self, config: DataPlaneConfig, build_host: BuildHost, samplers: Mapping[str, bytes]) -> None:
         """samplers: pickles of those samplers of `config` that are shipped objects, by path."""
         end_with_parent()
         ship_objects(samplers)
+        self._config, self._samplers = config, samplers
         self._directory = HostedDirectory(config, build_host)
+        self._child: ChildProcess | None = None
 
-    async def start(self, name: str, listening: Listening) -> Started | Exception:
+    async def start(self, run_id: str, listening: Listening) -> Started | Exception:
         """Start the directory; see `HostedDirectory.start`. An error of the store is returned instead of raised,
         because Ray would wrap a raised error. listening: address and ports at which directory and store listen."""
         listening.adopt()
+        name = directory_name(run_id)
         try:
+            if listening.one_host and store_kind(self._config, one_host=True) in OUTLIVING:
+                # A process with Ray's threads must not fork, so a process without Ray is the keeper.
+                check_store(self._config, one_host=True)
+                start = functools.partial(start_process, self._config, run_id, "", self._samplers, START_TIMEOUT_S)
+                self._child, started = await asyncio.to_thread(start)
+                return started
             return await self._directory.start(name, "" if listening.one_host else listening.address())
         except (DataPlaneError, ValueError) as error:
             return error
 
     async def close(self) -> None:
         """Close the store, end the processes that it started, and stop answering requests. Idempotent."""
+        if self._child is not None:
+            await asyncio.to_thread(self._child.close, END_TIMEOUT_S / 2)
         await self._directory.close()
 
 
@@ -188,7 +215,7 @@ def start_actor(
     )
     actor: Any = options.remote(config, build_host, shipped_objects(config.samplers))
     try:
-        started: Any = ray.get(actor.start.remote(name, listening), timeout=timeout_s)
+        started: Any = ray.get(actor.start.remote(run_id, listening), timeout=timeout_s)
         if isinstance(started, Exception):
             raise started
     except (RayActorError, GetTimeoutError) as error:
@@ -224,6 +251,7 @@ def _start(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
     """Start the directory in a process that is replaced when it dies, if its store outlives it, and else on an event
     loop in a thread. setup: `config` (JSON), `run_id` and `host`."""
     config, run_id = DataPlaneConfig.model_validate_json(setup["config"]), setup["run_id"]
+    ship_objects({path: bytes.fromhex(data) for path, data in setup["samplers"].items()})
     host = build_store_host(config, run_id, setup["host"])
     started, close = (_start_kept if isinstance(host, Recovers) else _start_here)(config, run_id, setup["host"], host)
     store = started.store
@@ -262,7 +290,9 @@ def _start_kept(config: DataPlaneConfig, run_id: str, at: str, host: Any) -> tup
         kept.listeners.close()
         host.close()
 
-    return Started(os.getpid(), platform.node(), pid_space(), host.spec, host.processes(), kept.listeners.address), close
+    return Started(
+        os.getpid(), platform.node(), pid_space(), host.spec, host.processes(), kept.listeners.address
+    ), close
 
 
 async def _serve_kept(

@@ -24,14 +24,13 @@ from .client.client import DataPlaneClient
 from .config import DataPlaneConfig
 from .directory import requests
 from .directory.requests import body_of
-from .directory_process import directory_name, start_actor, stop_actor
+from .directory_process import directory_name, start_actor, start_process, stop_actor
 from .errors import InvalidArgument
 from .handle import DataPlaneHandle, PlaneText
+from .imports import shipped_objects
 from .listen_address import Listening
 from .owned_folder import pid_space
 from .recovery.keeper import kept_process
-from .rpc.child_process import ChildProcess
-from .rpc.frames import DirectoryAddress
 from .rpc.links import InProcessLink, Link, call_s, in_process_link
 from .rpc.socket_link import SocketLink
 from .store_choice import build_store_host, check_store
@@ -183,19 +182,16 @@ def _open_in_process(config: DataPlaneConfig, run_id: str) -> DataPlane:
 
 def _open_process(config: DataPlaneConfig, run_id: str, listen: str, timeout_s: float) -> DataPlane:
     check_store(config, one_host=not listen)
-    setup = {"config": config.model_dump_json(), "run_id": run_id, "host": listen}
-    child = ChildProcess(f"{__package__}.directory_process", setup, timeout_s)
-    started = child.answer
-    store = StoreSpec(**{**started["store"], "key": bytes.fromhex(started["store"]["key"])})
-    peer = f"{directory_name(run_id)} pid={started['pid']} host={started['node']}"
-    handle = DataPlaneHandle(run_id, config, store, "", DirectoryAddress(**started["address"]), peer)
+    child, started = start_process(config, run_id, listen, shipped_objects(config.samplers), timeout_s)
+    peer = f"{directory_name(run_id)} pid={started.pid} host={started.node}"
+    handle = DataPlaneHandle(run_id, config, started.store, "", started.address, peer)
 
     def end() -> None:
         child.close(CHILD_END_TIMEOUT_S)
-        store_entry(store.kind).remove_leftovers()
+        store_entry(started.store.kind).remove_leftovers()
 
-    processes = {"directory": started["pid"], **started["store_processes"]}
-    return DataPlane(handle, processes, started["node"], started["space"], end, at_exit=end)
+    processes = {"directory": started.pid, **started.store_processes}
+    return DataPlane(handle, processes, started.node, started.space, end, at_exit=end)
 
 
 def _open_actor(

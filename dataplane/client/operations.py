@@ -259,18 +259,20 @@ class Operations:
             if written is not None:
                 return written
             _logger.debug("%s: the directory took the credit of a put back; it is written again", self.label)
-        remaining = max(0.0, deadline - time.monotonic())
-        request = requests.encode(requests.Reserve(put, remaining, given_back))
-        try:
-            reply = yield Ask("reserve", request, remaining, _abort_reserved)
-        except BaseException as error:  # The request may never have been sent.
-            if given_back:
-                yield from self._give_back(given_back, undo_s(error))
-            raise
-        space = messages.decode(reply, requests.Space)
-        written = yield from self._write(put, blocks, space, deadline, credit=False)
-        assert written is not None, "only credit can be revoked"
-        return written
+        while True:
+            remaining = max(0.0, deadline - time.monotonic())
+            request = requests.encode(requests.Reserve(put, remaining, given_back))
+            try:
+                reply = yield Ask("reserve", request, remaining, _abort_reserved)
+            except BaseException as error:  # The request may never have been sent.
+                if given_back:
+                    yield from self._give_back(given_back, undo_s(error))
+                raise
+            space, given_back = messages.decode(reply, requests.Space), ()
+            written = yield from self._write(put, blocks, space, deadline, credit=False)
+            if written is not None:
+                return written
+            _logger.debug("%s: the directory's process was replaced during a put; it is written again", self.label)
 
     def _write(
         self,
@@ -281,9 +283,9 @@ class Operations:
         *,
         credit: bool,
     ) -> Steps[Committed | None]:
-        """Write the blocks into `space`, then commit the rows in the directory. Returns None if the space had been
-        granted in advance and the directory has taken it back."""
-        asked = False
+        """Write the blocks into `space`, then commit the rows in the directory. Returns None if the directory has taken
+        the space back, because it had been granted in advance or by a process that has died."""
+        asked, began = False, time.monotonic()
         try:
             try:
                 locations = yield Work(
@@ -294,7 +296,8 @@ class Operations:
                     deadline,
                 )
             except RowsCleared as error:
-                if credit:  # The space was revoked during the write.
+                # The space was revoked during the write, or the directory's process was replaced, or it took too long.
+                if credit or time.monotonic() - began < self.handle.config.reserve_s:
                     return None
                 raise DataPlaneTimeout(
                     f"the put took longer than reserve_s={self.handle.config.reserve_s:g}s: its bytes were reclaimed",

@@ -348,8 +348,9 @@ _ERRORS: dict[str, type[Exception]] = {
 
 
 def repeated(request: bytes, op: str, payload: bytes) -> tuple[str, bytes]:
-    """Return the (op, payload) that repeats a request, which may be a repetition itself. The directory answers it as the first time if the request had
-    effects then, and carries it out otherwise. request: identity of the request."""
+    """Return the (op, payload) that repeats a request, which may be a repetition itself. request: its identity.
+
+    The directory gives its first reply if the request had effects then, and carries it out otherwise."""
     if op == AGAIN:
         return op, payload
     return AGAIN, request + msgspec.msgpack.encode((op, payload))

@@ -65,9 +65,7 @@ class DirectoryService:
     """Answers requests to one run's directory, and makes the calls to its store. All methods must be called from one
     event loop."""
 
-    def __init__(
-        self, config: DataPlaneConfig, host: StoreHost, build: Callable[..., Directory] = Directory
-    ) -> None:
+    def __init__(self, config: DataPlaneConfig, host: StoreHost, build: Callable[..., Directory] = Directory) -> None:
         """build: function that builds the directory from the arguments of `Directory`."""
         self._directory = build(
             capacity_bytes=config.store.capacity_mib << 20,

@@ -1,7 +1,7 @@
 """Keeps a log of what a directory did in two files in memory, so that the next process can do it again.
 
-A frame is written by one call before its requests are answered, and the memory outlives the process that wrote it. What
-a client was answered is therefore in the log. One file is in use at a time. When it has become long, the other file gets
+A frame is written by one call before its requests are answered, and the memory outlives the process that wrote it. So
+the log has whatever a client was answered. One file is in use at a time. When it has become long, the other file gets
 a new beginning, from which the same state follows, and is used from then on. A process may be killed at any byte: a
 frame at the end that is not whole is left out, and a file counts once its beginning is whole.
 """

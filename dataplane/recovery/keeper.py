@@ -94,7 +94,10 @@ class Keeper:
                     before = self._pid
                     self._fork(-1)
                 _logger.warning(
-                    "the directory's process %d has died (%s); process %d goes on", before, _described(status), self._pid
+                    "the directory's process %d has died (%s); process %d goes on",
+                    before,
+                    _described(status),
+                    self._pid,
                 )
         finally:
             self._ended.set()

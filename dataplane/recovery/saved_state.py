@@ -110,9 +110,7 @@ def _saved_partition(part: Partition) -> SavedPartition:
     tasks = []
     for cursor in part.tasks.values():
         first, ahead = (None, ()) if cursor.progress is None else (cursor.progress.first, cursor.progress.ahead)
-        tasks.append(
-            SavedTask(cursor.config, cursor.column[rows], cursor.notes_of(rows), first, tuple(sorted(ahead)))
-        )
+        tasks.append(SavedTask(cursor.config, cursor.column[rows], cursor.notes_of(rows), first, tuple(sorted(ahead))))
     return SavedPartition(
         part.name,
         tuple(part.schemas.values()),

@@ -30,8 +30,8 @@ SERVICE = "directory"
 CANCEL = "cancel"
 """Op of a frame that cancels the request with the same number."""
 TOKEN = "token"
-"""Op of the first frame of a connection, whose number is 0 and which has no reply. Its payload, together with the number
-of a request, is the identity of that request."""
+"""Op of the first frame of a connection, whose number is 0 and which has no reply. Its payload, together with the
+number of a request, is the identity of that request."""
 MAX_FRAME_BYTES = 1 << 32
 """Largest number of bytes of a frame's body. A frame whose header announces more is refused before its body is read."""
 

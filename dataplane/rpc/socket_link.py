@@ -199,9 +199,7 @@ class SocketLink:
         """Return the number of the next request. A late reply to an earlier request has another number."""
         return 1 + next(self._numbers) % LAST_NUMBER
 
-    def _send(
-        self, number: int, op: str, request: tuple[str, bytes], started: float, deadline: float
-    ) -> socket.socket:
+    def _send(self, number: int, op: str, request: tuple[str, bytes], started: float, deadline: float) -> socket.socket:
         """Send a request over a pooled connection, or over a new one if the pooled one has ended. Returns the
         connection.
 
@@ -347,8 +345,8 @@ def _is_readable(connection: socket.socket) -> bool:
 def _send(
     connection: socket.socket, number: int, op: str, payload: bytes, deadline: float, greeting: bytes = b""
 ) -> None:
-    """Send one request, after the greeting of a new connection. Raises TimeoutError at `deadline`, and ConnectionError when the peer has closed the
-    connection."""
+    """Send one request, after the greeting of a new connection. Raises TimeoutError at `deadline`, and ConnectionError
+    when the peer has closed the connection."""
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     start = greeting + head(number, payload, op)
     if len(payload) <= _JOIN_BYTES:

@@ -1,0 +1,110 @@
+"""The directory's process is killed while clients work, and another one goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from headrace import DataPlane, DataPlaneConfig, connect, open_data_plane
+from headrace.codecs.schema import Field, Kind, Schema
+from headrace.dataplane.config import StoreConfig
+from headrace.dataplane.errors import ClaimTimeout, DirectoryLost
+
+pytestmark = pytest.mark.processes
+
+SCHEMA = Schema([Field(name="ids", kind=Kind.PER_SAMPLE, dtype=torch.int32)])
+NUM_PUTS = 60
+ROWS = 4
+
+
+def write(plane: DataPlane, writer: int, failed: list[BaseException]) -> None:
+    try:
+        with connect(plane.handle) as client:
+            for number in range(NUM_PUTS):
+                keys = [f"{writer}-{number}.{row}" for row in range(ROWS)]
+                client.put("p", keys, {"ids": torch.full((ROWS,), number, dtype=torch.int32)})
+    except BaseException as error:
+        failed.append(error)
+
+
+def consume(plane: DataPlane, seen: list[str], failed: list[BaseException], done: threading.Event) -> None:
+    try:
+        with connect(plane.handle) as client:
+            while not done.is_set():
+                try:
+                    rows = client.claim("p", "a", ("ids",), ROWS, timeout_s=1.0)
+                except ClaimTimeout:
+                    continue
+                values = client.get(rows)["ids"]
+                assert values.tolist() == [int(key.partition("-")[2].partition(".")[0]) for key in rows.keys]
+                client.release(rows, "a", "done")
+                client.clear("p", rows.keys)
+                seen += rows.keys
+    except BaseException as error:
+        failed.append(error)
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_no_row_is_lost_or_seen_twice_when_the_directory_is_killed(kind: str) -> None:
+    config = DataPlaneConfig(store=StoreConfig(kind=kind, capacity_mib=16))  # type: ignore[arg-type]
+    seen: list[str] = []
+    failed: list[BaseException] = []
+    done = threading.Event()
+    with open_data_plane(config, process=True) as plane:
+        with connect(plane.handle) as client:
+            client.register("p", SCHEMA, ("a",))
+        writers = [threading.Thread(target=write, args=(plane, number, failed)) for number in range(2)]
+        readers = [threading.Thread(target=consume, args=(plane, seen, failed, done)) for _ in range(2)]
+        for thread in writers + readers:
+            thread.start()
+        kills = 0
+        while any(thread.is_alive() for thread in writers) and kills < 4:
+            before = len(seen)
+            os.kill(plane.serving_pid(), signal.SIGKILL)
+            kills += 1
+            deadline = time.monotonic() + 5
+            while len(seen) < before + 20 and any(t.is_alive() for t in writers) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        for thread in writers:
+            thread.join(30)
+        deadline = time.monotonic() + 30
+        while len(seen) < 2 * NUM_PUTS * ROWS and not failed and time.monotonic() < deadline:
+            time.sleep(0.01)
+        done.set()
+        for thread in readers:
+            thread.join(10)
+        assert not failed and kills
+        with connect(plane.handle) as client:
+            status = client.status()
+        assert (status.rows, status.leases, status.bytes_used) == (0, 0, 0)
+    assert len(seen) == len(set(seen)) == 2 * NUM_PUTS * ROWS
+
+
+def test_a_call_that_waits_goes_on_waiting_over_the_death() -> None:
+    with open_data_plane(DataPlaneConfig(), process=True) as plane, connect(plane.handle) as client:
+        client.register("p", SCHEMA, ("a",))
+        found: list[object] = []
+        waiting = threading.Thread(target=lambda: found.append(client.claim("p", "a", ("ids",), 1, timeout_s=30.0)))
+        waiting.start()
+        while not client.status().waiting_claims:
+            time.sleep(0.01)
+        os.kill(plane.serving_pid(), signal.SIGKILL)
+        while not client.status().waiting_claims:
+            time.sleep(0.01)
+        client.put("p", ["k"], {"ids": torch.zeros(1, dtype=torch.int32)})
+        waiting.join(30)
+        assert found
+
+
+def test_the_end_of_the_keeper_ends_the_directory() -> None:
+    with open_data_plane(DataPlaneConfig(), process=True) as plane, connect(plane.handle) as client:
+        client.register("p", SCHEMA, ("a",))
+        os.kill(plane.processes()["directory"], signal.SIGKILL)
+        with pytest.raises(DirectoryLost):
+            while True:  # The process notices the end of its keeper within milliseconds.
+                client.status(timeout_s=5.0)
