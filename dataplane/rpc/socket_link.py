@@ -97,11 +97,15 @@ class SocketLink:
         sent, broken = (op, payload), None
         for _ in range(MOST_REPEATS + 1):
             try:
-                reply = self._call_once(op, sent, started, deadline, undo, cancellation, repeats=broken is not None)
+                reply = self._call_once(op, sent, started, deadline, undo, cancellation)
             except _Broken as error:
                 sent, broken = error.repeated, error
                 if time.monotonic() > deadline:
                     break
+            except DirectoryLost:  # No process goes on.
+                if broken is None:
+                    raise
+                break
             else:
                 if broken is None or reply != UNKNOWN:
                     return reply
@@ -117,18 +121,11 @@ class SocketLink:
         deadline: float,
         undo: Undo | None,
         cancellation: Cancellation | None,
-        *,
-        repeats: bool,
     ) -> bytes:
         """Send a request, given as the op and payload to send, and return the reply. Raises _Broken if the connection
         breaks before the reply. op: operation, for errors."""
         number = self._number()
-        try:
-            connection = self._send(number, op, request, started, deadline)
-        except DirectoryLost as error:
-            if repeats:
-                error.message += unknown_outcome(op)
-            raise
+        connection = self._send(number, op, request, started, deadline)
         token = self._token
         try:
             with (cancellation or Cancellation()).applies(functools.partial(_cancel, connection, number, deadline)):

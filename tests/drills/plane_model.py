@@ -253,11 +253,11 @@ class Model:
         elif chance < 0.5:
             self._stop(worker.pid, 2 * LEASE_S)
         elif chance < 0.65:
-            self._stop(self._plane.processes()["directory"], 1.0)
+            self._stop(self._plane.serving_pid(), 1.0)
         elif chance < 0.8 and units:
             self._stop(self._random.choice(units), 2.0)
         elif chance < 0.82 and self._kind == "tcp" and not self._units:
-            if (directory := self._plane.processes()["directory"]) in self._stopped:
+            if (directory := self._plane.serving_pid()) in self._stopped:
                 self._go_on(directory)  # This process would wait for it below, and so could not let it go on.
             psutil.Process(self._random.choice(units)).kill()
             self._units.append(open_storage_unit(self._plane.handle, listen="127.0.0.1"))
@@ -320,7 +320,7 @@ def run_model(kind: str, operations: int, seed: int, folder: Path) -> str:
         for number in range(200):
             client.put("p", [f"warm-{number}.0"], columns(["warm"]))
             client.clear("p")
-        directory = psutil.Process(plane.processes()["directory"])
+        directory = psutil.Process(plane.serving_pid())
         base = directory.memory_info().rss
         model = Model(plane, kind, folder, seed)
         try:
