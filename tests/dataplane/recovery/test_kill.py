@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -10,7 +11,7 @@ import time
 import pytest
 import torch
 
-from headrace import DataPlane, DataPlaneConfig, connect, open_data_plane
+from headrace import DataPlane, DataPlaneConfig, connect, connect_async, open_data_plane
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.config import StoreConfig
 from headrace.dataplane.errors import ClaimTimeout, DirectoryLost
@@ -108,3 +109,32 @@ def test_the_end_of_the_keeper_ends_the_directory() -> None:
         with pytest.raises(DirectoryLost):
             while True:  # The process notices the end of its keeper within milliseconds.
                 client.status(timeout_s=5.0)
+
+
+def test_calls_of_an_event_loop_go_on_over_the_death() -> None:
+    async def work(plane: DataPlane) -> None:
+        async with connect_async(plane.handle) as client:
+            await client.register("p", SCHEMA, ("a",))
+            waiting = asyncio.create_task(client.claim("p", "a", ("ids",), 1, timeout_s=30.0))
+            while not (await client.status()).waiting_claims:
+                await asyncio.sleep(0.01)
+            os.kill(plane.serving_pid(), signal.SIGKILL)
+            receipt = await client.put("p", ["k"], {"ids": torch.ones(1, dtype=torch.int32)})
+            assert (await waiting).keys == receipt.keys
+            assert (await client.get(receipt))["ids"].tolist() == [1]
+
+    with open_data_plane(DataPlaneConfig(), process=True) as plane:
+        asyncio.run(work(plane))
+
+
+@pytest.mark.slow
+def test_the_directory_of_a_run_with_ray_is_back_with_its_leases(ray_session: None) -> None:
+    with open_data_plane() as plane, connect(plane.handle) as client:
+        client.register("p", SCHEMA, ("a",))
+        client.put("p", ["k", "l"], {"ids": torch.ones(2, dtype=torch.int32)})
+        held = client.claim("p", "a", ("ids",), 1)
+        began = time.monotonic()
+        os.kill(plane.serving_pid(), signal.SIGKILL)
+        assert client.status().leased_rows == 1 and time.monotonic() - began < 5
+        client.release(held, "a", "done")
+        assert client.claim("p", "a", ("ids",), 1).keys == ("l",)
