@@ -137,8 +137,8 @@ def start_process(
     """Start the directory in a separate process that ends with this one. host: IP address of this host at which clients
     of other hosts reach it; "" when all clients are on this host. samplers: as for `DirectoryActor`. Raises the errors
     of `ChildProcess`."""
-    setup = {"config": config.model_dump_json(), "run_id": run_id, "host": host}
-    setup["samplers"] = {path: data.hex() for path, data in samplers.items()}
+    shipped = {path: data.hex() for path, data in samplers.items()}
+    setup = {"config": config.model_dump_json(), "run_id": run_id, "host": host, "samplers": shipped}
     child = ChildProcess(f"{__package__}.directory_process", setup, timeout_s)
     answer = child.answer
     store = StoreSpec(**{**answer["store"], "key": bytes.fromhex(answer["store"]["key"])})
@@ -248,8 +248,10 @@ def stop_actor(actor: Any) -> None:
 
 
 def _start(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Start the directory in a process that is replaced when it dies, if its store outlives it, and else on an event
-    loop in a thread. setup: `config` (JSON), `run_id` and `host`."""
+    """Start the directory, in a process that is replaced when it dies if the store outlives it.
+
+    Otherwise, it runs on an event loop in a thread. setup: `config` (JSON), `run_id`, `host` and `samplers`.
+    """
     config, run_id = DataPlaneConfig.model_validate_json(setup["config"]), setup["run_id"]
     ship_objects({path: bytes.fromhex(data) for path, data in setup["samplers"].items()})
     host = build_store_host(config, run_id, setup["host"])
@@ -296,7 +298,7 @@ def _start_kept(config: DataPlaneConfig, run_id: str, at: str, host: Any) -> tup
 
 
 async def _serve_kept(
-    config: DataPlaneConfig, run_id: str, at: str, kept: Kept, ready: Callable[[], None], control: int
+    config: DataPlaneConfig, run_id: str, at: str, kept: Kept, ready: Callable[[], object], control: int
 ) -> None:
     """Serve the directory in a forked process until its keeper says that the data plane closes."""
     hosted = HostedDirectory(config, lambda _: kept.host, kept)

@@ -77,10 +77,9 @@ class DirectoryService:
         )
         self._config = config
         self._host = host
-        freed = Pulse()
+        self._freed = Pulse()
         self._store = HostCalls(host, self._space_freed)
-        self._freed = freed
-        self._space = PutSpace(self._directory, self._store, freed)
+        self._space = PutSpace(self._directory, self._store, self._freed)
         self._claim_queues: dict[tuple[str, str, bytes], Queue] = defaultdict(Queue)
         """Queues of the claims that wait, by partition, task and arguments of the claim. Ranks have separate queues, so
         that a rank with a ready share does not wait behind another rank."""

@@ -32,7 +32,7 @@ _CLOSE = b"c"
 class Keeper:
     """Keeps one service running in a process of its own."""
 
-    def __init__(self, serve: Callable[[Callable[[], None], int], None], may_go_on: Callable[[], bool]) -> None:
+    def __init__(self, serve: Callable[[Callable[[], object], int], None], may_go_on: Callable[[], bool]) -> None:
         """serve: function (ready, control) that runs in the forked process. It calls `ready` once it serves, and
         returns soon after `told_to_close(control)` may be called, that is, once the file descriptor `control` can be
         read. may_go_on: function that returns whether another process can go on after a death."""
@@ -125,8 +125,10 @@ def told_to_close(control: int) -> bool:
 
 
 def kept_process(pid: int) -> int:
-    """Return the pid of the process that the keeper with this pid has forked last; `pid` itself for a process that
-    keeps none."""
+    """Return the pid of the process that the keeper `pid` has forked last.
+
+    A process that keeps none is itself the one.
+    """
     children: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):

@@ -170,7 +170,7 @@ class SharedMemoryHost:
                 self._release(held)
 
     def adopt(self, blocks: Sequence[tuple[int, bytes, int]], next_block: int) -> None:
-        """Go on with the pool in another process; see `Recovers`. The ranges of blocks that nobody refers to are free,
+        """Go on with the pool in another process; see `Recovers`. The ranges of all other blocks are free,
         or will be once their writers have stopped."""
         self._owns = False
         for block_id, location, nbytes in blocks:

@@ -94,7 +94,7 @@ class TcpHost(CountingHost):
 
     def adopt(self, blocks: Sequence[tuple[int, bytes, int]], next_block: int) -> None:
         """Go on with the units in another process; see `Recovers`. A unit that does not answer counts as silent, and
-        keeps what nobody refers to."""
+        keeps all of its blocks."""
         self._owns = False
         self._bytes = {block_id: nbytes for block_id, _, nbytes in blocks}
         held = [[block_id for block_id, at, _ in blocks if holder_of(at) == unit] for unit in range(len(self._units))]
