@@ -38,8 +38,8 @@ clients have in flight."""
 AHEAD = 1 << 16
 """Number of ids of blocks and reservations that one record covers."""
 COMPACT_BYTES = 4 << 20
-"""Number of bytes of records after which the log begins again with a copy of the state. A process takes about 1.5 s to do
-again what so many records say, on a busy machine."""
+"""Number of bytes of records after which the log begins again with a copy of the state. A process takes about 1.5 s to
+do again what so many records say, on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
