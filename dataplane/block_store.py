@@ -45,6 +45,8 @@ HOLDER_BYTES = 2
 of several processes of a store, each of which can die without the others."""
 
 
+SERVED_DEAD = b"dead"
+"""Beginning of a request to a store host (`Serving.serve`) which says that a holder is dead; its name follows."""
 ANY_HOLDER = -1
 """Number that stands for any of a store's holders."""
 
@@ -179,10 +181,8 @@ class HasHolders(Protocol):
         ...
 
     def declare_dead(self, named: str) -> None:
-        """Add the holders with this name, or on the Ray node with this id, to `dead`, although nothing proves it.
-
-        Holders that have ended by the word of the system that started them are added, too. Their host may be cut off
-        for good, so that their connections neither answer nor break."""
+        """Add the holders with this name, or on the Ray node with this id, to `dead`, although nothing proves it. Their
+        host may be cut off for good, so that their connections neither answer nor break."""
         ...
 
 
@@ -206,12 +206,19 @@ class HasRooms(Protocol):
 
 @runtime_checkable
 class StartsUnits(Protocol):
-    """Protocol of a store host that starts storage units on nodes of a Ray cluster."""
+    """Protocol of a store host whose storage units may be on nodes of a Ray cluster. The host that starts and ends them
+    is in the directory's Ray actor. The one that the directory uses is in another process, which has no Ray."""
 
-    def start_units(self, nodes: Sequence[str]) -> None:
-        """Start a unit on each of these nodes, given by Ray's ids, that has no living one. An empty `nodes` stands for
-        all living nodes. A no-op for a store whose units are elsewhere. Thread-safe; takes seconds. Raises ValueError
-        if a node has no room for a unit, and StoreLost if one does not start in time."""
+    def lacks_unit(self, node: str) -> bool:
+        """Return whether this node, given by Ray's id, has no living unit. False if the units are not on Ray's
+        nodes."""
+        ...
+
+    def start_units(self, nodes: Sequence[str]) -> list[bytes]:
+        """Start a unit on each of these nodes, given by Ray's ids; () stands for all living nodes. Returns for each the
+        request (`Serving.serve`) that adds it to another host of the same store. A no-op for a store whose units are
+        elsewhere. Thread-safe; takes seconds. Raises ValueError if a node has no room for a unit, and StoreLost if one
+        does not start in time."""
         ...
 
 

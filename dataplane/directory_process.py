@@ -22,12 +22,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .block_store import Recovers, Serving, StoreHost, StoreSpec
+from .block_store import Recovers, Serving, StartsUnits, StoreHost, StoreSpec
 from .config import DataPlaneConfig
 from .directory.service import DirectoryService
 from .errors import DataPlaneError, DirectoryLost
 from .imports import ship_objects, shipped_objects
-from .listen_address import Listening
+from .listen_address import Listening, PortRange
 from .owned_folder import pid_space
 from .recovery.effect_log import EffectLog, memory_files
 from .recovery.keeper import Keeper, told_to_close
@@ -35,7 +35,7 @@ from .recovery.recorded_directory import RecordedDirectory
 from .rpc.child_process import ChildProcess, end_with_parent, serve_parent
 from .rpc.frames import DirectoryAddress
 from .rpc.server import DirectoryServer, Listeners
-from .store_choice import build_store_host, check_store, store_kind
+from .store_choice import build_store_host, check_store, host_of_running, store_kind
 
 _logger = logging.getLogger(__name__)
 
@@ -132,17 +132,40 @@ class HostedDirectory:
 
 
 def start_process(
-    config: DataPlaneConfig, run_id: str, host: str, samplers: Mapping[str, bytes], timeout_s: float
+    config: DataPlaneConfig,
+    run_id: str,
+    host: str,
+    samplers: Mapping[str, bytes],
+    timeout_s: float,
+    *,
+    store: StoreSpec | None = None,
+    ports: PortRange | None = None,
 ) -> tuple[ChildProcess, Started]:
     """Start the directory in a separate process that ends with this one. host: IP address of this host at which clients
-    of other hosts reach it; "" when all clients are on this host. samplers: as for `DirectoryActor`. Raises the errors
-    of `ChildProcess`."""
-    shipped = {path: data.hex() for path, data in samplers.items()}
-    setup = {"config": config.model_dump_json(), "run_id": run_id, "host": host, "samplers": shipped}
+    of other hosts reach it; "" when all clients are on this host. samplers: as for `DirectoryActor`. store: a store
+    whose units run already on nodes of a Ray cluster; None starts one. ports: see `Listening`. Raises the errors of
+    `ChildProcess`."""
+    setup = {
+        "config": config.model_dump_json(),
+        "run_id": run_id,
+        "host": host,
+        "samplers": {path: data.hex() for path, data in samplers.items()},
+        "store": store and _plain(store),
+        "ports": ports and str(ports),
+    }
     child = ChildProcess(f"{__package__}.directory_process", setup, timeout_s)
     answer = child.answer
-    store = StoreSpec(**{**answer["store"], "key": bytes.fromhex(answer["store"]["key"])})
-    return child, Started(**{**answer, "store": store, "address": DirectoryAddress(**answer["address"])})
+    address = DirectoryAddress(**answer["address"])
+    return child, Started(**{**answer, "store": _spec(answer["store"]), "address": address})
+
+
+def _plain(spec: StoreSpec) -> dict[str, Any]:
+    """Return a store's spec as plain JSON."""
+    return {name: getattr(spec, name) for name in ("kind", "run_id", "address", "plane_id")} | {"key": spec.key.hex()}
+
+
+def _spec(plain: dict[str, Any]) -> StoreSpec:
+    return StoreSpec(**{**plain, "key": bytes.fromhex(plain["key"])})
 
 
 def directory_name(run_id: str) -> str:
@@ -156,20 +179,23 @@ anonymous."""
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 20.0
 OUTLIVING = frozenset(("shm", "tcp"))
-"""Kinds of store whose bytes outlive the directory's process on one host."""
+"""Kinds of store whose bytes outlive the directory's process."""
 
 
 class DirectoryActor:
     """Ray actor that hosts the directory (the metadata service). Ray never restarts it, because Ray would end what the
-    actor has opened. On one host, it keeps the directory in a process that is replaced when it dies."""
+    actor has opened. If the store outlives the directory's process, that process is another one, which is replaced when
+    it dies, and the actor only owns the storage units on Ray's nodes."""
 
     def __init__(self, config: DataPlaneConfig, build_host: BuildHost, samplers: Mapping[str, bytes]) -> None:
         """samplers: pickles of those samplers of `config` that are shipped objects, by path."""
         end_with_parent()
         ship_objects(samplers)
-        self._config, self._samplers = config, samplers
+        self._config, self._samplers, self._build_host = config, samplers, build_host
         self._directory = HostedDirectory(config, build_host)
         self._child: ChildProcess | None = None
+        self._units: StoreHost | None = None
+        """Host that owns the storage units on Ray's nodes; None if there are none."""
 
     async def start(self, run_id: str, listening: Listening) -> Started | Exception:
         """Start the directory; see `HostedDirectory.start`. An error of the store is returned instead of raised,
@@ -177,13 +203,31 @@ class DirectoryActor:
         listening.adopt()
         name = directory_name(run_id)
         try:
-            if listening.one_host and store_kind(self._config, one_host=True) in OUTLIVING:
-                # A process with Ray's threads must not fork, so a process without Ray is the keeper.
-                check_store(self._config, one_host=True)
-                start = functools.partial(start_process, self._config, run_id, "", self._samplers, START_TIMEOUT_S)
-                self._child, started = await asyncio.to_thread(start)
-                return started
-            return await self._directory.start(name, "" if listening.one_host else listening.address())
+            host = "" if listening.one_host else listening.address()
+            if store_kind(self._config, one_host=listening.one_host) in OUTLIVING:
+                return await asyncio.to_thread(self._start_kept, run_id, host, listening.ports)
+            return await self._directory.start(name, host)
+        except (DataPlaneError, ValueError) as error:
+            return error
+
+    def _start_kept(self, run_id: str, host: str, ports: PortRange | None) -> Started:
+        """Start the directory in a process without Ray, because one with Ray's threads must not fork."""
+        if host:
+            self._units = self._build_host(host)
+        else:
+            check_store(self._config, one_host=True)
+        spec = self._units and self._units.spec
+        self._child, started = start_process(
+            self._config, run_id, host, self._samplers, START_TIMEOUT_S, store=spec, ports=ports
+        )
+        return started
+
+    async def start_unit(self, node: str) -> list[bytes] | Exception:
+        """Start a storage unit on a node; see `StartsUnits.start_units`. Its error is returned, as by `start`."""
+        if not isinstance(self._units, StartsUnits):
+            return []
+        try:
+            return await asyncio.to_thread(self._units.start_units, [node])
         except (DataPlaneError, ValueError) as error:
             return error
 
@@ -191,6 +235,8 @@ class DirectoryActor:
         """Close the store, end the processes that it started, and stop answering requests. Idempotent."""
         if self._child is not None:
             await asyncio.to_thread(self._child.close, END_TIMEOUT_S / 2)
+        if self._units is not None:
+            await asyncio.to_thread(self._units.close)
         await self._directory.close()
 
 
@@ -232,6 +278,22 @@ def start_actor(
     return actor, started
 
 
+def start_unit(actor: Any, node: str, timeout_s: float) -> list[bytes]:
+    """Start a storage unit on a node; see `StartsUnits.start_units`. Raises DirectoryLost when the directory's actor is
+    dead or does not answer within `timeout_s`."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    try:
+        found: Any = ray.get(actor.start_unit.remote(node), timeout=timeout_s)
+    except (RayActorError, GetTimeoutError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DirectoryLost(f"no storage unit was started on node {node}: {reason}", op="ensure_unit") from None
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
 def stop_actor(actor: Any) -> None:
     """Close the store within bounded time, then end the actor. No-op when Ray is no longer initialised, because the
     actor ended with Ray."""
@@ -250,22 +312,18 @@ def stop_actor(actor: Any) -> None:
 def _start(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
     """Start the directory, in a process that is replaced when it dies if the store outlives it.
 
-    Otherwise, it runs on an event loop in a thread. setup: `config` (JSON), `run_id`, `host` and `samplers`.
+    Otherwise, it runs on an event loop in a thread. setup: what `start_process` sends.
     """
     config, run_id = DataPlaneConfig.model_validate_json(setup["config"]), setup["run_id"]
     ship_objects({path: bytes.fromhex(data) for path, data in setup["samplers"].items()})
-    host = build_store_host(config, run_id, setup["host"])
+    if setup["ports"]:
+        Listening(one_host=False, ports=PortRange.parse(setup["ports"])).adopt()
+    if setup["store"]:
+        host = host_of_running(config, _spec(setup["store"]))
+    else:
+        host = build_store_host(config, run_id, setup["host"])
     started, close = (_start_kept if isinstance(host, Recovers) else _start_here)(config, run_id, setup["host"], host)
-    store = started.store
-    answer = dataclasses.asdict(started)
-    answer["store"] = {
-        "kind": store.kind,
-        "run_id": store.run_id,
-        "address": store.address,
-        "plane_id": store.plane_id,
-        "key": store.key.hex(),
-    }
-    return answer, close
+    return dataclasses.asdict(started) | {"store": _plain(started.store)}, close
 
 
 def _start_kept(config: DataPlaneConfig, run_id: str, at: str, host: Any) -> tuple[Started, Callable[[], None]]:

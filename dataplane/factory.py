@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import os
 import platform
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from .client.client import DataPlaneClient
 from .config import DataPlaneConfig
 from .directory import requests
 from .directory.requests import body_of
-from .directory_process import directory_name, start_actor, start_process, stop_actor
+from .directory_process import directory_name, start_actor, start_process, start_unit, stop_actor
 from .errors import InvalidArgument
 from .handle import DataPlaneHandle, PlaneText
 from .imports import shipped_objects
@@ -57,9 +58,11 @@ class DataPlane:
         end: Callable[[], None],
         *,
         at_exit: Callable[[], None] | None,
+        start_unit: Callable[[str, float], Sequence[bytes]] = lambda node, timeout_s: (),
     ) -> None:
         """end: function that ends the store and the directory. at_exit: function to call when the program ends without
-        having called `close`, so that its rows do not stay in memory; None when the rows vanish with the process."""
+        having called `close`, so that its rows do not stay in memory; None when the rows vanish with the process.
+        start_unit: function that starts a storage unit on a node, as `StartsUnits.start_units` does."""
         self.handle = handle
         """Handle with which other processes connect; `handle.to_text()` returns it as a short text."""
         self.host = host
@@ -68,6 +71,8 @@ class DataPlane:
         """Space of the process ids of `processes`, as `pid_space` returns it."""
         self._processes = processes
         self._end: Callable[[], None] | None = end
+        self._start_unit = start_unit
+        self._ensuring = threading.Lock()
         self._at_exit = None if at_exit is None else functools.partial(_end_in, os.getpid(), at_exit)
         if self._at_exit is not None:
             atexit.register(self._at_exit)
@@ -91,10 +96,17 @@ class DataPlane:
         if the directory does not answer within `timeout_s`.
         """
         _, link = _joined(self.handle, connect_now=True)
+        started = time.monotonic()
+
+        def ask(op: str, payload: bytes) -> bytes:
+            left_s = max(0.001, started + timeout_s - time.monotonic())
+            return body_of(link.call(op, payload, left_s), "ensure_unit", time.monotonic() - started)
+
         try:
-            started = time.monotonic()
-            reply = link.call("start_unit", requests.encode(requests.StartUnit(node)), timeout_s)
-            body_of(reply, "start_unit", time.monotonic() - started)
+            with self._ensuring:
+                if messages.decode(ask("lacks_unit", node.encode()), bool):
+                    for request in self._start_unit(node, timeout_s):
+                        ask("store", request)
         finally:
             link.detach()
 
@@ -216,7 +228,15 @@ def _open_actor(
         store_entry(started.store.kind).remove_leftovers()
 
     processes = {"directory": started.pid, **started.store_processes}
-    return DataPlane(handle, processes, started.node, started.space, end, at_exit=None)
+    return DataPlane(
+        handle,
+        processes,
+        started.node,
+        started.space,
+        end,
+        at_exit=None,
+        start_unit=lambda node, timeout_s: start_unit(held[0], node, timeout_s),
+    )
 
 
 @checked_call

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 
-from .block_store import StartsUnits, StoreHost
+from .block_store import StartsUnits, StoreHost, StoreSpec
 from .config import DataPlaneConfig
 from .listen_address import ray_address
 from .stores.registry import store_entry
@@ -30,6 +30,13 @@ def build_store_host(config: DataPlaneConfig, run_id: str, host: str = "", *, no
             store.close()
             raise
     return store
+
+
+def host_of_running(config: DataPlaneConfig, spec: StoreSpec) -> StoreHost:
+    """Return another host of a store whose units run already on nodes of a Ray cluster."""
+    go_on = store_entry(spec.kind).go_on
+    assert go_on is not None, spec.kind
+    return go_on(spec, config.store)
 
 
 def store_kind(config: DataPlaneConfig, *, one_host: bool) -> str:

@@ -297,7 +297,7 @@ CHECKS: dict[str, Check] = {
     "one_host": as_flag, "process": as_flag, "run_id": _or_none(as_run_id), "start_timeout_s": as_seconds,
     "batch_size": _or_none(as_count), "clear": as_flag, "on_timeout": as_string,
     "rank": _or_none(as_integer), "stop_after": _or_none(as_count), "with_receipts": as_flag,
-    "unit": as_string, "world": _or_none(as_count),
+    "units": as_names, "world": _or_none(as_count),
     "directory_node": as_string, "nodes": _or_none(as_names),
     "older_than_s": as_seconds, "versions": _or_none(as_array), "wait": as_flag, "whole_groups": as_flag,
 }  # fmt: skip

@@ -219,9 +219,9 @@ class AsyncDataPlaneClient(CountedClient):
             self._operations.clear_stale(partition, task, fields, min_version, whole_groups, timeout_s),
         )
 
-    async def forget_unit(self, unit: str = "", *, timeout_s: float | None = None) -> dict[str, tuple[str, ...]]:
+    async def forget_unit(self, *units: str, timeout_s: float | None = None) -> dict[str, tuple[str, ...]]:
         """Remove the rows that were lost with a process of the store, as `DataPlaneClient.forget_unit` does."""
-        return await self._run(self._operations.forget_unit(unit, timeout_s))
+        return await self._run(self._operations.forget_unit(units, timeout_s))
 
     async def hosts_of(self, meta: KVBatchMeta) -> np.ndarray:
         """Return the host on which each row of a receipt is stored, as `DataPlaneClient.hosts_of` does."""

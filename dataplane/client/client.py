@@ -340,18 +340,17 @@ class DataPlaneClient(CountedClient):
             self._operations.clear_stale(partition, task, fields, min_version, whole_groups, timeout_s),
         )
 
-    def forget_unit(self, unit: str = "", *, timeout_s: float | None = None) -> dict[str, tuple[str, ...]]:
+    def forget_unit(self, *units: str, timeout_s: float | None = None) -> dict[str, tuple[str, ...]]:
         """Remove the rows that were lost with a process of the store, and return their keys by partition.
 
         A row that has lost a field is removed with all rows of its group, so that the group can be put again. Their
-        leases end; a receipt of them raises StoreLost, which names the process and its host, or RowsCleared. unit: name
-        of a process, as StoreLost gives it in `peer`, or Ray's id of a node that has been lost. It counts as dead from
-        now on, even if it runs; puts that are under way to it fail with StoreLost. "" looks for dead processes only,
-        also for those of hosts that Ray counts as lost.
-        Takes up to a second for each process that does not answer. Idempotent: rows that were removed earlier are not
+        leases end; a receipt of them raises StoreLost, which names the process and its host, or RowsCleared. units:
+        names of processes, as StoreLost gives it in `peer`, or Ray's ids of nodes that have been lost. They count as
+        dead from now on, even if they run; puts that are under way to them fail with StoreLost. Without names, only
+        processes whose address refuses connections are dead. Takes up to a second for each process that does not answer. Idempotent: rows that were removed earlier are not
         returned.
         """
-        return self._run(self._operations.forget_unit(unit, timeout_s))
+        return self._run(self._operations.forget_unit(units, timeout_s))
 
     def hosts_of(self, meta: KVBatchMeta) -> np.ndarray:
         """Return the host on which each row of a receipt is stored, dtype object (str) `[N]`.

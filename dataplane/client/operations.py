@@ -492,8 +492,8 @@ class Operations:
         return (yield Work("hosts_of", lambda: hosts_of(self.store, meta)))
 
     @checked
-    def forget_unit(self, unit: str, timeout_s: float | None) -> Steps[dict[str, tuple[str, ...]]]:
-        reply = yield from self._ask("forget_unit", requests.ForgetUnit(unit), timeout_s)
+    def forget_unit(self, units: tuple[str, ...], timeout_s: float | None) -> Steps[dict[str, tuple[str, ...]]]:
+        reply = yield from self._ask("forget_unit", requests.ForgetUnits(units), timeout_s)
         found = messages.decode(reply, dict[str, bytes])
         keys = {partition: tuple(unpack_keys(packed)) for partition, packed in found.items()}
         for partition, gone in keys.items():

@@ -205,19 +205,17 @@ class HostCalls:
             self._space_freed()
         return found
 
-    async def look(self, declared_dead: str | None = None) -> None:
+    async def look(self, declared_dead: Sequence[str] = ()) -> None:
         """Ask the store's processes for a sign of life. `newly_dead` then returns those that have died. declared_dead:
-        argument of `HasHolders.declare_dead`, which is called if it is not None."""
+        names for `HasHolders.declare_dead`."""
         if self._holders is not None:
-            if declared_dead is not None:
-                await self._in_thread(self._holders.declare_dead, declared_dead)
+            for named in declared_dead:
+                await self._in_thread(self._holders.declare_dead, named)
             await self._in_thread(self._holders.look)
 
-    async def start_unit(self, node: str) -> None:
-        """Start a unit of the store on a node of the Ray cluster, unless it has one or the store has no such units."""
-        if isinstance(self._host, StartsUnits):
-            # The thread of other calls would wait for seconds.
-            await asyncio.to_thread(self._host.start_units, [node])
+    def lacks_unit(self, node: str) -> bool:
+        """Return whether a unit of the store should be started on a node of the Ray cluster."""
+        return isinstance(self._host, StartsUnits) and self._host.lacks_unit(node)
 
     def newly_dead(self) -> dict[int, str]:
         """Return the names of the store's processes that have been found dead since the last call, by number."""

@@ -273,18 +273,13 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     partition: str | None
 
 
-class ForgetUnit(msgspec.Struct, frozen=True, array_like=True):
-    """Request to clear all rows of which a dead storage unit held a field, with the other rows of their groups. The
+class ForgetUnits(msgspec.Struct, frozen=True, array_like=True):
+    """Request to clear all rows of which dead storage units held a field, with the other rows of their groups. The
     reply is their keys by partition, as `pack_keys` encodes them."""
 
-    unit: str
-    """Name of a unit, or Ray's id of its node, that counts as dead from now on; "" to look for dead units only."""
-
-
-class StartUnit(msgspec.Struct, frozen=True, array_like=True):
-    """Request to start a storage unit on a node of the Ray cluster, unless a living one is there."""
-
-    node: str
+    units: tuple[str, ...]
+    """Names of units, or Ray's ids of their nodes, that count as dead from now on. The directory looks for other dead
+    units, too."""
 
 
 class Plane(msgspec.Struct, frozen=True, array_like=True):

@@ -120,8 +120,8 @@ class DirectoryService:
             "task_status": (requests.StatusOfTask, self._task_status),
             "store": (bytes, self._serve),
             "find_lost": (bytes, self._find_lost),
-            "forget_unit": (requests.ForgetUnit, self._forget_unit),
-            "start_unit": (requests.StartUnit, self._start_unit),
+            "forget_unit": (requests.ForgetUnits, self._forget_unit),
+            "lacks_unit": (bytes, self._lacks_unit),
         }
         """Type of the request and the method that answers it, by the request's name. A request of type bytes is passed
         on without decoding."""
@@ -468,8 +468,8 @@ class DirectoryService:
         self._drop_lost()
         return messages.encode(self._store.dead)
 
-    async def _forget_unit(self, request: requests.ForgetUnit) -> bytes:
-        await self._store.look(request.unit)
+    async def _forget_unit(self, request: requests.ForgetUnits) -> bytes:
+        await self._store.look(request.units)
         self._drop_lost()
         found, freed = self._directory.clear_lost()
         for partition in found:
@@ -479,11 +479,10 @@ class DirectoryService:
         await self._free(freed)
         return body
 
-    async def _start_unit(self, request: requests.StartUnit) -> bytes:
+    async def _lacks_unit(self, node: bytes) -> bytes:
         await self._store.look()  # The unit that was there may have died unnoticed.
         self._drop_lost()
-        await self._store.start_unit(request.node)
-        return b""
+        return messages.encode(self._store.lacks_unit(node.decode()))
 
     # ---------------- These private methods wait, free blocks and keep the timer.
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from ...codecs import messages
 from ...codecs.schema import Field, Schema
+from ..block_store import SERVED_DEAD
 from ..compact import pack_keys, unpack_keys
 from ..directory import requests
 from ..directory.block_table import FreedBlock, Reservation
@@ -290,6 +291,8 @@ class RecordedDirectory(Directory):
 
     def lose(self, holders: Mapping[int, str]) -> tuple[int, list[FreedBlock]]:
         self._record("lose", dict(holders))
+        for name in holders.values():
+            self.served(SERVED_DEAD + name.encode())
         return super().lose(holders)
 
     # ---------------- These calls depend on the clock, on reservations or on samplers. What they did is recorded.

@@ -150,12 +150,8 @@ class CountingHost(ABC):
     def declare_dead(self, named: str) -> None:
         """Take the processes with this name as dead; see `HasHolders`."""
         for peer in self._unfreed.living:
-            if named and named in self._names(peer) or self._has_died(peer):
-                self._unfreed.died(peer, RuntimeError("a client or Ray has said so"))
-
-    def _has_died(self, peer: int) -> bool:
-        """Return whether the system that started a process knows that it has ended."""
-        return False
+            if named and named in self._names(peer):
+                self._unfreed.died(peer, RuntimeError("a client has said so"))
 
     def _names(self, peer: int) -> tuple[str, ...]:
         """Return the names by which a client can name a process."""

@@ -58,6 +58,9 @@ class StoreEntry:
     """Function that starts a storage unit on this host for a store that runs elsewhere. Its arguments are the store's
     spec and configuration, the link to the directory, the IP address at which the unit listens, and a time limit in
     seconds. None for kinds of store that no unit can join."""
+    go_on: Callable[[StoreSpec, StoreConfig], StoreHost] | None = None
+    """Function that makes another host, in another process, of a store whose units run on nodes of a Ray cluster. Its
+    arguments are the store's spec and configuration. None for kinds of store without such units."""
 
 
 def store_entry(kind: str) -> StoreEntry:

@@ -59,6 +59,11 @@ def gone(hosts: Sequence[Host]) -> list[Host]:
         time.sleep(LOOK_S)
 
 
+def lost_nodes() -> list[str]:
+    """Return Ray's ids of the nodes that have left the Ray cluster of this process."""
+    return [node["NodeID"] for node in ray.nodes() if not node["Alive"]]
+
+
 def _answers(node: dict[str, Any]) -> bool:
     """Return whether a node's raylet accepts a connection."""
     try:

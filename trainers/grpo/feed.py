@@ -121,6 +121,10 @@ class Rollouts(Protocol):
         """
         ...
 
+    def lost_nodes(self) -> Sequence[str]:
+        """Return Ray's ids of the nodes that have left the Ray cluster."""
+        ...
+
     def exclude(self, engine: str, reason: str, called_s: float) -> None:
         """Send no more requests to the engine named `engine`, unless its process was replaced after `called_s`.
 
@@ -577,7 +581,7 @@ class Feed:
         """Remove the rows that were lost with a process of the store from the data plane. Returns the positions of
         their prompts, which must be issued again. Raises StoreLost if the current step has claimed some of them,
         because its train workers would read them."""
-        keys = set(self._client.forget_unit().get(self._partition, ()))
+        keys = set(self._client.forget_unit(*self._rollouts.lost_nodes()).get(self._partition, ()))
         lost = {position for position in (*self._in_flight, *self._claimed) if row_key(base36(position), 0) in keys}
         if held := lost & self._claimed:
             what = f"the rows of {len(held)} group(s) of the current step were lost with a process of the store"

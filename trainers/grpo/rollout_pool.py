@@ -13,7 +13,7 @@ from ...actors.rollout.results import RolloutReport
 from ..cluster.calls import ActorFailed, Call, ProgressWatch, ended, gather_each
 from ..cluster.engine_pool import Engine, NoEngineLeft
 from ..cluster.handles import EngineHandle, RolloutHandle
-from ..cluster.lost_hosts import LOOK_S, HostGone, NoRoom
+from ..cluster.lost_hosts import LOOK_S, HostGone, NoRoom, lost_nodes
 from ..cluster.run_actors import BY_START_TIMEOUT, RunActors
 from ..supervision.stuck_report import STUCK, record_stuck
 from .gpu_turns import Roles
@@ -245,6 +245,10 @@ class RolloutPool:
                     self._actors.engines.exclude(engine, str(answer))
         self.replace_dead(version)
         return any(engine.renewed_s > since_s for engine in self._separate)
+
+    def lost_nodes(self) -> list[str]:
+        """Return Ray's ids of the nodes that have left the Ray cluster."""
+        return lost_nodes()
 
     def sync_broken(self, version: int) -> None:
         """Sync the train workers' weights of `version` to the engines that a failed sync left without complete weights.

@@ -9,9 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, cast
 
-from ...block_store import ANY_HOLDER, HOLDER_BYTES, StoreSpec, holder_of
+from ...block_store import ANY_HOLDER, HOLDER_BYTES, SERVED_DEAD, StoreSpec, holder_of
 from ...config import StoreConfig
 from ...directory.requests import body_of
 from ...errors import DataPlaneError, DataPlaneTimeout, StoreLost
@@ -27,6 +28,9 @@ from .wire import Free, Keep, UnitAddress, column, decode, encode
 
 KEEP_S = 2.0
 """Seconds that a unit may take to answer a directory whose predecessor has died."""
+KEEP_THREADS = 32
+"""Largest number of units that are asked at the same time then."""
+_JOIN = b"join"
 MAX_UNITS = 1 << (8 * HOLDER_BYTES)
 
 
@@ -76,34 +80,49 @@ class TcpHost(CountingHost):
         for unit in units:
             self._add(unit.address, unit)
 
-    def start_units(self, nodes: Sequence[str]) -> None:
-        """Start a unit on each node that has no living one; see `StartsUnits`."""
+    def lacks_unit(self, node: str) -> bool:
+        """Return whether a node has no living unit; see `StartsUnits`."""
+        return self._on_nodes and all(self._units[number].address.node != node for number in self._unfreed.living)
+
+    def start_units(self, nodes: Sequence[str]) -> list[bytes]:
+        """Start a unit on each node; see `StartsUnits`."""
         if not self._on_nodes:
-            return
+            return []
         from .ray_units import living_nodes, start_units
 
         with self._starting:
             first = len(self._units)
-            living = {self._units[number].address.node for number in self._unfreed.living}
-            wanted = [node for node in dict.fromkeys(nodes or living_nodes()) if node not in living]
+            wanted = list(dict.fromkeys(nodes or living_nodes()))
             if not first and self._num_units is not None:
                 wanted = [wanted[number % len(wanted)] for number in range(self._num_units)]
             places = [(f"unit-{first + number}", node) for number, node in enumerate(wanted)]
-            for unit in start_units(self.spec.run_id, places, self._key, self._capacity_bytes):
+            units = start_units(self.spec.run_id, places, self._key, self._capacity_bytes)
+            for unit in units:
                 self._add(unit.address, unit)
+            return [_JOIN + encode(unit.address) for unit in units]
 
     def adopt(self, blocks: Sequence[tuple[int, bytes, int]], next_block: int) -> None:
         """Go on with the units in another process; see `Recovers`. A unit that does not answer counts as silent, and
         keeps all of its blocks."""
         self._owns = False
         self._bytes = {block_id: nbytes for block_id, _, nbytes in blocks}
-        held = [[block_id for block_id, at, _ in blocks if holder_of(at) == unit] for unit in range(len(self._units))]
-        for number, block_ids in enumerate(held):
-            request = encode(Keep(column(block_ids), next_block))
+        held: list[list[int]] = [[] for _ in self._units]
+        for block_id, location, _ in blocks:
+            held[holder_of(location)].append(block_id)
+
+        def keep(number: int) -> Exception | None:
+            request = encode(Keep(column(held[number]), next_block))
             try:
                 self._units[number].ask("keep", "keep", request, (), time.monotonic() + KEEP_S)
             except (StoreLost, DataPlaneTimeout) as error:
-                self._undelivered(number, error, dead=isinstance(error, UnitDied) or self._has_died(number))
+                return error
+            return None
+
+        living = self._unfreed.living
+        with ThreadPoolExecutor(min(max(1, len(living)), KEEP_THREADS)) as threads:
+            for number, error in zip(living, threads.map(keep, living), strict=True):
+                if error is not None:
+                    self._undelivered(number, error, dead=isinstance(error, UnitDied) or self._has_died(number))
 
     def _names(self, peer: int) -> tuple[str, ...]:
         address = self._units[peer].address
@@ -139,14 +158,19 @@ class TcpHost(CountingHost):
         return all(on_host[room] > self._unfreed.limit_bytes for room in self.rooms)
 
     def serve(self, request: bytes) -> bytes:
-        """Answer a client's request. `units` lists the units, and `join` with an address adds a unit that was started
-        on another host. Raises ValueError for anything else, and when there are too many units."""
+        """Answer a client's request. `units` lists the units, `join` with an address adds a unit that was started
+        elsewhere, and `dead` with a name does what `declare_dead` does. Raises ValueError for anything else, and when
+        there are too many units."""
         if request == b"units":
             return encode([unit.address for unit in self._units])
-        if request[:4] == b"join":
-            self._add(decode(request[4:], UnitAddress))
+        kind, rest = request[:4], request[4:]
+        if kind == _JOIN:
+            self._add(decode(rest, UnitAddress))
             return b""
-        raise ValueError(f"store request: got {request[:16]!r}, expected 'units' or 'join'")
+        if kind == SERVED_DEAD:
+            self.declare_dead(rest.decode())
+            return b""
+        raise ValueError(f"store request: got {request[:16]!r}, expected 'units', 'join' or 'dead'")
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Make the units delete these blocks, so that they can no longer be read. It takes one round trip to each unit
@@ -245,7 +269,7 @@ def _open_unit(spec: StoreSpec, config: StoreConfig, link: Link, host: str, time
     name = f"unit-{platform.node()}-{secrets.token_hex(4)}"
     unit = UnitProcess(spec.run_id, name, spec.key, host, config.capacity_mib << 20)
     try:
-        request = b"join" + encode(unit.address)
+        request = _JOIN + encode(unit.address)
         started = time.monotonic()
         body_of(link.call("store", request, timeout_s), "join", time.monotonic() - started)
     except BaseException:
@@ -258,4 +282,14 @@ def _attach(spec: StoreSpec, link: Link) -> TcpStore:
     return TcpStore(spec, link)
 
 
-STORE = StoreEntry(_open_host, _attach, remove_stale_folders, _open_unit)
+def _go_on(spec: StoreSpec, config: StoreConfig) -> TcpHost:
+    """Make another host of a store whose units are on nodes of a Ray cluster; see `StoreEntry.go_on`."""
+    host = TcpHost(spec.run_id, (), spec.key, config.capacity_mib << 20)
+    units = cast(Sequence[Sequence[Any]], spec.address["units"])
+    host.spec = dataclasses.replace(spec, address={"units": []})
+    for fields in units:
+        host.serve(_JOIN + encode(UnitAddress(*fields)))
+    return host
+
+
+STORE = StoreEntry(_open_host, _attach, remove_stale_folders, _open_unit, _go_on)

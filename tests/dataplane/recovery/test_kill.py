@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+import ray
 import torch
 
 from headrace import DataPlane, DataPlaneConfig, connect, connect_async, open_data_plane
@@ -138,3 +139,21 @@ def test_the_directory_of_a_run_with_ray_is_back_with_its_leases(ray_session: No
         assert client.status().leased_rows == 1 and time.monotonic() - began < 5
         client.release(held, "a", "done")
         assert client.claim("p", "a", ("ids",), 1).keys == ("l",)
+
+
+@pytest.mark.slow
+def test_the_directory_of_several_hosts_is_back_with_its_units(ray_session: None) -> None:
+    """A unit that is lost before the death stays lost, and one that joined later is still there."""
+    config = DataPlaneConfig(store=StoreConfig(capacity_mib=8, num_units=2), timeout_s=20)
+    here = ray.get_runtime_context().get_node_id()
+    with open_data_plane(config, one_host=False) as plane, connect(plane.handle.over_sockets()) as client:
+        client.register("p", SCHEMA, ("a",))
+        puts = [client.put("p", [f"{number}.0"], {"ids": torch.ones(1, dtype=torch.int32)}) for number in range(4)]
+        assert client.forget_unit(here) == {"p": tuple(put.keys[0] for put in puts)}
+        for _ in range(2):
+            os.kill(plane.serving_pid(), signal.SIGKILL)
+            plane.ensure_unit(here)
+            put = client.put("p", ["new.0"], {"ids": torch.ones(1, dtype=torch.int32)}, replace=True)
+            assert put.blocks[0].location[:2] == b"\0\2"
+        os.kill(plane.serving_pid(), signal.SIGKILL)
+        assert torch.as_tensor(client.get(client.claim("p", "a", ("ids",), 1))["ids"]).tolist() == [1]

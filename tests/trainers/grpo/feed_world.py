@@ -230,6 +230,10 @@ class World:
         """No engine of this world is ever replaced."""
         return False
 
+    def lost_nodes(self) -> list[str]:
+        """This world has no nodes of Ray."""
+        return []
+
     def exclude(self, engine: str, reason: str, called_s: float) -> None:
         raise AssertionError("no report of this world names an engine")
 

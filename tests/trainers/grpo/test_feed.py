@@ -187,7 +187,7 @@ def lose(world: World, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = {world.partition: keys}
     real = world.inner.status
     monkeypatch.setattr(world, "status", lambda *_: replace(real(), lost_rows=2 * len(lost)), raising=False)
-    monkeypatch.setattr(world, "forget_unit", lambda: dict(lost.popitem() for _ in [*lost]), raising=False)
+    monkeypatch.setattr(world, "forget_unit", lambda *_: dict(lost.popitem() for _ in [*lost]), raising=False)
 
 
 def test_a_group_that_is_lost_with_a_storage_unit_is_made_again(
