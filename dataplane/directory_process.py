@@ -216,7 +216,7 @@ class DirectoryActor:
             self._units = self._build_host(host)
         else:
             check_store(self._config, one_host=True)
-        spec = self._units and self._units.spec
+        spec = None if self._units is None else self._units.spec
         self._child, started = start_process(
             self._config, run_id, host, self._samplers, START_TIMEOUT_S, store=spec, ports=ports
         )

@@ -347,8 +347,8 @@ class DataPlaneClient(CountedClient):
         leases end; a receipt of them raises StoreLost, which names the process and its host, or RowsCleared. units:
         names of processes, as StoreLost gives it in `peer`, or Ray's ids of nodes that have been lost. They count as
         dead from now on, even if they run; puts that are under way to them fail with StoreLost. Without names, only
-        processes whose address refuses connections are dead. Takes up to a second for each process that does not answer. Idempotent: rows that were removed earlier are not
-        returned.
+        processes whose address refuses connections are dead. Takes up to a second for each process that does not
+        answer. Idempotent: rows that were removed earlier are not returned.
         """
         return self._run(self._operations.forget_unit(units, timeout_s))
 
