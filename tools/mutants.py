@@ -123,8 +123,8 @@ MUTANTS = (
     Mutant(
         "a group takes one row too many",
         "dataplane/directory/rows.py",
-        "        over = np.flatnonzero((filled > self.group_size) & (added > 0))",
-        "        over = np.flatnonzero((filled > self.group_size + 1) & (added > 0))",
+        "        over = ((filled > self.group_size) & (added > 0)).nonzero()[0]",
+        "        over = ((filled > self.group_size + 1) & (added > 0)).nonzero()[0]",
         "tests/dataplane/directory",
     ),
     # Twelve chosen from the code, in places where a mistake loses rows, repeats them or changes their bytes.
