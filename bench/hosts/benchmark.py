@@ -20,7 +20,17 @@ from .reads import RAW, SHM, ReadOptions, ReadResult, measure_reads, summarise
 
 BARS = {SHM: 0.9, RAW: 0.85}
 """Baseline of a read -> smallest ratio that is expected on a quiet machine."""
-HEADER = ("read", "baseline", "tcp, ms", "baseline, ms", "tcp, Gbit/s", "baseline, Gbit/s", "tcp : baseline", "bar")
+HEADER = (
+    "read",
+    "batch",
+    "baseline",
+    "tcp, ms",
+    "baseline, ms",
+    "tcp, Gbit/s",
+    "baseline, Gbit/s",
+    "tcp : baseline",
+    "bar",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +60,9 @@ def run_hosts(options: HostOptions, tell: Callable[[str], None]) -> HostReport:
     if reason:
         raise UserError(f"headrace bench hosts {reason}: it makes its hosts out of Linux namespaces of this machine")
     options.out.mkdir(parents=True, exist_ok=True)
-    facts = conditions(workload=options.reads.workload.name, repeats=options.reads.repeats, threads_per_process=1)
+    facts = conditions(
+        workloads=[spec.name for spec in options.reads.workloads], repeats=options.reads.repeats, threads_per_process=1
+    )
     results = measure_reads(options.reads, tell)
     write_records(options.out / "results.jsonl", [result.record() for result in results], facts)
     write_summary(options.out / "summary.json", summarise(results), facts)
@@ -59,16 +71,17 @@ def run_hosts(options: HostOptions, tell: Callable[[str], None]) -> HostReport:
 
 def hosts_table(report: HostReport) -> Table:
     """Return a table with one row per read."""
-    return table("headrace bench hosts", HEADER, _rows(report.results), left=HEADER[:2])
+    return table("headrace bench hosts", HEADER, _rows(report.results), left=HEADER[:3])
 
 
 def write_report(report: HostReport, options: HostOptions, command: str) -> Path:
     """Write report.md into `options.out`; returns its path."""
     text = (
-        f"Reads of one batch ({report.results[0].num_bytes / 1e6:.1f} MB), median of {options.reads.repeats}, in turn "
-        "with the baseline; every read was compared with the rows. The hosts are namespaces of one machine, so that "
-        "both ends share its cores. A link that is faster than this machine moves bytes is not filled: the baseline's "
-        "Gbit/s then lie below the link's. tcp : baseline: 1 is as fast as the baseline, less is slower."
+        f"Each time is a median of {options.reads.repeats} reads of a batch, in turn with the baseline; every read was "
+        "compared with the rows. A read plans which bytes it needs before it asks for them, which takes the same time "
+        "for any link. The hosts are namespaces of one machine, so that both ends share its cores. A link that is "
+        "faster than this machine moves bytes is not filled: the baseline's Gbit/s then lie below the link's. tcp : "
+        "baseline: 1 is as fast as the baseline, less is slower."
     )
     lines = [text, "", *markdown(HEADER, _rows(report.results))]
     return write_page(options.out / "report.md", "headrace bench hosts", command, lines, report.conditions)
@@ -78,6 +91,7 @@ def _rows(results: Sequence[ReadResult]) -> list[tuple[str, ...]]:
     return [
         (
             result.place.replace("_", " ").replace(".", ", "),
+            f"{result.workload}, {result.num_bytes / 1e6:.1f} MB",
             result.baseline,
             f"{statistics.median(result.seconds) * 1e3:.2f}",
             f"{statistics.median(result.baseline_seconds) * 1e3:.2f}",

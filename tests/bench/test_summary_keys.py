@@ -73,7 +73,11 @@ def weights_keys() -> list[str]:
 
 def hosts_keys() -> list[str]:
     places = [("same_host", reads.SHM), *[(f"other_host.{gbit}gbit", reads.RAW) for gbit in ReadOptions().links_gbit]]
-    results = [ReadResult(place, 1 << 20, (0.1,), baseline, (0.1,)) for place, baseline in places]
+    results = [
+        ReadResult(place, spec.name, 1 << 20, (0.1,), baseline, (0.1,))
+        for place, baseline in places
+        for spec in ReadOptions().workloads
+    ]
     return [*reads.summarise(results)]
 
 

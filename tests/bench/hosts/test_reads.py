@@ -18,18 +18,18 @@ from headrace.tests.hosts import needs_hosts
 
 def test_the_slowest_link_is_the_figure_of_all(tmp_path: Path) -> None:
     results = [
-        ReadResult("same_host", 1 << 20, (0.2, 0.1, 0.4), SHM, (0.1, 0.1, 0.3)),
-        ReadResult("other_host.1gbit", 1 << 20, (0.1,), RAW, (0.09,)),
-        ReadResult("other_host.10gbit", 1 << 20, (0.1,), RAW, (0.08,)),
+        ReadResult("same_host", "rl-256", 1 << 20, (0.2, 0.1, 0.4), SHM, (0.1, 0.1, 0.3)),
+        ReadResult("other_host.1gbit", "rl-256", 1 << 20, (0.1,), RAW, (0.09,)),
+        ReadResult("other_host.10gbit", "rl-256", 1 << 20, (0.1,), RAW, (0.08,)),
     ]
     summary = summarise(results)
     assert summary["hosts.read_same_host.vs_shm"] == 0.5
-    assert summary["hosts.read_other_host.vs_raw_tcp"] == summary["hosts.read_other_host.10gbit.vs_raw_tcp"]
+    assert summary["hosts.read_other_host.vs_raw_tcp"] == summary["hosts.read_other_host.10gbit.rl-256.vs_raw_tcp"]
     assert summary["hosts.read_other_host.vs_raw_tcp"] == pytest.approx(0.8)
     report = HostReport(results, {"cores": 2})
     assert hosts_table(report).row_count == 3
     text = write_report(report, HostOptions(tmp_path), "headrace bench hosts").read_text()
-    assert "| other host, 10gbit | raw TCP | 100.00 | 80.00 | 0.08 | 0.10 | 0.80 | 0.85 |" in text
+    assert "| other host, 10gbit | rl-256, 1.0 MB | raw TCP | 100.00 | 80.00 | 0.08 | 0.10 | 0.80 | 0.85 |" in text
 
 
 def test_who_cannot_make_hosts_reads_one_sentence(
@@ -46,7 +46,7 @@ def test_who_cannot_make_hosts_reads_one_sentence(
 @pytest.mark.timeout(300)
 def test_a_small_batch_is_read_on_both_hosts(tmp_path: Path) -> None:
     needs_hosts()
-    small = replace(ReadOptions(), workload=LoadSpec("rl-256"), links_gbit=(1,), repeats=2)
+    small = replace(ReadOptions(), workloads=(LoadSpec("rl-256"),), links_gbit=(1,), repeats=2)
     report = run_hosts(HostOptions(tmp_path, small), lambda line: None)
     assert [(result.place, len(result.seconds)) for result in report.results] == [
         ("same_host", 2),
