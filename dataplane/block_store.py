@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from .security.handshake import new_key
+from .security.run_key import opened_key
 
 if TYPE_CHECKING:
     from ..codecs.blocks import BlockPieces
@@ -36,7 +36,7 @@ class StoreSpec:
     """Random id of this data plane, from 1 to 2^63 - 1. Every receipt (the keys and locations of rows, without their
     content) carries this id. Block ids begin at 1 in every data plane, so only this id distinguishes receipts of
     different data planes, even those of earlier runs with the same `run_id`."""
-    key: bytes = field(default_factory=new_key, repr=False)
+    key: bytes = field(default_factory=opened_key, repr=False)
     """Secret of this data plane. At every connection both ends prove that they know the key (see `handshake.py`)."""
 
 

@@ -134,6 +134,14 @@ class DataPlaneConfig(Section):
     token needs `true`, because it runs code that any peer sends. So do the stores `simple` and `mooncake`, even on one
     host, because their processes open ports on the network that require no key. The processes of `simple` run code that
     any peer sends, too."""
+    key_file: PathText | None = None
+    """File on a folder that all hosts share, or with the same content on each, from which every process reads the run's
+    key. It is made with mode 0600 if it does not exist. Ray then carries only the path and a fingerprint of the key.
+    Unset: a random key for each run, which Ray carries to the run's processes."""
+    tls: bool = False
+    """Whether the TCP connections of the directory, the storage units, the weights' control links and the rendezvous
+    are encrypted and authenticated by TLS 1.3. Needs `key_file`, and the extra `tls` on all hosts. It does not cover
+    gloo, NCCL and Ray itself."""
     integrity: Literal["auto", "off", "verify"] = "auto"
     """Check for damaged rows. `auto` checks the rows that cross hosts, in both directions, and leaves out those that
     stay on a host. Between hosts, the store `tcp` computes the xxh3 of all bytes of a request at both ends, and the
@@ -156,6 +164,15 @@ class DataPlaneConfig(Section):
     of one prompt) is split over several blocks only when it has more rows than this. With the group size as the value,
     each group is a block, so that train ranks fetch only the bytes of their own groups. Unset: 256 rows, but more where
     a block would be smaller than 64 KiB, and fewer where a field of a block would be larger than 4 MiB."""
+
+    @pydantic.model_validator(mode="after")
+    def _key_before_tls(self) -> DataPlaneConfig:
+        if self.tls and self.key_file is None:
+            raise ValueError(
+                "tls: got true with key_file=None, expected key_file set, because who reads the run's key in Ray's "
+                "connections could take part in the run"
+            )
+        return self
 
     def with_sampler(self, name: str) -> DataPlaneConfig:
         """Return the section with `name` among the samplers that may be imported, if it is an import path."""

@@ -35,6 +35,7 @@ from .recovery.recorded_directory import RecordedDirectory
 from .rpc.child_process import ChildProcess, end_with_parent, serve_parent
 from .rpc.frames import DirectoryAddress
 from .rpc.server import DirectoryServer, Listeners
+from .security.run_key import packed, unpacked
 from .store_choice import build_store_host, check_store, host_of_running, store_kind
 
 _logger = logging.getLogger(__name__)
@@ -161,11 +162,11 @@ def start_process(
 
 def _plain(spec: StoreSpec) -> dict[str, Any]:
     """Return a store's spec as plain JSON."""
-    return {name: getattr(spec, name) for name in ("kind", "run_id", "address", "plane_id")} | {"key": spec.key.hex()}
+    return {name: getattr(spec, name) for name in ("kind", "run_id", "address", "plane_id")} | {"key": packed(spec.key).hex()}
 
 
 def _spec(plain: dict[str, Any]) -> StoreSpec:
-    return StoreSpec(**{**plain, "key": bytes.fromhex(plain["key"])})
+    return StoreSpec(**{**plain, "key": unpacked(bytes.fromhex(plain["key"]))})
 
 
 def directory_name(run_id: str) -> str:

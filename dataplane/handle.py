@@ -13,6 +13,7 @@ import msgspec
 from .block_store import StoreSpec
 from .config import DataPlaneConfig
 from .rpc.frames import DirectoryAddress
+from .security.run_key import packed, unpacked
 
 _TEXT_PREFIX = "headrace2."
 _SUM_BYTES = 4
@@ -60,7 +61,7 @@ class DataPlaneHandle:
                 "open it with process=True"
             )
         address = self.address
-        body = msgspec.msgpack.encode([self.run_id, address.local, address.host, address.port, self.store.key])
+        body = msgspec.msgpack.encode([self.run_id, address.local, address.host, address.port, packed(self.store.key)])
         return _TEXT_PREFIX + base64.urlsafe_b64encode(_checksum(body) + body).decode().rstrip("=")
 
 
@@ -91,7 +92,7 @@ class PlaneText:
                 f"handle: got a text of {len(text)} characters, whose checksum is wrong or missing, expected what "
                 f"plane.handle.to_text() returned, which begins with {_TEXT_PREFIX!r}"
             ) from None
-        return PlaneText(run_id, DirectoryAddress(local, host, port), key)
+        return PlaneText(run_id, DirectoryAddress(local, host, port), unpacked(key))
 
 
 def _checksum(body: bytes) -> bytes:

@@ -5,12 +5,16 @@ Stores whose ports ask for no key are refused, unless the configuration says tha
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
+import os
 from collections.abc import Sequence
 
 from .block_store import StartsUnits, StoreHost, StoreSpec
 from .config import DataPlaneConfig
+from .imports import MissingExtra
 from .listen_address import ray_address
+from .security.run_key import key_from_file, opens_with
 from .stores.registry import store_entry
 from .stores.shm_folder import check_room
 
@@ -22,7 +26,10 @@ def build_store_host(config: DataPlaneConfig, run_id: str, host: str = "", *, no
     address of this host at which clients of other hosts reach the store; "" when all clients are on this host. nodes:
     Ray's ids of the nodes with storage units; () for all. Raises ValueError as `check_store` does, also for a node."""
     check_store(config, one_host=not host)
-    store = store_entry(store_kind(config, one_host=not host)).open_host(config.store, run_id, host)
+    entry = store_entry(store_kind(config, one_host=not host))
+    key = None if config.key_file is None else key_from_file(config.key_file, run_id, tls=config.tls)
+    with opens_with(key):
+        store = entry.open_host(config.store, run_id, host)
     if isinstance(store, StartsUnits):
         try:
             store.start_units(nodes)
@@ -55,6 +62,10 @@ def check_store(config: DataPlaneConfig, *, one_host: bool = True) -> None:
     """
     kind = store_kind(config, one_host=one_host)
     check_trust(config, kind, one_host=one_host)
+    if config.tls:
+        check_tls(kind)
+    if config.key_file is not None and os.path.exists(config.key_file):
+        key_from_file(config.key_file, "", tls=False)
     if kind == "shm" and not one_host:
         raise ValueError(
             "dataplane.store.kind: got 'shm' for a run on several hosts, whose processes share no memory; expected "
@@ -62,6 +73,17 @@ def check_store(config: DataPlaneConfig, *, one_host: bool = True) -> None:
         )
     if kind == "shm" or kind == "tcp" and one_host:  # On several hosts, each unit checks its own host.
         check_room(config.store.capacity_mib << 20)
+
+
+def check_tls(kind: str) -> None:
+    """Raise ValueError when the connections of a store of this kind cannot be encrypted here. Imports nothing."""
+    if kind in ("simple", "mooncake"):
+        raise ValueError(
+            f"dataplane.tls: got true with dataplane.store.kind={kind!r}, whose own connections cannot be encrypted, "
+            "expected 'tcp' or 'auto'"
+        )
+    if importlib.util.find_spec("cryptography") is None:
+        raise MissingExtra("cryptography", "dataplane.tls", "tls")
 
 
 def check_trust(config: DataPlaneConfig, kind: str, *, one_host: bool) -> None:

@@ -10,6 +10,7 @@ import socket
 import time
 
 from ..security.handshake import HandshakeError, prove_to_server, prove_to_server_async
+from ..security.tls import is_encrypted, secured
 from .frames import SERVICE, DirectoryAddress, set_up_tcp
 
 CONNECT_TIMEOUT_S = 10.0
@@ -29,6 +30,8 @@ def connected(address: DirectoryAddress, key: bytes, deadline: float) -> socket.
         connection = _opened(address, deadline)
         try:
             prove_to_server(connection, key, SERVICE, deadline)
+            if is_encrypted(key) and connection.family != socket.AF_UNIX:
+                return secured(connection, key, SERVICE, deadline)
             return connection
         except (HandshakeError, TimeoutError):
             connection.close()

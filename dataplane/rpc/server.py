@@ -19,9 +19,11 @@ from typing import Any, cast
 from ..directory.requests import AGAIN, CANCELLED, TAKE_BACK, WAITING_OPS, read_repeated, reply_error
 from ..directory.service import DirectoryService
 from ..errors import DataPlaneError
+from ..listen_address import join_host
 from ..security.authenticated_listener import HANDSHAKE_TIMEOUT_S, Stranger, Strangers, listen
 from ..security.few_lines import limit_accept_errors
 from ..security.handshake import HandshakeError
+from ..security.tls import ServerStream, is_encrypted
 from .frames import CANCEL, SERVICE, TOKEN, TOKEN_BYTES, DirectoryAddress, FrameReader, head, identity, set_up_tcp
 
 _logger = logging.getLogger(__name__)
@@ -124,6 +126,8 @@ class _Session(asyncio.Protocol):
         """State of the handshake; None once the client has proved that it knows the run's key."""
         self._token = b""
         """Token of the client, with which it can repeat requests over a later connection; b"" if it has none."""
+        self._stream: ServerStream | None = None
+        """State of TLS on a connection that is encrypted, else None."""
         self._loop = asyncio.get_running_loop()
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -140,10 +144,12 @@ class _Session(asyncio.Protocol):
         self._strangers.add(self._stranger)
 
     def data_received(self, data: bytes) -> None:
-        if self._stranger is not None:
+        if self._stream is None and self._stranger is not None:
             data = self._admit(self._stranger, data)
-            if not data:
-                return
+        if self._stream is not None and data:
+            data = self._decrypted(self._stream, data)
+        if not data:
+            return
         try:
             frames = self._reader.feed(data)
         except ValueError as error:  # The frame was damaged on the way, is not from Headrace, or is too large.
@@ -190,11 +196,35 @@ class _Session(asyncio.Protocol):
         if answer:
             self._transport.write(answer)
         if stranger.has_proved:
-            self._stranger = None
-            self._strangers.remove(stranger)
-            if self._deadline is not None:
-                self._deadline.cancel()
+            address = self._transport.get_extra_info("peername")
+            if is_encrypted(self._key) and isinstance(address, tuple):  # The text of a Unix socket is no tuple.
+                self._stream = ServerStream(self._key, f"the client at {join_host(*address[:2])}")
+            else:
+                self._is_member(stranger)
         return rest
+
+    def _decrypted(self, stream: ServerStream, data: bytes) -> bytes:
+        """Return what encrypted bytes say. A connection with bytes that are not the client's is ended."""
+        try:
+            data = stream.receive(data)
+        except ConnectionError as error:
+            if isinstance(error, HandshakeError):
+                self._strangers.log("a connection to the %s is closed: %s", SERVICE, error)
+                self._transport.write(stream.answer())
+            self._transport.close()
+            return b""
+        if answer := stream.answer():
+            self._transport.write(answer)
+        if stream.ready and self._stranger is not None:
+            self._is_member(self._stranger)
+        return data
+
+    def _is_member(self, stranger: Stranger) -> None:
+        """Begin to take frames from a client that has proved all that it must."""
+        self._stranger = None
+        self._strangers.remove(stranger)
+        if self._deadline is not None:
+            self._deadline.cancel()
 
     def _answer_all(self, frames: Sequence[tuple[int, str, bytes]]) -> None:
         has_gone = bool(self._poll.poll(0))
@@ -244,7 +274,11 @@ class _Session(asyncio.Protocol):
         self._send(number, reply)
 
     def _send(self, number: int, reply: bytes) -> None:
-        if not self._transport.is_closing():
+        if self._transport.is_closing():
+            return
+        if self._stream is not None:
+            self._transport.write(self._stream.answer(head(number, reply), reply))
+        else:
             self._transport.writelines((head(number, reply), reply))
 
 

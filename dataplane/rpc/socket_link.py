@@ -14,6 +14,7 @@ import itertools
 import os
 import select
 import socket
+import ssl
 import threading
 import time
 import weakref
@@ -22,7 +23,9 @@ from typing import cast
 
 from ..directory.requests import CANCELLED, UNKNOWN, repeated
 from ..errors import DataPlaneError, DataPlaneTimeout, DirectoryLost
+from ..listen_address import join_host
 from ..security.handshake import HandshakeError
+from ..security.tls import context, is_encrypted, server_name, tls_error
 from .cancellation import CallCancelled, Cancellation
 from .connecting import connected, connected_async
 from .frames import (
@@ -452,6 +455,7 @@ class _Channel(asyncio.Protocol):
         self._loop = loop
         self._address = address
         self._key = key
+        self._end = f"the directory at {join_host(address.host, address.port)}"
         self._ready: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
@@ -463,7 +467,7 @@ class _Channel(asyncio.Protocol):
         self._poll = select.poll()
         """Poll object that shows whether the directory has closed the connection."""
         self._next = 1
-        self._damage: Damaged | None = None
+        self._damage: ConnectionError | None = None
         """Error by which this end gave the connection up; None if it did not."""
 
     async def ask(self, request: _Request) -> bytes:
@@ -529,8 +533,14 @@ class _Channel(asyncio.Protocol):
             connection = await connected_async(self._address, self._key)
             if connection.family == socket.AF_UNIX:
                 await self._loop.create_unix_connection(lambda: self, sock=connection)
+            elif is_encrypted(self._key):
+                settings, name = context(self._key, server=False), server_name(self._key)
+                await self._loop.create_connection(lambda: self, sock=connection, ssl=settings, server_hostname=name)
             else:
                 await self._loop.create_connection(lambda: self, sock=connection)
+        except ssl.SSLError as error:
+            self.ended = True
+            raise tls_error(error, self._end, ready=False) from None
         except BaseException:
             self.ended = True
             raise
@@ -567,6 +577,8 @@ class _Channel(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.ended = True
+        if isinstance(exc, ssl.SSLError):
+            self._damage = tls_error(exc, self._end, ready=True)
         self._poll = select.poll()  # The number of the file descriptor may be reused from now on.
         for future in self._waiting.values():
             if not future.done():

@@ -17,6 +17,7 @@ import os
 import select
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from typing import Generic, Protocol, TypeVar, cast
 from ..listen_address import join_host, listening, tcp_socket
 from .few_lines import FewLines
 from .handshake import HandshakeError, ServerHandshake, prove_to_server
+from .tls import as_socket, is_encrypted, named, secured, wrapped
 
 HANDSHAKE_TIMEOUT_S = 10.0
 """Seconds after which a connection is closed if its client has not proved that it knows the run's key."""
@@ -81,6 +83,10 @@ class Stranger:
         self._handshake.check(message)
         self.has_proved = True
         return b""
+
+    def replace(self, connection: Connection, end: Callable[[], None]) -> None:
+        """Take another object in the place of the connection, and of the function that closes it."""
+        self._connection, self.end = connection, end
 
     def is_slow(self) -> bool:
         """Return whether the server waits for a client's bytes. If it answered the client before, it has waited SLOW_S
@@ -188,7 +194,8 @@ def listen(host: str) -> socket.socket:
 
 
 def connect_authenticated(host: str, port: int, key: bytes, service: str, timeout_s: float) -> socket.socket:
-    """Connect to an AuthenticatedListener and carry out the handshake, and return the connected blocking socket.
+    """Connect to an AuthenticatedListener and carry out the handshake, and return the connected blocking socket. It is
+    encrypted if the key says so.
 
     Connects again when the listener closes the connection in the middle of the handshake, as it does when it has too
     many strangers. Raises HandshakeError when the server there does not know the key, and OSError when no server
@@ -201,7 +208,7 @@ def connect_authenticated(host: str, port: int, key: bytes, service: str, timeou
             # TCP_NODELAY sends the bytes after the proof at once.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             prove_to_server(connection, key, service, deadline)
-            return connection
+            return secured(connection, key, service, deadline) if is_encrypted(key) else connection
         except HandshakeError:
             connection.close()
             raise
@@ -316,6 +323,9 @@ class AuthenticatedListener:
 
     def _hear(self, connection: socket.socket, stranger: Stranger) -> None:
         """Read a stranger's next bytes, no more than the handshake needs, and continue the handshake."""
+        if isinstance(connection, ssl.SSLSocket):
+            self._show_certificates(connection, stranger)
+            return
         try:
             received = connection.recv(stranger.num_missing)
             if not received:
@@ -330,11 +340,40 @@ class AuthenticatedListener:
         except OSError:  # The client has disconnected.
             self._strangers.end(stranger)
         else:
-            if stranger.has_proved:
-                self._strangers.remove(stranger)
-                self._selector.unregister(connection)
-                connection.setblocking(True)
-                self._admit(connection)
+            if not stranger.has_proved:
+                return
+            self._selector.unregister(connection)
+            if is_encrypted(self._key):
+                self._encrypt(connection, stranger)
+                return
+            self._strangers.remove(stranger)
+            connection.setblocking(True)
+            self._admit(connection)
+
+    def _encrypt(self, connection: socket.socket, stranger: Stranger) -> None:
+        """Begin TLS with a client that knows the run's key. It stays a stranger until it has shown its certificate."""
+        encrypted = wrapped(connection, self._key, server=True)
+        stranger.replace(encrypted, functools.partial(self._end, encrypted))
+        self._selector.register(encrypted, selectors.EVENT_READ, stranger)
+        self._show_certificates(encrypted, stranger)
+
+    def _show_certificates(self, connection: ssl.SSLSocket, stranger: Stranger) -> None:
+        try:
+            end = f"the client at {join_host(*connection.getpeername()[:2])}"
+            with named(end, ready=False):
+                connection.do_handshake()
+        except ssl.SSLWantReadError:
+            return
+        except ssl.SSLWantWriteError:  # What the server has to say fits into the kernel's memory, so this is an attack.
+            self._strangers.end(stranger)
+        except HandshakeError as error:
+            self._strangers.refuse(stranger, error)
+        except OSError:  # The client has disconnected.
+            self._strangers.end(stranger)
+        else:
+            self._strangers.remove(stranger)
+            self._selector.unregister(connection)
+            self._admit(as_socket(connection, end))
 
     def _end(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)

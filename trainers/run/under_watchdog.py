@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from ...dataplane.handle import DataPlaneHandle
+from ...dataplane.security.run_key import packed
 from ..cluster.run_actors import RunActors
 from ..config.config import ResourcesConfig
 from ..supervision import watchdog
@@ -83,7 +84,7 @@ class WatchdogProcess:
         """Send the watchdog the address of the started data plane."""
         address = handle.address
         assert address is not None, "a run's directory is an actor"
-        opened = Opened(handle.run_id, address.local, address.host, address.port, handle.store.key.hex(), handle.peer)
+        opened = Opened(handle.run_id, address.local, address.host, address.port, packed(handle.store.key).hex(), handle.peer)
         self.replace_if_dead()
         self._said.append(dataclasses.asdict(opened))
         self._tell(self._said[-1])

@@ -342,10 +342,11 @@ def _status(opened: Opened) -> Any:
     from ...dataplane.directory import requests
     from ...dataplane.rpc.frames import DirectoryAddress
     from ...dataplane.rpc.socket_link import SocketLink
+    from ...dataplane.security.run_key import unpacked
     from ...dataplane.status import DataPlaneStatus
 
     address = DirectoryAddress(opened.local, opened.host, opened.port)
-    link = SocketLink(address, bytes.fromhex(opened.key), opened.peer, connect_s=None)
+    link = SocketLink(address, unpacked(bytes.fromhex(opened.key)), opened.peer, connect_s=None)
     try:
         reply = link.call("status", requests.encode(requests.Status(None)), ASK_TIMEOUT_S)
         return DataPlaneStatus.from_bytes(requests.body_of(reply, "status", ASK_TIMEOUT_S))

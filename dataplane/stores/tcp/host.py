@@ -18,7 +18,7 @@ from ...directory.requests import body_of
 from ...errors import DataPlaneError, DataPlaneTimeout, StoreLost
 from ...owned_folder import remove_stale_folders
 from ...rpc.links import Link
-from ...security.handshake import new_key
+from ...security.run_key import opened_key
 from ..counting_host import CountingHost
 from ..registry import StoreEntry
 from .link import DYING_S, UnitDied, UnitLink
@@ -243,7 +243,7 @@ def _open_host(config: StoreConfig, run_id: str, host: str) -> TcpHost:
     and listen on loopback. Otherwise, units are on nodes of the Ray cluster of this process. Without Ray, the units are
     on this host and listen at `host`; `open_unit` adds units of other hosts."""
     remove_stale_folders()
-    key, capacity_bytes = new_key(), config.capacity_mib << 20
+    key, capacity_bytes = opened_key(), config.capacity_mib << 20
     if host and _in_ray_cluster():
         return TcpHost(run_id, (), key, capacity_bytes, config.num_units)
     units: list[RunningUnit] = []
