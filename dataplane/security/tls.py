@@ -108,6 +108,8 @@ def tls_error(error: ssl.SSLError, end: str, *, ready: bool) -> ConnectionError:
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return ConnectionResetError(f"{end} closed the connection")
     reason = (error.reason or str(error)).lower().replace("_", " ")
+    if "alert" in reason:
+        return TlsError(f"{end} got bytes that were changed on the way, or no certificate of its run (TLS: {reason})")
     if ready:
         return TlsError(f"bytes from {end} were changed on the way (TLS: {reason})")
     return TlsError(f"{end} has no certificate of this run, or bytes were changed on the way (TLS: {reason})")
@@ -188,6 +190,12 @@ class SecureSocket:
 
     def close(self) -> None:
         socket.socket.close(self._socket)
+
+    def __enter__(self) -> SecureSocket:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def recv(self, nbytes: int, flags: int = 0) -> bytes:
         if flags & socket.MSG_PEEK:

@@ -33,20 +33,23 @@ class Relay:
     """A network between a client and a port, which changes one byte after the handshake, or puts bytes before it."""
 
     def __init__(self, address: tuple[str, int]) -> None:
-        self._address = address
+        self.target = address
+        """Address of the port behind the network."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listener.getsockname()
         self.flip: tuple[str, int] | None = None
         """Direction and offset of a byte that is to change; None once it has changed."""
         self.reply_before = b""
         """Bytes that come before the next reply."""
+        self.recorded = {"up": bytearray(), "down": bytearray()}
+        """All bytes that came by, in each direction."""
         self._accepting = threading.Thread(target=self._accept, daemon=True)
         self._accepting.start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # closed
             while True:
-                near, far = self._listener.accept()[0], socket.create_connection(self._address)
+                near, far = self._listener.accept()[0], socket.create_connection(self.target)
                 threading.Thread(target=self._copy, args=(near, far, "up"), daemon=True).start()
                 threading.Thread(target=self._copy, args=(far, near, "down"), daemon=True).start()
 
@@ -60,6 +63,7 @@ class Relay:
                 if direction == "down" and seen >= 0 and self.reply_before:
                     data[:0], self.reply_before = self.reply_before, b""
                 seen += len(data)
+                self.recorded[direction] += data
                 sink.sendall(data)
 
     def close(self) -> None:

@@ -114,6 +114,7 @@ class Demands:
         """Paths of models and data that exist on the driver's host -> their keys."""
         config, models = self.config, [("model.path", self.config.model.path), *self.config.other_models]
         named = [*models, ("model.adapter", config.model.adapter), *config.sources, ("run.replay", config.run.replay)]
+        named.append(("dataplane.key_file", config.dataplane.key_file))
         return {path: key for key, path in reversed(named) if path and os.path.exists(os.path.expanduser(path))}
 
     @property
@@ -134,7 +135,8 @@ class Demands:
         needs = packages_of_actors(
             config.rollout, config.sources, rubrics, renderer=config.model.renderer, store=self.store
         )
-        return [*needs, *(_KINDS[kind] for kind in kinds if kind in _KINDS)]
+        tls = [("cryptography", "dataplane.tls", "tls")] if config.dataplane.tls else []
+        return [*needs, *tls, *(_KINDS[kind] for kind in kinds if kind in _KINDS)]
 
     @property
     def store(self) -> str:
