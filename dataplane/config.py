@@ -144,7 +144,7 @@ class DataPlaneConfig(Section):
     gloo, NCCL and Ray itself."""
     integrity: Literal["auto", "off", "verify"] = "auto"
     """Check for damaged rows. `auto` checks the rows that cross hosts, in both directions, and leaves out those that
-    stay on a host. Between hosts, the store `tcp` computes the xxh3 of all bytes of a request at both ends, and the
+    stay on a host. Between hosts, the store `tcp` computes the xxh3 of all bytes of a request at both ends (TLS does it with `tls`), and the
     stores `ray`, `simple` and `mooncake` do what `verify` does. `verify` writes xxh3 checksums with the rows, one
     checksum per 256 rows of a field, and checks them at every read. `off` does neither."""
     samplers: tuple[str, ...] = ()

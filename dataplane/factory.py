@@ -265,7 +265,7 @@ def connect_async(handle: DataPlaneHandle | str, *, name: str = "") -> AsyncData
 
 def _attach(handle: DataPlaneHandle, link: Link) -> BlockStore:
     store = handle.store
-    if handle.config.integrity == "auto":  # Only the store `tcp` reads this.
+    if handle.config.integrity == "auto" and not handle.config.tls:  # Only `tcp` reads this. TLS checks more.
         store = dataclasses.replace(store, address={**store.address, "checksums": True})
     return store_entry(store.kind).attach(store, link)
 

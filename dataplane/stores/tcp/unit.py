@@ -361,7 +361,13 @@ class UnitProcess:
     def __init__(self, run_id: str, name: str, key: bytes, host: str, capacity_bytes: int) -> None:
         """Start the unit; arguments and errors are those of `StorageUnit`. Raises StoreLost when it does not start
         within START_TIMEOUT_S."""
-        setup = {"run_id": run_id, "name": name, "key": packed(key).hex(), "host": host, "capacity_bytes": capacity_bytes}
+        setup = {
+            "run_id": run_id,
+            "name": name,
+            "key": packed(key).hex(),
+            "host": host,
+            "capacity_bytes": capacity_bytes,
+        }
         self._child = ChildProcess(__name__, setup, START_TIMEOUT_S)
         self.address = UnitAddress(**self._child.answer)
         self.pid = self.address.pid
@@ -379,7 +385,11 @@ class UnitProcess:
 def _start(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
     try:
         unit = StorageUnit(
-            setup["run_id"], setup["name"], unpacked(bytes.fromhex(setup["key"])), setup["host"], setup["capacity_bytes"]
+            setup["run_id"],
+            setup["name"],
+            unpacked(bytes.fromhex(setup["key"])),
+            setup["host"],
+            setup["capacity_bytes"],
         )
     except OSError as error:
         raise ValueError(f"storage unit {setup['name']}: cannot listen on {setup['host']}: {error.strerror}") from None

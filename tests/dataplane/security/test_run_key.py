@@ -64,7 +64,9 @@ def test_files_that_are_no_secret_of_this_run_are_refused(tmp_path: Path) -> Non
 def test_a_packed_key_keeps_what_belongs_to_it() -> None:
     for key in (b"k" * 32, RunKey.make(b"k" * 32, "", "run", tls=True), RunKey.make(b"k" * 32, "f", "run", tls=False)):
         found = unpacked(packed(key))
-        assert found == key and type(found) is type(key) and getattr(found, "__dict__", 0) == getattr(key, "__dict__", 0)
+        assert (
+            found == key and type(found) is type(key) and getattr(found, "__dict__", 0) == getattr(key, "__dict__", 0)
+        )
 
 
 def test_encryption_needs_a_key_that_ray_does_not_carry() -> None:

@@ -103,7 +103,7 @@ def test_who_has_the_handshake_but_no_certificate_is_refused(caplog: pytest.LogC
         with pytest.raises(HandshakeError, match="is not the weights of this run"):
             connect_authenticated(*address, OTHER, "weights", 10)
         assert admitted.empty()
-        assert "the client at 127.0.0.1:" in caplog.text and "has no certificate of this run" in caplog.text
+        assert "the client at 127.0.0.1:" in caplog.text and "no certificate of its run" in caplog.text
 
 
 @pytest.fixture(scope="module")
