@@ -144,9 +144,9 @@ class DataPlaneConfig(Section):
     gloo, NCCL and Ray itself."""
     integrity: Literal["auto", "off", "verify"] = "auto"
     """Check for damaged rows. `auto` checks the rows that cross hosts, in both directions, and leaves out those that
-    stay on a host. Between hosts, the store `tcp` computes the xxh3 of all bytes of a request at both ends (TLS does it with `tls`), and the
-    stores `ray`, `simple` and `mooncake` do what `verify` does. `verify` writes xxh3 checksums with the rows, one
-    checksum per 256 rows of a field, and checks them at every read. `off` does neither."""
+    stay on a host. Between hosts, the store `tcp` computes the xxh3 of all bytes of a request at both ends, unless
+    `tls` finds every change, and the stores `ray`, `simple` and `mooncake` do what `verify` does. `verify` writes xxh3
+    checksums with the rows, one checksum per 256 rows of a field, and checks them at every read. `off` does neither."""
     samplers: tuple[str, ...] = ()
     """Import paths (`package.module:factory`) of the samplers that tasks can name besides the built-in ones. The
     directory's process imports no other path, whatever a client asks for. The sampler of `algorithm.sampler` need not
@@ -169,8 +169,8 @@ class DataPlaneConfig(Section):
     def _key_before_tls(self) -> DataPlaneConfig:
         if self.tls and self.key_file is None:
             raise ValueError(
-                "tls: got true with key_file=None, expected key_file set, because who reads the run's key in Ray's "
-                "connections could take part in the run"
+                "tls: got true with key_file=None, expected key_file set, because otherwise Ray sends the run's "
+                "key over its own connections, where it can be read"
             )
         return self
 

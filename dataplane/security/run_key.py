@@ -80,7 +80,7 @@ def _read(path: str) -> bytes:
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ValueError(
             f"{where} has mode {stat.S_IMODE(found.st_mode):04o} and belongs to user {found.st_uid}, expected mode "
-            f"0600 and this user, {os.geteuid()}, because who reads it can join the run"
+            f"0600 and user {os.geteuid()}, because its readers can join the run"
         )
     with contextlib.suppress(ValueError):
         secret = bytes.fromhex(text.decode("ascii"))

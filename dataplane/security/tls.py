@@ -1,8 +1,8 @@
 """Encrypts the TCP connections of a run by TLS 1.3, after the handshake in which both ends have proved the run's key.
 
 Both ends present the run's certificate and accept no other one. Each process derives it, and its private key, from the
-run's key, so neither is ever sent or stored. TLS draws a secret for each connection, so one who has read a connection
-and learns the run's key later cannot decrypt it. Unix sockets, which no network carries, stay as they are.
+run's key, so neither is ever sent or stored. TLS draws a secret for each connection, so the run's key does not
+decrypt a recorded connection. Unix sockets, which no network carries, stay as they are.
 """
 
 from __future__ import annotations
