@@ -15,6 +15,7 @@ from rich.table import Table
 
 from ...trainers.errors import UserError
 from ..records import conditions, markdown, table, write_page, write_records, write_summary
+from .encryption import measure_encryption
 from .namespaces import why_no_hosts
 from .reads import RAW, SHM, ReadOptions, ReadResult, measure_reads, summarise
 
@@ -52,6 +53,8 @@ class HostReport:
 
     results: list[ReadResult]
     conditions: dict[str, Any]
+    costs: dict[str, float]
+    """Factors by which authentication and TLS lengthen a step; see `measure_encryption`."""
 
 
 def run_hosts(options: HostOptions, tell: Callable[[str], None]) -> HostReport:
@@ -65,8 +68,9 @@ def run_hosts(options: HostOptions, tell: Callable[[str], None]) -> HostReport:
     )
     results = measure_reads(options.reads, tell)
     write_records(options.out / "results.jsonl", [result.record() for result in results], facts)
-    write_summary(options.out / "summary.json", summarise(results), facts)
-    return HostReport(results, facts)
+    costs = measure_encryption(options.reads.repeats, tell)
+    write_summary(options.out / "summary.json", {**summarise(results), **costs}, facts)
+    return HostReport(results, facts, costs)
 
 
 def hosts_table(report: HostReport) -> Table:
@@ -83,7 +87,8 @@ def write_report(report: HostReport, options: HostOptions, command: str) -> Path
         "faster than this machine moves bytes is not filled: the baseline's Gbit/s then lie below the link's. tcp : "
         "baseline: 1 is as fast as the baseline, less is slower."
     )
-    lines = [text, "", *markdown(HEADER, _rows(report.results))]
+    costs = ", ".join(f"{name}: {cost:.2f}" for name, cost in report.costs.items())
+    lines = [text, "", *markdown(HEADER, _rows(report.results)), "", f"A step over sockets takes longer by {costs}."]
     return write_page(options.out / "report.md", "headrace bench hosts", command, lines, report.conditions)
 
 
