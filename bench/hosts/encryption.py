@@ -18,6 +18,8 @@ from ...dataplane.config import DataPlaneConfig, StoreConfig
 from ...dataplane.factory import connect, open_data_plane
 from ...dataplane.handle import DataPlaneHandle
 
+COSTS = ("hosts.auth_cost", "hosts.tls_cost")
+"""Names of the figures."""
 ROWS, GROUP, TOKENS = 64, 8, 8192
 _SCHEMA = Schema([Field("ids", Kind.PER_TOKEN, torch.int32), Field("log_probs", Kind.PER_TOKEN, torch.float32)])
 
@@ -50,10 +52,7 @@ def measure_encryption(repeats: int, tell: Callable[[str], None]) -> dict[str, f
             seconds["new"].append(_timed(lambda: _connected_step(handles[False])))
             seconds["tls"].append(_timed(lambda: _step(clients[True])))
     plain = statistics.median(seconds["plain"])
-    return {
-        "hosts.auth_cost": statistics.median(seconds["new"]) / plain,
-        "hosts.tls_cost": statistics.median(seconds["tls"]) / plain,
-    }
+    return dict(zip(COSTS, (statistics.median(seconds[kind]) / plain for kind in ("new", "tls")), strict=True))
 
 
 def _timed(does: Callable[[], None]) -> float:

@@ -17,6 +17,7 @@ from headrace.bench.gpu.train_run import read_outcome
 from headrace.bench.gpu.trl import TrlOutcome
 from headrace.bench.gpu.works import parse_layout
 from headrace.bench.hosts import reads
+from headrace.bench.hosts.encryption import COSTS
 from headrace.bench.hosts.reads import ReadOptions, ReadResult
 from headrace.bench.records import conditions
 from headrace.bench.replica import WAYS, ReplicaResult
@@ -78,7 +79,7 @@ def hosts_keys() -> list[str]:
         for place, baseline in places
         for spec in ReadOptions().workloads
     ]
-    return [*reads.summarise(results)]
+    return [*reads.summarise(results), *COSTS]
 
 
 def gpu_keys(folder: Path) -> list[str]:

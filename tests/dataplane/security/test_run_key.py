@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from ray import cloudpickle
+from ray.cloudpickle import cloudpickle
 
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import connect, open_data_plane

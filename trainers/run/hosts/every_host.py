@@ -72,8 +72,8 @@ class HostChecks:
             return
         if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
             self._tell(
-                "note: Ray's connections between the hosts are not encrypted (RAY_USE_TLS is unset), so readers of their "
-                "packets learn Ray's token and can run code on all hosts; docs/reference/security.md says what to set"
+                "note: Ray's connections between the hosts are not encrypted (RAY_USE_TLS is unset), so readers of "
+                "their packets learn Ray's token and can run code on all hosts; see docs/reference/security.md"
             )
         findings, self._shipped = examine_hosts(self._demands, hosts)
         for finding in findings:
