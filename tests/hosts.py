@@ -38,10 +38,10 @@ def needs_hosts() -> None:
 
 
 @contextmanager
-def hosts(count: int, *, shm_mib: int = 512) -> Iterator[tuple[Host, ...]]:
-    """Hosts named `host1`, `host2`, ..., or a skipped test; see `namespaces.hosts`."""
+def hosts(count: int, *, shm_mib: int = 512, name: str = "") -> Iterator[tuple[Host, ...]]:
+    """Hosts named `host1`, `host2`, ..., or all of them `name`, or a skipped test; see `namespaces.hosts`."""
     needs_hosts()
-    with namespaces.hosts(count, shm_mib=shm_mib) as made:
+    with namespaces.hosts(count, shm_mib=shm_mib, name=name) as made:
         yield made
 
 
@@ -58,9 +58,15 @@ def start(
     )
 
 
-def finish(host: Host, command: Sequence[str], folder: Path | str = "/", timeout_s: float = 240) -> tuple[int, str]:
+def finish(
+    host: Host,
+    command: Sequence[str],
+    folder: Path | str = "/",
+    timeout_s: float = 240,
+    environment: Mapping[str, str] = ENVIRONMENT,
+) -> tuple[int, str]:
     """Run a command on a host. Returns its exit code and its output."""
-    with start(host, command, folder) as process:
+    with start(host, command, folder, environment) as process:
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:

@@ -186,15 +186,15 @@ class Host:
 
 
 @contextmanager
-def hosts(count: int, *, shm_mib: int = 512) -> Iterator[tuple[Host, ...]]:
-    """Context manager that makes hosts named `host1`, `host2`, ..., each with `shm_mib` MiB of /dev/shm. Its value is
-    the hosts. At its end, all of their processes are gone."""
+def hosts(count: int, *, shm_mib: int = 512, name: str = "") -> Iterator[tuple[Host, ...]]:
+    """Context manager that makes hosts, each with `shm_mib` MiB of /dev/shm. Its value is the hosts. At its end, all of
+    their processes are gone. name: name of all hosts; "" for `host1`, `host2`, ...."""
     with ExitStack() as stack:
         switch = _FirstProcess(("--net",), _SWITCH)
         stack.callback(switch.end)
         made = []
         for number in range(1, count + 1):
-            made.append(Host(number, f"host{number}", shm_mib, switch.pid))
+            made.append(Host(number, name or f"host{number}", shm_mib, switch.pid))
             stack.callback(made[-1].kill)
         yield tuple(made)
 

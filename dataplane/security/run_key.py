@@ -53,20 +53,21 @@ def fingerprint(key: bytes) -> str:
     return hmac.digest(key, b"headrace fingerprint", "sha256")[:8].hex()
 
 
-def key_from_file(path: str, run_id: str, *, tls: bool) -> RunKey:
-    """Return the key of a run from the secret in the file `path`, which is made if it does not exist.
+def key_from_file(path: str, run_id: str, *, tls: bool, makes: bool = True) -> RunKey:
+    """Return the key of a run from the secret in the file `path`. makes: whether a file that does not exist is made.
 
     Each run has another key from the same file. Raises ValueError for a file that other users can read, or that is
     damaged, and if it cannot be read or made.
     """
+    path = os.path.abspath(path)
     try:
-        if not os.path.exists(path):
+        if makes and not os.path.exists(path):
             _make(path)
         secret = _read(path)
     except OSError as error:
         raise ValueError(
-            f"{_KEY_FILE}: {path} on {platform.node()} cannot be read or made ({error.strerror}), expected a file that "
-            "all hosts of the run see"
+            f"{_KEY_FILE}: {path} on {platform.node()} cannot be {'read or made' if makes else 'read'} "
+            f"({error.strerror}), expected a file that all hosts of the run see, on a folder that they share or copied"
         ) from None
     return RunKey.make(hmac.digest(secret, b"headrace run " + run_id.encode(), "sha256"), path, run_id, tls=tls)
 
@@ -106,13 +107,22 @@ def _make(path: str) -> None:
 
 def _read_again(path: str, run_id: str, tls: bool, expected: str) -> RunKey:
     """Return the key whose pickle this process loads."""
-    key = key_from_file(path, run_id, tls=tls)
+    key = key_from_file(path, run_id, tls=tls, makes=False)
     if fingerprint(key) != expected:
         raise ValueError(
             f"{_KEY_FILE}: {path} on {platform.node()} has another key than on the host that opened the data plane, "
             "expected the same file on all hosts"
         )
     return key
+
+
+def key_error(path: str, expected: str) -> str:
+    """Return why this host's key in the file `path` is not the one with the fingerprint `expected`; "" if it is."""
+    try:
+        _read_again(path, "", False, expected)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def packed(key: bytes) -> bytes:

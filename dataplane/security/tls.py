@@ -80,8 +80,8 @@ def _certificate(key: bytes) -> tuple[bytes, bytes]:
         subject_name=name,
         public_key=private.public_key(),
         serial_number=1 + int.from_bytes(hmac.digest(key, b"headrace serial", "sha256")[:8]),
-        # Clocks of hosts differ, and the certificate ends with the run.
-        not_valid_before=datetime.datetime(2000, 1, 1),
+        # Clocks of hosts differ, also by decades where none was set, and the certificate ends with the run.
+        not_valid_before=datetime.datetime(1950, 1, 1),
         not_valid_after=datetime.datetime(9999, 12, 31),
     )
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

@@ -13,7 +13,7 @@ from ray.cloudpickle import cloudpickle
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import connect, open_data_plane
 from headrace.dataplane.handle import PlaneText
-from headrace.dataplane.security.run_key import RunKey, fingerprint, key_from_file, packed, unpacked
+from headrace.dataplane.security.run_key import RunKey, fingerprint, key_error, key_from_file, packed, unpacked
 from headrace.testing.data_plane import fresh_run_id
 
 
@@ -51,8 +51,12 @@ def test_files_that_are_no_secret_of_this_run_are_refused(tmp_path: Path) -> Non
         key_from_file(str(path), "run", tls=True)
     path.unlink()
     data = pickle.dumps(key)
+    with pytest.raises(ValueError, match="cannot be read .No such file.*expected a file that all hosts of the run see"):
+        pickle.loads(data)  # As on a host that does not share the folder.
+    assert key_error(str(path), fingerprint(key_from_file(str(path), "", tls=False))) == "", "this makes a new file"
     with pytest.raises(ValueError, match="has another key than on the host that opened the data plane"):
-        pickle.loads(data)  # It makes a new file, as a host would that does not share the folder.
+        pickle.loads(data)
+    assert "has another key than" in key_error(str(path), fingerprint(key))
     path.write_text("not hexadecimal")
     path.chmod(0o600)
     with pytest.raises(ValueError, match="is no key, expected a file that Headrace made"):

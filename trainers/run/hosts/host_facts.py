@@ -53,6 +53,7 @@ class HostProbe:
             "modules": {path: _import_error(path) for path in question["modules"]},
             "absent_packages": [name for name in question["needs"] if not _is_installed(name)],
             "network": _network_errors(question["interface"], question["ports"], question["num_ports"]),
+            "key_file": _key_error(*question["key_file"]),
             **own_facts(),
         }
 
@@ -188,6 +189,14 @@ def _network_errors(interface: str | None, ports: str | None, num_ports: int) ->
         return [str(error)]
     said = f"resources.ports: got {ports!r} with {free} free at {address}, expected {num_ports} for the run"
     return [said] if free < num_ports else []
+
+
+def _key_error(path: str = "", expected: str = "") -> str:
+    """Return why this host's key in a file is not the expected one, or ""."""
+    with contextlib.suppress(ImportError):  # The comparison of the versions says so.
+        run_key = importlib.import_module("headrace.dataplane.security.run_key")
+        return run_key.key_error(path, expected) if path else ""
+    return ""
 
 
 def _num_gpus() -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ....dataplane.security.run_key import fingerprint, key_from_file
 from ....dataplane.store_choice import store_kind
 from ...config.config import Config
 from ..checks.extras import Need, packages_of_actors
@@ -57,6 +58,8 @@ class HostFacts:
     absent_packages: Sequence[str] = ()
     network: Sequence[str] = ()
     """Sentences about `resources.interface` and `resources.ports`."""
+    key_file: str = ""
+    """Sentence about `dataplane.key_file`; "" if it gives the driver's key."""
     clock_s: float = 0.0
     """Seconds by which its clock is ahead of the driver's."""
     clock_error_s: float = math.inf
@@ -114,7 +117,6 @@ class Demands:
         """Paths of models and data that exist on the driver's host -> their keys."""
         config, models = self.config, [("model.path", self.config.model.path), *self.config.other_models]
         named = [*models, ("model.adapter", config.model.adapter), *config.sources, ("run.replay", config.run.replay)]
-        named.append(("dataplane.key_file", config.dataplane.key_file))
         return {path: key for key, path in reversed(named) if path and os.path.exists(os.path.expanduser(path))}
 
     @property
@@ -162,7 +164,9 @@ class Demands:
 
     def question(self) -> dict[str, Any]:
         """Return what `HostProbe.facts` asks, but for the node."""
+        path = self.config.dataplane.key_file
         return {
+            "key_file": (path, fingerprint(key_from_file(path, "", tls=False))) if path else (),
             "folder": os.getcwd(),
             "paths": list(self.paths),
             "modules": self.modules,
@@ -284,6 +288,8 @@ class _Judge:
         yield self._found("GPUs", gpus >= self.host.num_gpus, str(gpus), said)
         for error in self.facts.network:
             yield self._found("network", False, error, f"HOST: {error}")
+        if self.facts.key_file:
+            yield self._found("key file", False, "another", f"HOST: {self.facts.key_file}")
 
     def _processes(self) -> Iterator[Finding]:
         said = "HOST does not know the address of its own name, which some libraries look up"
