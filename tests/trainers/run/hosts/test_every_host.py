@@ -40,7 +40,7 @@ HERE = HostFacts(
     clock_error_s=0.001,
 )
 FAR = AskedHost("b", "far", "10.0.0.2", ("rollout 1", "train worker 1"), 0)
-NO_QUESTION = {"folder": "", "shared": {}, "paths": [], "modules": [], "needs": []}
+NO_QUESTION = {"folder": "", "shared": {}, "paths": [], "modules": [], "needs": [], "key_file": ()}
 DIFFERENCES: dict[str, tuple[dict[str, Any], str, str]] = {
     "version of headrace": (
         {"versions": {**HERE.versions, "headrace": "0.9 (code 34)"}},
@@ -68,6 +68,11 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str, str]] = {
         "write to .Read-only",
     ),
     "working folder": ({"has_folder": False}, "note", "far lacks the working folder"),
+    "another key": (
+        {"key_file": "dataplane.key_file: /k on far has another key"},
+        "problem",
+        "host far: dataplane.key_file: /k on far has another key",
+    ),
     "module": (
         {"modules": {"my_reward:short": ("no module", "my_reward")}},
         "problem",
