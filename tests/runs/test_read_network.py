@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bench.hosts.namespaces import Host
+from headrace.dataplane.security.run_key import key_from_file
 from headrace.tests.hosts import ENVIRONMENT, PORT, finish, hosts, ray_cluster
 from headrace.tests.runs import cli_runs
 
@@ -86,6 +88,7 @@ def test_a_reader_of_packets_finds_no_secret_and_no_rows(tmp_path: Path, protect
     assert ("Ray's connections between the hosts are not encrypted" in output) is not protected
     packets = (tmp_path / "packets").read_bytes()
     assert len(packets) > 1 << 20
-    secret = bytes.fromhex(key_file.read_text())
-    assert secret not in packets and secret.hex().encode() not in packets
+    run_id = json.loads((tmp_path / "run" / "actors.json").read_text())["run_id"]
+    for secret in (bytes.fromhex(key_file.read_text()), bytes(key_from_file(str(key_file), run_id, tls=False))):
+        assert secret not in packets and secret.hex().encode() not in packets
     assert [one in packets for one in (token.encode(), *IN_CLEAR)] == [not protected] * 3

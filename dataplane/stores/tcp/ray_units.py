@@ -27,10 +27,11 @@ END_TIMEOUT_S = 5.0
 class UnitActor:
     """Ray actor that hosts a storage unit, which listens at the address of the actor's node."""
 
-    def __init__(self, run_id: str, name: str, key: bytes, capacity_bytes: int, own: Listening) -> None:
-        """own: address and ports at which the unit listens."""
+    def __init__(self, arguments: tuple[str, str, bytes, int, Listening]) -> None:
+        """arguments: the run's id, the unit's name, the key, the capacity in bytes, and address and ports at which the
+        unit listens."""
         end_with_parent()
-        self._arguments = (run_id, name, key, capacity_bytes, own)
+        self._arguments = arguments
         self._unit: StorageUnit | None = None
 
     def start(self) -> UnitAddress | ValueError:
@@ -91,7 +92,8 @@ def start_units(run_id: str, places: Sequence[tuple[str, str]], key: bytes, capa
         options = actor_class.options(
             name=full_name, namespace=NAMESPACE, num_cpus=0, max_concurrency=2, scheduling_strategy=place
         )
-        actors.append(options.remote(run_id, name, key, capacity_bytes, listening()))
+        # Ray would send a key that is an argument itself as plain bytes, whatever its pickle is.
+        actors.append(options.remote((run_id, name, key, capacity_bytes, listening())))
     try:
         for actor in actors:
             address = actor.start.remote().future().result(START_TIMEOUT_S)
