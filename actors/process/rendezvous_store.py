@@ -235,7 +235,7 @@ class RendezvousStore(Store):
         server cannot be reached, or does not know the run's key."""
         super().__init__()
         self.set_timeout(timedelta(seconds=timeout_s))
-        self._host, self._port, self._key = host, port, key
+        self._host, self._port, self.key = host, port, key
         self._lock = threading.Lock()
         self._clones: list[RendezvousStore] = []
         self._connection = connect_authenticated(host, port, key, SERVICE, timeout_s)
@@ -283,7 +283,7 @@ class RendezvousStore(Store):
 
     def clone(self) -> RendezvousStore:
         """Return a store with a separate connection. Its waits do not delay the requests of this store."""
-        clone = RendezvousStore(self._host, self._port, self._key, self._bound_s())
+        clone = RendezvousStore(self._host, self._port, self.key, self._bound_s())
         self._clones.append(clone)  # Without this reference, torch would keep only the store's C++ part.
         return clone
 

@@ -104,9 +104,12 @@ class TrainActor:
                 timeout_s=setup.collective_timeout_s,
                 name=setup.name,
                 forget=None if self._rendezvous is None else self._rendezvous.clear,
+                key=key,
             )
             self._groups.form()
         self._worker = TrainWorker(setup, self._address, groups=self._groups)
+        if self._groups is not None:
+            self._groups.prove()
 
     def close(self) -> None:
         """Close the worker and leave the process group. Idempotent."""

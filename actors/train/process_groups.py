@@ -34,6 +34,8 @@ from torch.distributed import (
     distributed_c10d,
 )
 
+from ..process.group_proof import prove_members
+
 _PACKAGES = ("headrace", "megatron", "torch.distributed", "torch.nn", "torch.optim")
 """Packages whose objects are searched. Other objects, such as tokenizers and model configs, refer to no group."""
 _ATTEMPTS = 2
@@ -175,18 +177,19 @@ class ProcessGroups:
         timeout_s: float,
         name: str = "",
         forget: Callable[[str], None] | None = None,
+        key: bytes = b"",
     ) -> None:
         """Prepare to form groups over `store`; `form` comes next.
 
         store: store of all ranks; it must outlive the groups. timeout_s: seconds after which forming the groups, or a
         collective operation of the default group, fails. name: name of this process in errors, by default its rank.
         forget: function that removes all keys with a prefix from the store; called in rank 0 with the prefixes of
-        groups that no longer exist.
+        groups that no longer exist. key: the run's key, which members of gloo groups prove to know; b"" for no proof.
         """
         self._store, self._rank, self._world = store, rank, world
         self._timeout = timedelta(seconds=timeout_s)
         self._name = name or f"rank {rank}"
-        self._forget = forget
+        self._forget, self._key = forget, key
         self._generation = 0
         """Number of times that forming the groups was begun. The keys of each time have their own prefix."""
         self._oldest = 1
@@ -207,6 +210,16 @@ class ProcessGroups:
         kind = "nccl" if torch.cuda.is_available() else "gloo"
         store = PrefixStore(self._prefix, self._store)
         dist.init_process_group(kind, store=store, rank=self._rank, world_size=self._world, timeout=self._timeout)
+        self.prove()
+
+    def prove(self) -> None:
+        """Have the members of each gloo group prove that they belong to the run. Raises ConnectionError if one does
+        not; see `prove_members`."""
+        world = distributed_c10d._world
+        for group, (kind, _) in list(world.pg_map.items()):
+            if self._key and "gloo" in kind:
+                backend = group._get_backend(torch.device("cpu"))
+                prove_members(backend, self._key, f"{self._prefix}/{world.pg_names[group]}")
 
     def destroy(self, holders: Iterable[object]) -> float:
         """Destroy all groups of the process, the default one last, and return the seconds that took. Idempotent.
@@ -278,6 +291,7 @@ class ProcessGroups:
             _, store = next(iter(world.pg_map.values()))
             for group in self._groups:
                 self._make(group, store)
+            self.prove()
             world.group_count = self._count  # Otherwise a later group would get one of these names.
             probe = torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
             dist.all_reduce(probe)  # NCCL connects the ranks of a group only at its first operation.

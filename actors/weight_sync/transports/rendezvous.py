@@ -18,6 +18,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
+from ...process.group_proof import prove_members
 from ...process.rendezvous_store import RendezvousStore
 from .protocol import Deadline
 
@@ -69,6 +70,7 @@ class Group:
                 gloo._timeout = deadline
                 gloo._threads = 2
                 self._backend = ProcessGroupGloo(prefixed, rank, world, gloo)
+                prove_members(self._backend, store.key, name)
         except BaseException:
             store.close()
             raise
