@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import AllToAllOptions
+from torch.distributed import AllToAllOptions
 
 _PROOF_BYTES = 32
 

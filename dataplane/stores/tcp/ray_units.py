@@ -28,8 +28,7 @@ class UnitActor:
     """Ray actor that hosts a storage unit, which listens at the address of the actor's node."""
 
     def __init__(self, arguments: tuple[str, str, bytes, int, Listening]) -> None:
-        """arguments: the run's id, the unit's name, the key, the capacity in bytes, and address and ports at which the
-        unit listens."""
+        """arguments: run's id, unit's name, key, capacity in bytes, and address and ports at which the unit listens."""
         end_with_parent()
         self._arguments = arguments
         self._unit: StorageUnit | None = None
