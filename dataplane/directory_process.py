@@ -162,7 +162,9 @@ def start_process(
 
 def _plain(spec: StoreSpec) -> dict[str, Any]:
     """Return a store's spec as plain JSON."""
-    return {name: getattr(spec, name) for name in ("kind", "run_id", "address", "plane_id")} | {"key": packed(spec.key).hex()}
+    return {name: getattr(spec, name) for name in ("kind", "run_id", "address", "plane_id")} | {
+        "key": packed(spec.key).hex()
+    }
 
 
 def _spec(plain: dict[str, Any]) -> StoreSpec:
