@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ...codecs.blocks import BlockPieces, joined
 from ..block_store import HOLDER_BYTES, PutsAll, StoreSpec, Want, holder_of
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
+from ..rpc.child_process import end_with_parent
 from .counting_host import CountingHost
 from .deadline import received_part, unanswered
 from .ray_processes import end_actors, has_died
@@ -40,6 +41,7 @@ class Keeper:
     """Ray actor that owns the blocks written on its node."""
 
     def __init__(self) -> None:
+        end_with_parent()
         self._blocks: dict[int, ray.ObjectRef] = {}
         self._dropped_early: dict[int, None] = {}
         """Ids of the blocks that were freed before their content arrived; only the latest LATE_BLOCKS are kept."""

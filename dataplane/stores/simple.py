@@ -43,6 +43,7 @@ from ..block_store import HOLDER_BYTES, PutsAll, StoreSpec, Want
 from ..config import StoreConfig
 from ..errors import DataPlaneTimeout, RowsCleared, StoreLost
 from ..listen_address import Listening, join_host, listening, ray_address
+from ..rpc.child_process import end_with_parent
 from ..security.authenticated_listener import listen
 from .counting_host import CountingHost
 from .deadline import keep_freed_memory, received_part, unanswered
@@ -195,8 +196,9 @@ def _close_all(pools: Sequence[list[tuple[zmq.Socket, zmq.Socket]]]) -> None:
 
 
 def _prepare_unit(unit: Any) -> int:
-    """Prepare this process to be a storage unit: keep freed memory for reuse, and shorten garbage collections. Returns
-    the pid of the process."""
+    """Prepare this process to be a storage unit: keep freed memory for reuse, shorten garbage collections, and end with
+    its raylet. Returns the pid of the process."""
+    end_with_parent()
     keep_freed_memory()
     # Imported objects stay in memory. Collecting them all would delay a put by tens of milliseconds.
     gc.freeze()

@@ -10,7 +10,7 @@ to it (`actors/process/own_process.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -103,14 +103,16 @@ class Reservation:
         return replace(self, placement=replace(self.placement, hosts=(*hosts, host))), index
 
 
-def reserve_places(request: PlacementRequest, timeout_s: float) -> Reservation:
+def reserve_places(
+    request: PlacementRequest, timeout_s: float, usable: Callable[[str], bool] = lambda node: True
+) -> Reservation:
     """Place all actors on the GPUs that are free in Ray, and reserve these until this process leaves Ray. Ray then
     frees the GPUs by itself, even after a crash. They are not freed earlier, because a call to a Ray that has ended
-    would not return. Raises UserError if the run cannot be placed or Ray does not give the GPUs within `timeout_s`
-    seconds.
+    would not return. usable: returns whether the run can use a node, given by Ray's id. Raises UserError if the run
+    cannot be placed or Ray does not give the GPUs within `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
-    placement = _plan(request, deadline)
+    placement = _plan(request, deadline, usable)
     if placement.layout == "cpu":
         return Reservation(placement)
     reservation = _reserve(placement, deadline, exact=request.mapped, elastic=request.elastic)
@@ -171,12 +173,12 @@ def read_hosts() -> tuple[Host, ...]:
 # ---------------- These functions plan the placement.
 
 
-def _plan(request: PlacementRequest, deadline: float) -> Placement:
+def _plan(request: PlacementRequest, deadline: float, usable: Callable[[str], bool]) -> Placement:
     """Return a placement on the free GPUs and CPUs. If the run would fit on an idle cluster, retries for SETTLE_S
     seconds, because Ray notices late that actors have ended. Raises UserError if the run does not fit."""
     deadline = min(deadline, time.monotonic() + SETTLE_S)
     while True:
-        hosts = read_hosts()
+        hosts = [host for host in read_hosts() if usable(host.node)]
         try:
             return _plan_on(request, hosts)
         except UserError:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import ray
+from ray.util.placement_group import remove_placement_group
 
 from ..errors import UserError
 from .calls import ActorFailed
@@ -114,6 +115,8 @@ def moved(
         groups = reserve_apart(hosts, seats, time.monotonic() + timeout_s)
     except (UserError, ActorFailed):  # Another job has taken the GPUs meanwhile.
         return None
+    for name in seats.keys() & reservation.groups.keys():
+        remove_placement_group(reservation.groups[name])  # Ray would give it the GPUs of the host when that returns.
     kinds = ("engines", "ranks", "rollouts", "teachers")
     changed = {kind: tuple(seats.get(seat.name, seat) for seat in getattr(placement, kind)) for kind in kinds}
     return replace(
@@ -121,7 +124,7 @@ def moved(
         placement=replace(placement, hosts=tuple(hosts), **changed),
         bundles={name: index for name, index in reservation.bundles.items() if name not in seats}
         | dict.fromkeys(groups, 0),
-        groups={**reservation.groups, **groups},
+        groups={name: group for name, group in reservation.groups.items() if name not in seats} | groups,
     )
 
 

@@ -214,9 +214,10 @@ class RunActors:
         """Start a storage unit on each node on which rows are made or read and that has none."""
         if len(self.placement.hosts) == 1:
             return
-        left = gone(self.placement.hosts)
-        for node in self.placement.row_nodes:
-            if node in [host.node for host in left]:
+        nodes = self.placement.row_nodes
+        left = [host.node for host in gone([host for host in self.placement.hosts if host.node in nodes])]
+        for node in nodes:
+            if node in left:
                 continue
             try:
                 self.ensure_unit(node)

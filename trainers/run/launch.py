@@ -15,6 +15,7 @@ from typing import Literal
 from ...dataplane.errors import DataPlaneError
 from ..base_model.prepare import check_model, model_has_experts, prepare_base, prepare_model
 from ..cluster.calls import ActorFailed
+from ..cluster.lost_hosts import Patience
 from ..cluster.ray_cluster import Cluster
 from ..cluster.start_times import StartTimes
 from ..config.checks import cautions, contradictions
@@ -33,7 +34,7 @@ from ..observe.run_folder import BEST, RunFolder
 from ..observe.trace import Tracer
 from .checks.preflight import check_start
 from .checks.trust_probe import distrust
-from .processes import Wait, launched
+from .processes import launched
 from .restarts import (
     lost_only_rows,
     lost_only_workers,
@@ -218,8 +219,8 @@ class _Training:
         """Reason for which the receiver of the events ends the run early; None while it goes on."""
         self._logged = 0
         """Last step whose metrics were logged."""
-        self._patiently: Wait | None = None
-        """Function that waits for room in the Ray cluster in the next launch; None before the first one."""
+        self._patience: Patience | None = None
+        """Wait for room in the Ray cluster in the next launch; None before the first one."""
         self._begun = False
         """Whether any launch has reached its first step. An earlier failure causes no restart, because it would only
         happen again."""
@@ -268,7 +269,7 @@ class _Training:
     def _attempt(self, state: State) -> Generator[RunEvent, str | None, str | None]:
         """Launch the processes and train from `state` to the end, updating `state`. Returns None at the end. If a
         process was lost and a restart is allowed, returns a sentence about the loss. Raises all other errors."""
-        rollout, lost, starts_again = self._engines.at_start(self._config.rollout), None, self._patiently is not None
+        rollout, lost, starts_again = self._engines.at_start(self._config.rollout), None, self._patience is not None
         config = self._config.model_copy(update={"rollout": rollout})
         self._progress.phase("starting Ray, data plane and actors")
         try:
@@ -284,10 +285,10 @@ class _Training:
                 check=self._check_prompts,
                 tell=self._progress.message,
                 times=times,
-                patiently=self._patiently,
+                patience=self._patience,
             ) as run:
                 starts_again = False
-                self._patiently = room_again(run.actors, self._progress.message)
+                self._patience = room_again(run.actors, self._progress.message)
                 times.mark("ready")
                 self._folder.metrics.event("start", state.step, **times.figures())
                 self._progress.message(str(times))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.errors import DataPlaneError
@@ -21,6 +21,7 @@ from ...dataplane.factory import DataPlane, connect, open_data_plane
 from ..cluster.calls import DriverMeter
 from ..cluster.gpu_bundles import Reservation, reserve_places
 from ..cluster.gpu_memory import RolesDecision, decide_roles, smallest_gpu
+from ..cluster.lost_hosts import Patience
 from ..cluster.placement import PlacementRequest
 from ..cluster.ray_cluster import Cluster, open_cluster
 from ..cluster.run_actors import ActorStarter, RunActors, StartingActors
@@ -41,8 +42,6 @@ from .listed_processes import ListedProcesses
 from .under_watchdog import WatchdogProcess
 
 T = TypeVar("T")
-Wait = Callable[[Callable[[], Any], int], Any]
-"""Function that repeats a call until the Ray cluster has room for it; see `Patience.wait`."""
 CLOSE_TIMEOUT_S = 120.0
 """Seconds within which all processes of a run must have exited after it begins to close."""
 
@@ -82,7 +81,7 @@ def launched(
     check: Callable[[], None] = lambda: None,
     tell: Callable[[str], None] = lambda line: None,
     times: StartTimes | None = None,
-    patiently: Wait | None = None,
+    patience: Patience | None = None,
 ) -> Iterator[Run]:
     """Context manager that starts Ray, the data plane and all actors, and yields a `Run` that is ready to train. On
     exit, even after an error, it stops everything.
@@ -91,13 +90,13 @@ def launched(
     watch: the watchdog, which gets the list of processes; None for a run without one. cluster: an open cluster, which
     is closed at the end; None opens one. check: function that raises an error if the run cannot work; it is called once
     the actors' processes are starting. tell: receives sentences for the user. times: records when each part of the
-    start has ended. patiently: function that waits for room in the Ray cluster, for a launch that replaces another;
-    with None, UserError is raised at once.
+    start has ended. patience: waits for room in the Ray cluster, in a launch that replaces another; with None,
+    UserError is raised at once.
     """
     with ExitStack() as stack:
-        launch = _Launch(config, folder, watch, times or StartTimes(), stack, patiently)
+        launch = _Launch(config, folder, watch, times or StartTimes(), stack, patience, tell)
         places = launch.places(launch.cluster(cluster))
-        starting = launch.start(places, launch.check_hosts(places, tell))
+        starting = launch.start(places, launch.check_hosts(places))
         check()
         plane = launch.plane(places)
         actors = launch.actors(starting, prepare, plane, places)
@@ -114,9 +113,11 @@ class _Launch:
         watch: WatchdogProcess | None,
         times: StartTimes,
         stack: ExitStack,
-        patiently: Wait | None,
+        patience: Patience | None,
+        tell: Callable[[str], None],
     ) -> None:
-        self._wait = patiently
+        self._patience = patience
+        self._checks = HostChecks(Demands(config), tell)
         self.heartbeat = Heartbeat() if watch is None else watch.heartbeat
         self._config = config
         self._request = PlacementRequest.of(config)
@@ -135,7 +136,7 @@ class _Launch:
         self._listed = ListedProcesses(self._folder, self._run_id)
         self._stack.callback(self._listed.remove_shared_memory)
         self.heartbeat.enter("starting Ray", 2 * self._start_s)
-        config, patient = self._config, self._wait is not None
+        config, patient = self._config, self._patience is not None
         cluster = cluster or self._patiently(
             lambda: open_cluster(config.resources, self._request, config.dataplane, check_cpus=not patient)
         )
@@ -155,7 +156,7 @@ class _Launch:
         if membership is not None:
             reservation = membership.places()
         else:
-            reservation = self._patiently(lambda: reserve_places(self._request, self._start_s))
+            reservation = self._patiently(lambda: reserve_places(self._request, self._start_s, self._usable))
         placement = reservation.placement
         elastic = config.resources.elastic
         route = WeightRoute.of(config.sync, placement, pooled=self._request.pooled, elastic=elastic)
@@ -167,17 +168,24 @@ class _Launch:
 
     def _patiently(self, attempt: Callable[[], T]) -> T:
         """Return the result of `attempt`. In a launch after the loss of a host, it is repeated while it lacks room."""
-        return attempt() if self._wait is None else self._wait(attempt, self._request.num_cpus)
+        return attempt() if self._patience is None else self._patience.wait(attempt, self._request.num_cpus)
 
-    def check_hosts(self, places: Places, tell: Callable[[str], None]) -> HostChecks | None:
+    def _usable(self, node: str) -> bool:
+        """Return whether the run can use a host, given by Ray's id. After the loss of a host, one that the run has not
+        used is compared with the others before anything is placed on it: the run would not start with one that differs.
+        """
+        known = self._patience is None or node in [host.node for host in self._patience.hosts]
+        return known or self._checks.fits(node)
+
+    def check_hosts(self, places: Places) -> HostChecks | None:
         """Compare the hosts of a joined cluster, before anything of the run starts on them. Returns None for a run that
         has its own Ray."""
         if self._config.resources.ray_address is None:
             return None
         self.heartbeat.enter("comparing the hosts", 3 * self._start_s)  # Hosts may be asked twice.
-        checks, hosts = HostChecks(Demands(self._config), tell), hosts_of(places.reservation.placement)
-        self._patiently(lambda: checks.at_start(hosts, with_notes=self._wait is None))
-        return checks
+        hosts = hosts_of(places.reservation.placement)
+        self._patiently(lambda: self._checks.at_start(hosts, with_notes=self._patience is None))
+        return self._checks
 
     def start(self, places: Places, checks: HostChecks | None) -> StartingActors:
         """Start the processes of all actors, without waiting for them."""

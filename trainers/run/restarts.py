@@ -19,7 +19,6 @@ from ..grpo.run_parts import Run
 from ..grpo.weight_sync import HEALTH_S
 from ..supervision.cleanup import is_running
 from ..supervision.stuck_report import read_actors
-from .processes import Wait
 
 DEATH_S = 1.0
 """Largest number of seconds from the first sign of a process's death until its exit. The sockets of a dying process
@@ -99,10 +98,10 @@ def lost_only_workers(actors: RunActors, client: DataPlaneClient, processes: Map
     return all(is_running(pid) for name, pid in processes.items() if name not in workers)
 
 
-def room_again(actors: RunActors, tell: Callable[[str], None]) -> Wait:
-    """Return the function that waits for room in the Ray cluster when the run of `actors` starts again. tell: shows the
-    user a sentence."""
-    return Patience(used_hosts(actors.placement), actors.start_timeout_s, tell).wait
+def room_again(actors: RunActors, tell: Callable[[str], None]) -> Patience:
+    """Return the wait for room in the Ray cluster when the run of `actors` starts again. tell: shows the user a
+    sentence."""
+    return Patience(used_hosts(actors.placement), actors.start_timeout_s, tell)
 
 
 def no_start(error: Exception) -> NoRoom:

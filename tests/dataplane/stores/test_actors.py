@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -211,6 +212,14 @@ def test_stopped_then_killed_process_is_named_within_the_bound(kind: str, ray_se
     store.close()
     host.close()
     host.close()
+
+
+def test_a_process_ends_with_its_raylet(name_of_store: str, host: Any) -> None:
+    """Ray leaves the actors of a host alone that was cut off."""
+    for name, _ in peers_of(host.spec) if name_of_store in ACTORS else ():
+        actor = ray.get_actor(name, namespace="headrace")
+        names = ray.get(actor.__ray_call__.remote(lambda _: [thread.name for thread in threading.enumerate()]))
+        assert "parent watch" in names, "it is among its threads"
 
 
 def test_a_process_that_was_stopped_during_a_clear_is_told_again(

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from headrace.trainers.cluster import lost_hosts
+from headrace.trainers.cluster import lost_hosts, run_actors
+from headrace.trainers.cluster.engine_pool import EnginePool
 from headrace.trainers.cluster.gpu_bundles import Reservation
 from headrace.trainers.cluster.lost_hosts import NoRoom, Patience, gone, host_of, moved, used_hosts
 from headrace.trainers.cluster.placement import Host, Placement, Seat
+from headrace.trainers.cluster.run_actors import RunActors
 from headrace.trainers.errors import UserError
 
 A, B, C, D = (letter * 56 for letter in "abcd")
@@ -55,6 +57,32 @@ def test_actors_move_together_or_not_at_all(alive: dict[str, float]) -> None:
     assert [host and host.node for host in places] == [D, C]
     assert host_of(reservation.placement, "train worker 0") == HOSTS[0]
     assert reservation.options(reservation.placement.engines[0])["scheduling_strategy"].node_id == D
+
+
+def test_the_gpus_of_a_lost_host_are_given_back(alive: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the engine would hold them beside its new ones when the host comes back."""
+    removed: list[str] = []
+    monkeypatch.setattr(lost_hosts, "remove_placement_group", removed.append)
+    monkeypatch.setattr(lost_hosts, "reserve_apart", lambda hosts, seats, deadline: dict.fromkeys(seats, "new"))
+    groups: Any = {"rollout 0": "old", "rollout 1": "other"}
+    reservation = moved(Reservation(PLACEMENT, None, {}, groups), ["rollout 0"], 1.0)
+    assert reservation is not None and reservation.groups == {"rollout 0": "new", "rollout 1": "other"}
+    assert removed == ["old"]
+
+
+def test_units_are_started_without_waiting_for_hosts_that_have_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gone` waits for a host that does not answer, also one that the run does not use."""
+    asked: list[str] = []
+    started: list[str] = []
+
+    def gone_of(hosts: Sequence[Host]) -> list[Host]:
+        asked.extend(host.name for host in hosts)
+        return [host for host in hosts if host.name == "b"]
+
+    monkeypatch.setattr(run_actors, "gone", gone_of)
+    actors = RunActors(EnginePool([], embedded=True), [], [], 0, (), 1.0, PLACEMENT, ensure_unit=started.append)
+    actors.ensure_units()
+    assert asked == ["a", "b"] and started == [A]
 
 
 def test_the_hosts_of_the_run_come_first(alive: dict[str, float]) -> None:

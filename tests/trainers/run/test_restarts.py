@@ -17,14 +17,17 @@ from ray.exceptions import RayActorError, RayTaskError
 from headrace.actors.engines.protocol import EngineDied
 from headrace.dataplane.errors import ClaimTimeout, DataPlaneTimeout, DirectoryLost, StoreLost
 from headrace.testing import FakeCluster
+from headrace.trainers.cluster import gpu_bundles
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import EnginePool
-from headrace.trainers.cluster.lost_hosts import NoRoom
+from headrace.trainers.cluster.lost_hosts import NoRoom, Patience
+from headrace.trainers.cluster.placement import Host, PlacementRequest
 from headrace.trainers.cluster.run_actors import RunActors
 from headrace.trainers.config.config import Config
+from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.grpo.checkpoints import State
-from headrace.trainers.run import launch, restarts
+from headrace.trainers.run import launch, processes, restarts
 from headrace.trainers.run.restarts import lost_process, root_cause
 
 ALIVE = {"directory": os.getpid()}
@@ -147,6 +150,23 @@ def test_an_interrupt_while_rows_are_made_again_saves_a_checkpoint(monkeypatch: 
     assert saved == [(run, state, None)]
 
 
+def test_a_host_that_has_joined_is_compared_before_a_restart_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run would not start with one that differs."""
+    hosts = [Host(name, 0, (), 8.0, name, name == "a") for name in "abc"]
+    asked: list[str] = []
+
+    def fits(node: str) -> bool:
+        asked.append(node)
+        return node == "c"
+
+    monkeypatch.setattr(gpu_bundles, "read_hosts", lambda: hosts)
+    again: Any = object.__new__(processes._Launch)  # pyright: ignore[reportPrivateUsage]
+    again._patience, again._checks = Patience(hosts[:1], 1.0, lambda line: None), SimpleNamespace(fits=fits)
+    request = PlacementRequest.of(build_config({"rollout": {"engine": "scripted"}, "trainer": {"backend": "scripted"}}))
+    placement = gpu_bundles.reserve_places(request, 5.0, again._usable).placement
+    assert [host.name for host in placement.hosts] == ["a", "c"] and asked == ["b", "c"]
+
+
 @pytest.mark.parametrize("starts_again", [False, True])
 def test_a_start_that_was_possible_once_is_no_mistake_of_the_user(
     starts_again: bool, monkeypatch: pytest.MonkeyPatch
@@ -167,6 +187,6 @@ def test_a_start_that_was_possible_once_is_no_mistake_of_the_user(
     training._watch = SimpleNamespace(reason=lambda: None)
     training._times = training._cluster = training._tracer = None
     training._restarts = training._replaced = 0
-    training._patiently = (lambda attempt, num_cpus: attempt()) if starts_again else None
+    training._patience = Patience((), 1.0, lambda line: None) if starts_again else None
     with pytest.raises(NoRoom if starts_again else UserError, match="sync.transport: got 'ipc'"):
         next(training._attempt(State()))
