@@ -196,8 +196,10 @@ def _close_all(pools: Sequence[list[tuple[zmq.Socket, zmq.Socket]]]) -> None:
 
 
 def _prepare_unit(unit: Any) -> int:
-    """Prepare this process to be a storage unit: keep freed memory for reuse, shorten garbage collections, and end with
-    its raylet. Returns the pid of the process."""
+    """Prepare this process to be a storage unit, and return its pid.
+
+    It keeps freed memory for reuse, has short garbage collections, and ends with its raylet.
+    """
     end_with_parent()
     keep_freed_memory()
     # Imported objects stay in memory. Collecting them all would delay a put by tens of milliseconds.

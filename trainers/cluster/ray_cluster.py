@@ -157,8 +157,10 @@ def _greets(address: str) -> bool:
 
 
 def check_credentials(given: str, address: str) -> None:
-    """Raise UserError if the Ray cluster at `address` (HOST:PORT) refuses the token of this process, or its lack of
-    one, without joining the cluster. given: the address as the user has it."""
+    """Raise UserError if the Ray cluster at `address` (HOST:PORT) refuses the token of this process, or misses one.
+
+    The cluster is not joined. given: the address as the user has it.
+    """
     if not _greets(address):
         return  # Joining it says what is wrong.
     try:

@@ -89,6 +89,8 @@ mkdir -p "$JOB" && rm -f "$JOB/token" || exit 1
 (umask 077 && head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' > "$JOB/token") || exit 1
 trap 'rm -f "$JOB/token"' EXIT
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$JOB/token
+# Ray would wait 30 s at its end for requests of Ray Serve, which this job has none of.
+export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 
 # Two jobs that share a node have ports and folders of their own.
 export PORT=$((10000 + SLURM_JOB_ID % 10000 * 2)) TEMP=/tmp/ray-$SLURM_JOB_ID

@@ -15,7 +15,6 @@ from typing import Literal
 from ...dataplane.errors import DataPlaneError
 from ..base_model.prepare import check_model, model_has_experts, prepare_base, prepare_model
 from ..cluster.calls import ActorFailed
-from ..cluster.lost_hosts import Patience
 from ..cluster.ray_cluster import Cluster
 from ..cluster.start_times import StartTimes
 from ..config.checks import cautions, contradictions
@@ -219,7 +218,7 @@ class _Training:
         """Reason for which the receiver of the events ends the run early; None while it goes on."""
         self._logged = 0
         """Last step whose metrics were logged."""
-        self._patience: Patience | None = None
+        self._patience = None
         """Wait for room in the Ray cluster in the next launch; None before the first one."""
         self._begun = False
         """Whether any launch has reached its first step. An earlier failure causes no restart, because it would only

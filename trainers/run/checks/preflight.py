@@ -13,11 +13,9 @@ from typing import Literal
 from ....actors.engines.config import ModelConfig
 from ....actors.engines.vllm.options import check_cache, problems_in_child, token_bytes
 from ....actors.process.memory import assumed_machine, total_memory
-from ....actors.process.socket_folder import ray_folder, vllm_folder
 from ....actors.rollout.config import RolloutConfig
 from ....dataplane.config import DataPlaneConfig
 from ....dataplane.imports import MissingExtra
-from ....dataplane.listen_address import address_of
 from ....dataplane.owned_folder import try_lock
 from ....dataplane.store_choice import check_store, check_trust
 from ...backends.config import TrainerConfig
@@ -33,7 +31,7 @@ from ...cluster.gpu_memory import (
 from ...cluster.placement import PlacementRequest
 from ...cluster.rollout_specs import EvaluationDefaults, evaluation_plans
 from ...config.checks import contradictions
-from ...config.config import Config, ResourcesConfig, RunConfig, with_run_dir
+from ...config.config import Config, RunConfig, with_run_dir
 from ...config.load import missing_paths
 from ...errors import ConfigError
 from ...observe.run_folder import has_figures
@@ -41,6 +39,7 @@ from .dry_run import check_host_memory, plan_here
 from .extras import check_evaluation_extras, check_extras
 from .other_models import check_other_models
 from .prompts import PromptsRead, plan_epochs, read_examples, read_prompts
+from .ray_to_join import check_interface, check_ray_address, check_sockets
 from .user_functions import Check, check_sampler, checks_of_functions
 
 
@@ -132,9 +131,9 @@ def _quick_checks(config: Config, resume: bool) -> list[Check]:
         lambda: _check_engine_arguments(rollout),
         *checks_of_functions(config.rubrics, config.environment, config.loss, config.data, config.rollout),
         lambda: check_sampler(config.resolved_sampler, config.algorithm, config.dataplane),
-        lambda: _check_ray_address(resources.ray_address, trusted_network=config.dataplane.trusted_network),
-        lambda: _check_interface(resources),
-        lambda: _check_sockets(resources.ray_address, rollout.engine),
+        lambda: check_ray_address(resources.ray_address, trusted_network=config.dataplane.trusted_network),
+        lambda: check_interface(resources),
+        lambda: check_sockets(resources.ray_address, rollout.engine),
         lambda: _check_store(config.dataplane, joins_ray=resources.ray_address is not None),
         lambda: plan_here(PlacementRequest.of(config), resources, config.sync) and None,
         partial(
@@ -232,30 +231,6 @@ def _check_engine_arguments(rollout: RolloutConfig) -> None:
 
 
 # ---------------- These functions check the machine.
-
-
-def _check_ray_address(given: str | None, *, trusted_network: bool) -> None:
-    if given is None or given == "local" or assumed_machine() is not None:
-        return
-    from ...cluster.ray_cluster import check_credentials, check_token, reached  # Only this check needs to import Ray.
-
-    address = reached(given)
-    check_token(address, trusted_network=trusted_network)
-    check_credentials(given, address)
-
-
-def _check_interface(resources: ResourcesConfig) -> None:
-    """Raise ValueError if this host, at which the driver listens in a run on several hosts, lacks the interface."""
-    if resources.interface is not None and resources.ray_address is not None and assumed_machine() is None:
-        address_of(resources.interface)
-
-
-def _check_sockets(ray_address: str | None, engine: str) -> None:
-    """Raise ValueError if the paths of the sockets of Ray or vLLM would be too long on this machine."""
-    if ray_address is None:
-        ray_folder()
-    if engine == "vllm":
-        vllm_folder()
 
 
 def _check_store(plane: DataPlaneConfig, *, joins_ray: bool) -> None:
