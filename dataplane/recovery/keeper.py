@@ -15,7 +15,6 @@ import signal
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,8 +23,9 @@ from ..errors import DirectoryLost
 _logger = logging.getLogger(__name__)
 
 MOST_DEATHS = 6
-"""Number of deaths within DEATHS_S seconds after which no other process is started, because it would die, too."""
-DEATHS_S = 10.0
+"""Number of processes in a row that may die within SHORT_S seconds of their start. No other one is started then,
+because it would die, too."""
+SHORT_S = 1.0
 _CLOSE = b"c"
 
 
@@ -40,7 +40,9 @@ class Keeper:
         self._may_go_on = may_go_on
         self._pid = 0
         self._control = -1
-        self._deaths: deque[float] = deque(maxlen=MOST_DEATHS)
+        self._started = 0.0
+        """Time (`time.monotonic()`) at which the current process was forked."""
+        self._num_short = 0
         self._lock = threading.Lock()
         self._is_closing = False
         self._ended = threading.Event()
@@ -79,15 +81,14 @@ class Keeper:
         try:
             while True:
                 _, status = os.waitpid(self._pid, 0)
-                died = time.monotonic()
+                lived_s = time.monotonic() - self._started
                 with self._lock:
                     os.close(self._control)
                     self._control = -1
                     if self._is_closing:
                         return
-                    self._deaths.append(died)
-                    too_many = len(self._deaths) == MOST_DEATHS and died - self._deaths[0] < DEATHS_S
-                    if too_many or not self._may_go_on():
+                    self._num_short = self._num_short + 1 if lived_s < SHORT_S else 0
+                    if self._num_short == MOST_DEATHS or not self._may_go_on():
                         _logger.error("the directory's process %d has died (%s)", self._pid, _described(status))
                         gone()
                         return
@@ -105,6 +106,7 @@ class Keeper:
     def _fork(self, ready: int) -> None:
         """Start a process. ready: file descriptor to which it writes a byte once it serves; -1 for none."""
         control, self._control = os.pipe()
+        self._started = time.monotonic()
         self._pid = os.fork()
         if self._pid:
             os.close(control)
