@@ -248,12 +248,13 @@ def write_report(report: ChaosReport, out: Path, command: str) -> Path:
 def promises() -> list[str]:
     """Return a Markdown table of the most severe outcome that is allowed after each fault in each kind of process. A
     fault that is not tried in a kind of process has the reason instead."""
-    known: dict[tuple[str, str], Outcome] = {(pair.process, pair.fault): pair.worst for pair in PAIRS}
     rows = ["| process | fault | the run |", "| --- | --- | --- |"]
     for process in PROCESSES:
         for fault in FAULTS:
-            worst = known.get((process, fault))
-            said = f"not tried: {NO_SENSE[process, fault]}" if worst is None else _MEANING[worst]
+            pairs = [pair for pair in PAIRS if (pair.process, pair.fault) == (process, fault)]
+            said = "; ".join(_MEANING[pair.worst] for pair in pairs) or f"not tried: {NO_SENSE[process, fault]}"
+            if len(pairs) > 1:
+                said = "; ".join(f"with `{'`, `'.join(pair.stores)}`: {_MEANING[pair.worst]}" for pair in pairs)
             rows.append(f"| {process} | {fault.replace('_', ' ')} | {said} |")
     return rows
 

@@ -43,6 +43,8 @@ class Faults:
         with self._lock:
             if self._listening == os.getpid():
                 return
+            if not self._listening:  # The directory's process is forked.
+                os.register_at_fork(after_in_child=self.listen)
             self._listening = os.getpid()
         threading.Thread(target=self._listen, name="chaos", daemon=True).start()
 

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import yaml
 
+from headrace.dataplane.recovery.keeper import kept_process
 from headrace.tests.drills.chaos.control import VARIABLE, Control
 from headrace.tests.drills.chaos.faults import ProcessKind, StoreKind
 from headrace.tests.drills.chaos.faulty_calls import starts_a_process
@@ -192,7 +193,7 @@ class InjuredRun:
         for actor in read_actors(self.folder):
             for pattern, kind in _NAMES:
                 if re.fullmatch(pattern, actor.name):
-                    yield kind, actor.pid
+                    yield kind, kept_process(actor.pid) if kind == "directory" else actor.pid
 
     def unit_ports(self) -> tuple[int, ...]:
         """Return the TCP ports on which the run's storage units listen. They are the processes that keep the rows of

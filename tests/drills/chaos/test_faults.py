@@ -28,6 +28,6 @@ def test_the_seed_decides():
 
 def test_every_process_and_every_fault_has_a_verdict():
     possible = {(pair.process, pair.fault) for pair in PAIRS}
-    assert len(possible) == len(PAIRS)
+    assert len({(pair.process, pair.fault, pair.stores) for pair in PAIRS}) == len(PAIRS)
     assert possible | NO_SENSE.keys() == {(process, fault) for process in PROCESSES for fault in FAULTS}
     assert not possible & NO_SENSE.keys()
