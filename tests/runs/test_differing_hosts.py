@@ -182,6 +182,25 @@ def test_a_run_folder_that_a_host_does_not_share_is_refused_where_it_is_needed(t
 
 
 @pytest.mark.timeout(300)
+def test_a_key_file_that_is_absent_or_another_on_a_host_is_told(tmp_path: Path) -> None:
+    """The driver makes the file, on a folder that the hosts do not share at first."""
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    run = (*SCRIPTED, f"dataplane.key_file={keys}/key", "dataplane.tls=true", "dataplane.store.capacity_mib=64")
+    states = {
+        f"{keys}/key on host2 cannot be read (No such file or directory)": "true",
+        f"{keys}/key on host2 has another key than on the host that opened": f"printf %064d 7 > {keys}/key",
+        f"{keys}/key on host2 has mode 0640 and belongs to user 0, expected mode 0600": f"chmod 640 {keys}/key",
+    }
+    with cluster([without(keys)], cpus=(1, 1)) as (first, second):
+        for number, (sentence, change) in enumerate(states.items()):
+            subprocess.run(second.command("sh", "-c", f"umask 077; {change}"), check=True, timeout=30)
+            code, output = train(first, tmp_path / f"run {number}", *run)
+            assert code == 2 and f"host host2: dataplane.key_file: {sentence}" in output, output
+    assert sorted(path.name for path in keys.iterdir()) == ["key"], "the run made it"
+
+
+@pytest.mark.timeout(300)
 def test_the_doctor_shows_all_hosts_and_the_links_between_them(tmp_path: Path) -> None:
     doctor = [sys.executable, "-m", "headrace.cli", "doctor", "--cluster", f"10.77.0.1:{PORT}", TRUSTED]
     code = [sys.executable, "-c", REDUCE]

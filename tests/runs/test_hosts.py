@@ -22,9 +22,10 @@ SCRIPTED = ("rollout.engine=scripted", "trainer.backend=scripted")
 
 
 @contextmanager
-def cluster(*cpus: int) -> Iterator[tuple[Host, ...]]:
-    """Hosts with one Ray cluster, one for each number of CPUs. Its head is the first host, where drivers run."""
-    with hosts(len(cpus)) as members:
+def cluster(*cpus: int, name: str = "") -> Iterator[tuple[Host, ...]]:
+    """Hosts with one Ray cluster, one for each number of CPUs. Its head is the first host, where drivers run. name:
+    name of all hosts."""
+    with hosts(len(cpus), name=name) as members:
         ray_cluster(members, cpus)
         yield members
 
@@ -57,10 +58,18 @@ def test_a_drivers_host_may_take_no_actor(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_ray_that_asks_for_no_token_is_refused_on_a_network_that_is_not_trusted(tmp_path: Path) -> None:
-    with cluster(3, 1) as (near, _):
+    """On one that is trusted, the run is over both hosts, although they have one name."""
+    with cluster(1, 1, name="node") as (near, _):
         code, output = train(near, tmp_path / "run", *SCRIPTED, "algorithm.steps=2", TRUSTED.replace("true", "false"))
-    assert code == 2 and "dataplane.trusted_network: got false with resources.ray_address='10.77.0.1:6390'" in output
-    assert not (tmp_path / "run" / "actors.json").exists()
+        assert code == 2 and "dataplane.trusted_network: got false with resources.ray_address='10.77.0.1:" in output
+        assert not (tmp_path / "run" / "actors.json").exists()
+        code, output = train(near, tmp_path / "trusted", *SCRIPTED, "algorithm.steps=2")
+    assert code == 0, output
+    told = json.loads((tmp_path / "trusted" / "actors.json").read_text())["actors"]
+    places = {actor["name"]: actor["space"] for actor in told}
+    assert set(hosts_of(tmp_path / "trusted").values()) == {"node"}
+    assert places["train worker 0"] != places["rollout 0"], "they are on two hosts"
+    assert [line["step"] for line in cli_runs.steps_of(tmp_path / "trusted")] == [1, 2]
 
 
 @pytest.mark.slow

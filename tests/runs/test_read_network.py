@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,11 +14,11 @@ import pytest
 
 from headrace.bench.hosts.namespaces import Host
 from headrace.dataplane.security.run_key import key_from_file
+from headrace.tests.dataplane.security.ray_recipe import certificates
 from headrace.tests.hosts import ENVIRONMENT, PORT, finish, hosts, ray_cluster
 from headrace.tests.runs import cli_runs
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
-RECIPE = cli_runs.ROOT / "docs" / "reference" / "security.md"
 READER = """
 import socket, sys
 link = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
@@ -45,23 +44,6 @@ def read_packets(host: Host, path: Path) -> Iterator[None]:
         reader.kill()
 
 
-def certificates(members: tuple[Host, ...], folder: Path) -> dict[str, str]:
-    """Follow the page's recipe for Ray's TLS, with one certificate for all hosts. Returns the environment."""
-    commands, settings = recipe()
-    names = ",".join(f"IP:{host.address}" for host in members)
-    for command in commands:
-        subprocess.run(command.replace("IP:ADDRESS", names), shell=True, check=True, cwd=folder, capture_output=True)
-    return {name: value.replace("$PWD", str(folder)) for name, value in settings.items()}
-
-
-def recipe() -> tuple[list[str], dict[str, str]]:
-    text = RECIPE.read_text()
-    block = text[text.index("# once, on one host: an authority") :].split("```")[0]
-    lines = [line for line in block.splitlines() if line and not line.startswith("#")]
-    settings = dict(part.split("=", 1) for part in shlex.split(lines[-1].replace("$PWD", "'$PWD'"))[1:])
-    return lines[:-1], settings
-
-
 def train(near: Host, run_dir: Path, environment: Mapping[str, str], *overrides: str) -> tuple[int, str]:
     short = ("validation.every=0", "warmup.corpus=none", "dataplane.store.capacity_mib=64", "algorithm.steps=2")
     address = f"resources.ray_address={near.address}:{PORT}"
@@ -79,7 +61,7 @@ def test_a_reader_of_packets_finds_no_secret_and_no_rows(tmp_path: Path, protect
     settings = [f"dataplane.key_file={key_file}", f"dataplane.tls={str(protected).lower()}"]
     with hosts(2, name="node") as members:
         if protected:
-            environment |= certificates(members, tmp_path)
+            environment |= certificates([host.address for host in members], tmp_path)
         with read_packets(members[1], tmp_path / "packets"):
             ray_cluster(members, (1, 1), environment=environment)
             code, output = train(members[0], tmp_path / "run", environment, *settings)

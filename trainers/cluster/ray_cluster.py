@@ -25,6 +25,7 @@ from ray.exceptions import AuthenticationError
 
 from ...actors.process.socket_folder import ray_folder
 from ...dataplane.config import DataPlaneConfig, StoreConfig
+from ...dataplane.security.ray_certificates import certificate_mistake
 from ..config.config import ResourcesConfig
 from ..errors import UserError
 from .placement import PlacementRequest
@@ -113,13 +114,16 @@ def reached(given: str) -> str:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise ValueError("it does not have the form HOST:PORT")
-        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S):
-            return address
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S) as connection:
+            mistake = certificate_mistake(connection)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UserError(
             f"resources.ray_address: got {given!r}, expected the address of a Ray that can be reached ({why})"
         ) from error
+    if mistake:
+        raise UserError(f"resources.ray_address: got {given!r}: {mistake}")
+    return address
 
 
 def asks_for_token(address: str) -> bool:

@@ -16,13 +16,14 @@ POOL_BUCKET_MIB = 64
 memory, even while other runs use the GPU."""
 
 
-def resolve_kind(kind: str, *, one_host: bool, shared_gpus: bool = False) -> str:
+def resolve_kind(kind: str, *, one_host: bool, shared_gpus: bool = False, encrypted: bool = False) -> str:
     """Return the transport to use for `kind`. `auto` becomes `ipc` when trainer and engines share a host. On several
     hosts it becomes `collective`, or `store` when they share GPUs, because an NCCL group cannot have two processes on
-    one GPU. Other kinds are returned unchanged. Raises ValueError for an unknown kind.
+    one GPU, and when weights are to be encrypted, which gloo and NCCL cannot do. Other kinds are returned unchanged.
+    Raises ValueError for an unknown kind.
     """
     if kind == "auto":
-        return "ipc" if one_host else "store" if shared_gpus else "collective"
+        return "ipc" if one_host else "store" if shared_gpus or encrypted else "collective"
     if kind not in TRANSPORT_KINDS:
         raise ValueError(f"sync.transport: got {kind!r}, expected one of {', '.join(('auto', *TRANSPORT_KINDS))}")
     return kind
@@ -45,10 +46,12 @@ class WeightRoute:
     """GPU memory of the two buffers from which train rank 0 sends weights."""
 
     @classmethod
-    def of(cls, sync: SyncConfig, placement: Placement, *, pooled: bool, elastic: bool = False) -> WeightRoute:
+    def of(
+        cls, sync: SyncConfig, placement: Placement, *, pooled: bool, elastic: bool = False, encrypted: bool = False
+    ) -> WeightRoute:
         """Return the route between the actors of `placement`. pooled: whether the run shares a pool's GPUs. elastic:
-        whether engines on other hosts may join later. Raises UserError if the transport that `sync` names cannot work
-        between these actors."""
+        whether engines on other hosts may join later. encrypted: whether `dataplane.tls` is set. Raises UserError if
+        the transport that `sync` names cannot work between these actors."""
         kind, on_gpus = sync.transport, placement.layout != "cpu"
         if placement.shared and kind == "collective":
             raise UserError(
@@ -61,7 +64,8 @@ class WeightRoute:
                 "sync.transport: got 'ipc' with engines and train workers on several hosts, expected 'auto', because "
                 "ipc shares the memory of one host"
             )
-        kind = resolve_kind(kind, one_host=placement.one_host and not elastic, shared_gpus=placement.shared)
+        one_host = placement.one_host and not elastic
+        kind = resolve_kind(kind, one_host=one_host, shared_gpus=placement.shared, encrypted=encrypted)
         lasting = not pooled and kind in LASTING_KINDS and not (on_gpus and kind == "ipc")
         kept = sync.delta or pooled or (sync.cache and not lasting)
         return cls(kind, lasting, kept, send_buffer_bytes(sync, kind, pooled=pooled))

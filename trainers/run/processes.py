@@ -158,8 +158,8 @@ class _Launch:
         else:
             reservation = self._patiently(lambda: reserve_places(self._request, self._start_s, self._usable))
         placement = reservation.placement
-        elastic = config.resources.elastic
-        route = WeightRoute.of(config.sync, placement, pooled=self._request.pooled, elastic=elastic)
+        elastic, pooled, encrypted = config.resources.elastic, self._request.pooled, config.dataplane.tls
+        route = WeightRoute.of(config.sync, placement, pooled=pooled, elastic=elastic, encrypted=encrypted)
         decision = decide_roles(config, placement, smallest_gpu())
         trainer = with_packing(config.trainer, config.model, gpu=placement.layout != "cpu")
         resources = decision.applied_to(config.resources)

@@ -239,7 +239,7 @@ def test_a_message_in_drops_and_a_mad_size(unit: StorageUnit, link: UnitLink) ->
     class Drops:
         def sendmsg(self, pieces: list[memoryview]) -> int:
             sent.append(bytes(pieces[0][:1]))
-            return connection.socket.send(sent[-1])
+            return connection.socket.sendmsg([memoryview(sent[-1])])
 
         setsockopt = connection.socket.setsockopt
 

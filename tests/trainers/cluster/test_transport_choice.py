@@ -11,6 +11,8 @@ from headrace.trainers.cluster.transport_choice import bucket_mib, resolve_kind
 def test_auto() -> None:
     assert resolve_kind("auto", one_host=True) == "ipc"
     assert resolve_kind("auto", one_host=False) == "collective"
+    assert resolve_kind("auto", one_host=False, encrypted=True) == "store"
+    assert resolve_kind("collective", one_host=False, encrypted=True) == "collective", "the user has chosen it"
     assert resolve_kind("disk", one_host=True) == "disk"
     with pytest.raises(ValueError, match="sync.transport: got 'nccl', expected one of auto, collective"):
         resolve_kind("nccl", one_host=True)

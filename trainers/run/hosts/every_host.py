@@ -70,11 +70,8 @@ class HostChecks:
         which was checked before."""
         if {host.node for host in hosts} <= {ray.get_runtime_context().get_node_id()}:
             return
-        if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
-            self._tell(
-                "note: Ray's connections between the hosts are not encrypted (RAY_USE_TLS is unset), so readers of "
-                "their packets learn Ray's token and can run code on all hosts; see docs/reference/security.md"
-            )
+        for note in self._demands.in_clear(hosts):
+            self._tell(f"note: {note}; see docs/reference/security.md")
         findings, self._shipped = examine_hosts(self._demands, hosts)
         for finding in findings:
             if finding.level == "note" and with_notes:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ....dataplane.security.ray_certificates import ray_uses_tls
 from ....dataplane.security.run_key import fingerprint, key_from_file
 from ....dataplane.store_choice import store_kind
 from ...config.config import Config
@@ -161,6 +162,19 @@ class Demands:
         if config.sync.transport == "disk" and not config.sync.dir:
             uses.append("the weights of sync.transport=disk")
         return uses
+
+    def in_clear(self, hosts: Sequence[AskedHost]) -> Iterator[str]:
+        """Return a sentence for each kind of connection between hosts that is not encrypted."""
+        if not ray_uses_tls():
+            yield (
+                "Ray's connections between the hosts are not encrypted (RAY_USE_TLS is unset), so readers of their "
+                "packets learn Ray's token and can run code on all hosts"
+            )
+        carried = ["gradients"] if sum(host.has("train worker") for host in hosts) > 1 else []
+        if self.config.sync.transport == "collective":
+            carried.append("the weights of sync.transport=collective")
+        if self.config.dataplane.tls and carried:
+            yield f"dataplane.tls does not encrypt {' and '.join(carried)}, which gloo or NCCL carry between the hosts"
 
     def question(self) -> dict[str, Any]:
         """Return what `HostProbe.facts` asks, but for the node."""
