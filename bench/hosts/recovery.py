@@ -16,6 +16,8 @@ from ...codecs.schema import Field, Kind, Schema
 from ...dataplane.config import DataPlaneConfig, StoreConfig
 from ...dataplane.factory import connect, open_data_plane
 
+RECOVERY = "hosts.directory.recovery_s"
+"""Key of the figure in the summary: the longest of the measured times."""
 ROWS, GROUP = 8192, 8
 SETTLE_S = 1.0
 """Seconds between two kills. A process that dies sooner counts as one that cannot run."""

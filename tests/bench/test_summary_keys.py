@@ -19,6 +19,7 @@ from headrace.bench.gpu.works import parse_layout
 from headrace.bench.hosts import reads
 from headrace.bench.hosts.encryption import COSTS
 from headrace.bench.hosts.reads import ReadOptions, ReadResult
+from headrace.bench.hosts.recovery import RECOVERY
 from headrace.bench.records import conditions
 from headrace.bench.replica import WAYS, ReplicaResult
 from headrace.bench.steps import CASES, ModeResult
@@ -79,7 +80,7 @@ def hosts_keys() -> list[str]:
         for place, baseline in places
         for spec in ReadOptions().workloads
     ]
-    return [*reads.summarise(results), *COSTS]
+    return [*reads.summarise(results), *COSTS, RECOVERY]
 
 
 def gpu_keys(folder: Path) -> list[str]:

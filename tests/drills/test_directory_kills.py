@@ -49,7 +49,7 @@ def test_twenty_deaths_of_the_directory_change_no_metric(tmp_path: Path, kind: s
     actors = {name: one.pid for name, one in runs.actors(run_dir).items()}
     killed = set()
     for _ in range(KILLS):
-        time.sleep(dice.uniform(1.0, 2.0))
+        time.sleep(dice.uniform(1.0, 1.3))
         assert process.poll() is None, process.communicate()[0]
         killed.add(pid := kept_process(actors["directory"]))
         os.kill(pid, signal.SIGKILL)

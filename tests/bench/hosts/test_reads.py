@@ -26,10 +26,11 @@ def test_the_slowest_link_is_the_figure_of_all(tmp_path: Path) -> None:
     assert summary["hosts.read_same_host.vs_shm"] == 0.5
     assert summary["hosts.read_other_host.vs_raw_tcp"] == summary["hosts.read_other_host.10gbit.rl-256.vs_raw_tcp"]
     assert summary["hosts.read_other_host.vs_raw_tcp"] == pytest.approx(0.8)
-    report = HostReport(results, {"cores": 2})
+    report = HostReport(results, {"cores": 2}, {"hosts.tls_cost": 1.25}, [0.25, 0.5])
     assert hosts_table(report).row_count == 3
     text = write_report(report, HostOptions(tmp_path), "headrace bench hosts").read_text()
     assert "| other host, 10gbit | rl-256, 1.0 MB | raw TCP | 100.00 | 80.00 | 0.08 | 0.10 | 0.80 | 0.85 |" in text
+    assert "took at most 0.50 s (bar: 5)" in text
 
 
 def test_who_cannot_make_hosts_reads_one_sentence(
@@ -47,7 +48,7 @@ def test_who_cannot_make_hosts_reads_one_sentence(
 def test_a_small_batch_is_read_on_both_hosts(tmp_path: Path) -> None:
     needs_hosts()
     small = replace(ReadOptions(), workloads=(LoadSpec("rl-256"),), links_gbit=(1,), repeats=2)
-    report = run_hosts(HostOptions(tmp_path, small), lambda line: None)
+    report = run_hosts(HostOptions(tmp_path, small, kills=1), lambda line: None)
     assert [(result.place, len(result.seconds)) for result in report.results] == [
         ("same_host", 2),
         ("other_host.1gbit", 2),
