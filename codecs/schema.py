@@ -146,10 +146,11 @@ class Schema(Mapping[str, Field]):
     """Immutable, ordered mapping from field name to Field. It describes the rows of a partition (a named set of
     rows)."""
 
-    __slots__ = ("_fields",)
+    __slots__ = ("_fields", "_hash")
 
     def __init__(self, fields: Iterable[Field]) -> None:
         self._fields: dict[str, Field] = {}
+        self._hash: int | None = None
         if isinstance(fields, Mapping | Field | str) or not isinstance(fields, Iterable):
             raise ValueError(f"schema: got a {type(fields).__name__}, expected a list of Fields")
         for field in fields:
@@ -175,7 +176,9 @@ class Schema(Mapping[str, Field]):
         return isinstance(other, Schema) and list(self.values()) == list(other.values())
 
     def __hash__(self) -> int:
-        return hash(tuple(self._fields.values()))
+        if self._hash is None:
+            self._hash = hash(tuple(self._fields.values()))
+        return self._hash
 
     def __repr__(self) -> str:
         return f"Schema({list(self._fields.values())!r})"

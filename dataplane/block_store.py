@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -162,6 +162,18 @@ class FreesMany(Protocol):
     def count(self, block_id: int, nbytes: int) -> bool:
         """Allocate as `allocate` does, but without waiting for another process, and from any thread. Returns False if
         the store must ask its processes first; nothing is allocated then."""
+        ...
+
+
+@runtime_checkable
+class FreesSoon(Protocol):
+    """Protocol of a store host that frees blocks from the event loop of its caller, without a thread."""
+
+    def free_soon(self, blocks: Sequence[tuple[int, bytes]], done: Callable[[bool], None]) -> bool:
+        """Begin to free the given blocks, as `FreesMany.free_many` does. Returns False if only `free_many` can.
+
+        done: function that is called on the running event loop, with whether they were freed. If not, `free_many` must
+        be called for them."""
         ...
 
 

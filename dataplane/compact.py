@@ -2,56 +2,63 @@
 
 from __future__ import annotations
 
+import operator
+import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from ..codecs.gather import RowSource
+from ..codecs.integers import FEW
 from ..codecs.objects import pack_texts, unpack_texts
 
 _WIDTHS = (np.uint8, np.uint16, np.uint32)
 _RUN_GAIN = 4
 """Smallest average run length (number of successive equal values) at which integers are encoded as runs."""
-_FEW = 32
-"""Largest number of integers that are encoded without numpy."""
 MOST_ROWS = 1 << 28
 """Largest number of values of one column. With this limit a damaged message cannot make its reader allocate more."""
 MOST_KEY_BYTES = 1 << 32
 """Largest number of bytes of the keys of one message, before they are compressed."""
-_ZIP_BYTES = 96
+_ZIP_BYTES = 256
 """Number of bytes below which keys are not compressed, because setting up a compressor costs more than it saves."""
 
 
 def pack_ints(values: np.ndarray) -> bytes:
-    """Encode an integer array `[N]`: as runs of equal values when there are few runs, else as offsets from the minimum.
+    """Encode an integer array `[N]` as the message of its `int_parts`. `unpack_ints` decodes it."""
+    return msgspec.msgpack.encode(int_parts(values))
 
-    `unpack_ints` decodes it. Raises ValueError for another shape or a non-integer dtype.
+
+def int_parts(values: np.ndarray) -> list:
+    """Encode an integer array `[N]` as plain values for a message: as runs of equal values when there are few runs,
+    else as offsets from the minimum.
+
+    `ints_of` decodes them. Raises ValueError for another shape or a non-integer dtype.
     """
     values = np.asarray(values)
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise ValueError(f"pack_ints: got {values.dtype} {list(values.shape)}, expected one dimension of integers")
-    if len(values) <= _FEW:
-        return _pack_few(values.tolist())
+    if len(values) <= FEW:
+        return _few_parts(values.tolist())
     values = values.astype(np.int64, copy=False)
     starts = np.flatnonzero(values[1:] != values[:-1]) + 1
     if len(values) >= _RUN_GAIN and (len(starts) + 1) * _RUN_GAIN <= len(values):
         counts = np.diff(starts, prepend=0, append=len(values))
         heads = values[np.concatenate(([0], starts))]
-        return msgspec.msgpack.encode([*_narrow(heads), *_narrow(counts)])
-    return msgspec.msgpack.encode(_narrow(values))
+        return [*_narrow(heads), *_narrow(counts)]
+    return _narrow(values)
 
 
-def _pack_few(values: list[int]) -> bytes:
-    """Encode a few integers as `pack_ints` does. Plain Python takes a fifth of the time of numpy for them."""
-    if len(values) >= _RUN_GAIN:
-        starts = [0, *(at for at in range(1, len(values)) if values[at] != values[at - 1])]
-        if len(starts) * _RUN_GAIN <= len(values):
-            counts = [end - start for start, end in zip(starts, [*starts[1:], len(values)], strict=True)]
-            return msgspec.msgpack.encode([*_narrow_few([values[at] for at in starts]), *_narrow_few(counts)])
-    return msgspec.msgpack.encode(_narrow_few(values))
+def _few_parts(values: list[int]) -> list:
+    """Encode a few integers as `int_parts` does. Plain Python takes a fifth of the time of numpy for them."""
+    count = len(values)
+    if count >= _RUN_GAIN and (sum(map(operator.ne, values[1:], values)) + 1) * _RUN_GAIN <= count:
+        starts = [0, *(at for at in range(1, count) if values[at] != values[at - 1])]
+        counts = [end - start for start, end in zip(starts, [*starts[1:], count], strict=True)]
+        return [*_narrow_few([values[at] for at in starts]), *_narrow_few(counts)]
+    return _narrow_few(values)
 
 
 def _narrow_few(values: list[int]) -> list:
@@ -62,8 +69,12 @@ def _narrow_few(values: list[int]) -> list:
 
 
 def unpack_ints(data: bytes) -> np.ndarray:
-    """Decode the result of `pack_ints` to int64 `[N]`. Raises ValueError for runs of more than MOST_ROWS values."""
-    parts = msgspec.msgpack.decode(data)
+    """Decode the result of `pack_ints` to int64 `[N]`. Raises the errors of `ints_of`."""
+    return ints_of(msgspec.msgpack.decode(data))
+
+
+def ints_of(parts: list) -> np.ndarray:
+    """Decode the result of `int_parts` to int64 `[N]`. Raises ValueError for runs of more than MOST_ROWS values."""
     values = _widen(*parts[:3])
     if len(parts) == 3:
         return values
@@ -92,22 +103,32 @@ def _widen(base: int, width: int, data: bytes) -> np.ndarray:
 
 
 def pack_keys(keys: Sequence[str], *, squeeze: bool = False) -> bytes:
-    """Encode row keys. `unpack_keys` decodes them. Keys must not be empty or contain NUL (see `check_keys`).
+    """Encode row keys, with what all of them begin with only once. `unpack_keys` decodes them. Keys must not be empty
+    or contain NUL (see `check_keys`).
 
     squeeze: whether to compress the keys if there are many; a key then takes about 3 bytes, because neighbouring keys
     share prefixes.
     """
     if not keys:
         return b""
-    text = "\0".join(keys).encode()
-    return b"z" + zlib.compress(text, 1) if squeeze and len(text) > _ZIP_BYTES else b"t" + text
+    start = os.path.commonprefix(keys)
+    if len(start) > 1:
+        size = len(start)
+        body = b"p" + "\0".join([start, *[key[size:] for key in keys]]).encode()
+    else:
+        body = b"t" + "\0".join(keys).encode()
+    return b"z" + zlib.compress(body, 1) if squeeze and len(body) > _ZIP_BYTES else body
 
 
 def unpack_keys(data: bytes) -> list[str]:
     if not data:
         return []
-    text = _decompressed(data[1:]) if data[:1] == b"z" else data[1:]
-    return text.decode().split("\0")
+    body = _decompressed(data[1:]) if data[:1] == b"z" else data
+    keys = body[1:].decode().split("\0")
+    if body[:1] == b"p":
+        start = keys.pop(0)
+        return [start + rest for rest in keys]
+    return keys
 
 
 def _decompressed(data: bytes) -> bytes:
@@ -170,25 +191,39 @@ def unpack_tag(data: bytes, dtype: np.dtype) -> np.ndarray:
     return unpack_ints(data).astype(dtype) if dtype.kind in "iu" else np.frombuffer(data, dtype)
 
 
-def pack_source(source: RowSource, lengths: np.ndarray) -> list:
+def pack_source(source: RowSource, lengths: np.ndarray, numbers: Mapping[str, int]) -> list:
     """Encode where rows lie in blocks, as runs of rows that follow one another in a block. lengths: number of tokens of
-    each row, int64 `[N]`."""
+    each row, int64 `[N]`. numbers: number of each field, which stands for its name."""
     block, row, start = source.block, source.row, source.start
     tokens = np.count_nonzero(start) > 0
-    breaks = (block[1:] != block[:-1]) | (row[1:] != row[:-1] + 1)
-    if tokens:
-        breaks |= start[1:] != start[:-1] + lengths[:-1]
-    ends = np.concatenate((breaks.nonzero()[0] + 1, (len(block),))) if len(block) else np.empty(0, np.int64)
-    heads = np.concatenate(((0,), ends[:-1])) if len(block) else ends
-    counts = ends - heads
+    if len(block) <= FEW:
+        heads = _few_heads(block.tolist(), row.tolist(), start.tolist() if tokens else None, lengths.tolist())
+        ends = [*heads[1:], len(block)] if heads else []
+        counts = np.array([end - head for head, end in zip(heads, ends, strict=True)], dtype=np.int64)
+    else:
+        breaks = (block[1:] != block[:-1]) | (row[1:] != row[:-1] + 1)
+        if tokens:
+            breaks |= start[1:] != start[:-1] + lengths[:-1]
+        heads = np.concatenate(((0,), breaks.nonzero()[0] + 1))
+        counts = np.diff(heads, append=len(block))
     columns = (block[heads], row[heads], counts, start[heads]) if tokens else (block[heads], row[heads], counts)
-    return [list(source.fields), *map(pack_ints, columns)]
+    return [[numbers[name] for name in source.fields], *map(int_parts, columns)]
 
 
-def unpack_source(parts: list, lengths: np.ndarray) -> RowSource:
-    """Decode the result of `pack_source`, given the same lengths."""
-    fields = tuple(parts[0])
-    block, row, counts, *start = map(unpack_ints, parts[1:])
+def _few_heads(block: list[int], row: list[int], start: list[int] | None, lengths: list[int]) -> list[int]:
+    """Return the positions at which the runs of `pack_source` begin. start: None for rows without tokens."""
+    heads = [0] if block else []
+    for at in range(1, len(block)):
+        follows = block[at] == block[at - 1] and row[at] == row[at - 1] + 1
+        if not follows or start is not None and start[at] != start[at - 1] + lengths[at - 1]:
+            heads.append(at)
+    return heads
+
+
+def unpack_source(parts: list, lengths: np.ndarray, names: Sequence[str]) -> RowSource:
+    """Decode the result of `pack_source`, given the same lengths. names: names of the fields, by number."""
+    fields = tuple(names[number] for number in parts[0])
+    block, row, counts, *start = map(ints_of, parts[1:])
     run = np.repeat(np.arange(len(counts)), counts)
     first = (np.cumsum(counts) - counts)[run]
     place = np.arange(len(run)) - first

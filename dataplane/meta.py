@@ -18,12 +18,12 @@ from ..codecs.integers import distinct
 from ..codecs.schema import Field, Kind, Schema
 from ..codecs.shared_rows import SharedRows
 from .compact import (
-    pack_ints,
+    int_parts,
+    ints_of,
     pack_keys,
     pack_source,
     pack_tag,
     plain_strings,
-    unpack_ints,
     unpack_keys,
     unpack_source,
     unpack_tag,
@@ -35,7 +35,7 @@ POSITION = "position"
 `in_order` and `windowed` follow it."""
 Tags: TypeAlias = "Mapping[str, np.ndarray | Sequence[str] | Sequence[float]]"
 """Type of tags: name -> a number or a string for each row, `[N]`."""
-_FORMAT = "receipt5"
+_FORMAT = "receipt6"
 _SUM_BYTES = 8
 """Number of bytes of the xxh3 checksum with which an encoded receipt begins."""
 _FIELD_KEYS = ("name", "kind", "dtype", "trailing", "pad_value", "ndim", "shared")
@@ -301,16 +301,17 @@ class KVBatchMeta:
             hold.hand_over()
         layouts = [ref.layout for ref in self.blocks]
         field_sets = list(dict.fromkeys(layout.fields for layout in layouts))
+        numbers = {name: number for number, name in enumerate(self.schema)}
         body = msgspec.msgpack.encode(
             [
                 _FORMAT,
                 self.plane_id,
                 self.partition,
                 pack_keys(self.keys, squeeze=True),
-                self.fields,
-                [pack_ints(column) for column in (self.lengths, self.versions, self.groups, self.generations)],
+                [numbers[name] for name in self.fields],
+                [int_parts(column) for column in (self.lengths, self.versions, self.groups, self.generations)],
                 [[name, values.dtype.str, pack_tag(values)] for name, values in self.tags.items()],
-                field_sets,
+                [[numbers[name] for name in names] for names in field_sets],
                 [
                     [
                         ref.block_id,
@@ -323,9 +324,9 @@ class KVBatchMeta:
                     ]
                     for ref, at in zip(self.blocks, layouts, strict=True)
                 ],
-                [pack_source(source, self.lengths) for source in self.sources],
+                [pack_source(source, self.lengths, numbers) for source in self.sources],
                 self.lease_id,
-                _pack_schema(self.schema),
+                pack_schema(self.schema),
             ]
         )
         return xxhash.xxh3_64_digest(body) + body
@@ -348,12 +349,14 @@ def _from_body(body: bytes) -> KVBatchMeta:
     if items[0] != _FORMAT:
         raise ValueError(f"their format is {items[0]!r}")
     _, plane_id, partition, keys, fields, columns, tags, sets, blocks, sources, lease, schema = items
-    lengths, versions, groups, generations = map(unpack_ints, columns)
-    field_sets = [tuple(names) for names in sets]
+    lengths, versions, groups, generations = map(ints_of, columns)
+    declared = unpack_schema(schema)
+    names_of = tuple(declared)
+    field_sets = [tuple(names_of[number] for number in numbers) for numbers in sets]
     return KVBatchMeta(
         partition,
         tuple(unpack_keys(keys)),
-        tuple(fields),
+        tuple(names_of[number] for number in fields),
         lengths,
         versions,
         groups,
@@ -364,22 +367,23 @@ def _from_body(body: bytes) -> KVBatchMeta:
             )
             for block_id, location, names, rows, tokens, part_bytes, groups in blocks
         ),
-        tuple(unpack_source(parts, lengths) for parts in sources),
+        tuple(unpack_source(parts, lengths, names_of) for parts in sources),
         lease,
-        schema=_unpack_schema(schema),
+        schema=declared,
         plane_id=plane_id,
         generations=generations,
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _pack_schema(schema: Schema) -> bytes:
+def pack_schema(schema: Schema) -> bytes:
+    """Encode a schema. The bytes of one that is encoded again and again are kept."""
     return msgspec.msgpack.encode([[item.to_dict()[key] for key in _FIELD_KEYS] for item in schema.values()])
 
 
 @functools.lru_cache(maxsize=64)
-def _unpack_schema(data: bytes) -> Schema:
-    """Decode the schema of a receipt. All receipts of a partition have the same bytes here, so they are decoded
+def unpack_schema(data: bytes) -> Schema:
+    """Decode the result of `pack_schema`. All receipts of a partition have the same bytes here, so they are decoded
     once."""
     items = msgspec.msgpack.decode(data)
     return Schema(Field.from_dict(dict(zip(_FIELD_KEYS, item, strict=True))) for item in items)

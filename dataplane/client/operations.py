@@ -37,7 +37,7 @@ from ..errors import (
     StoreLost,
 )
 from ..handle import DataPlaneHandle
-from ..meta import KVBatchMeta, Tags, check_tags
+from ..meta import KVBatchMeta, Tags, check_tags, unpack_schema
 from ..rpc.links import Link, Undo, in_all
 from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from ..traffic import ClientStats
@@ -513,7 +513,7 @@ class Operations:
             request = requests.encode(requests.Describe(partition, self.label, near))
             reply = yield Ask("describe", request, max(0.0, deadline - time.monotonic()), _abort_granted)
             described = messages.decode(reply, requests.Described)
-            self._schemas[partition] = described.schema
+            self._schemas[partition] = unpack_schema(described.schema)
             self._credit.add(described.next_space)
         return self._schemas[partition]
 

@@ -202,6 +202,11 @@ class BlockTable:
     def token_starts(self, block_ids: np.ndarray, block: np.ndarray, row: np.ndarray) -> np.ndarray:
         """Return the index of the first token of each row `row[i]` within its block `block_ids[block[i]]`, int64 `[N]`.
         All of the blocks must hold tokens."""
+        if len(block_ids) == 1:
+            [only] = block_ids.tolist()
+            starts = self._entries[only].row_starts
+            assert starts is not None, "a block without tokens stands for a PER_TOKEN field"
+            return starts[row]
         used, block = np.unique(block, return_inverse=True)
         starts = [self.entries[block_id].row_starts for block_id in block_ids[used].tolist()]
         if not starts:

@@ -559,9 +559,10 @@ class Directory:
 
     def next_deadline(self) -> float | None:
         """Return the earliest time at which `expire` will have something to do; None when there is none."""
-        first = next(iter(self._blocks.reservations.values()), None)
-        deadlines = [None if first is None else first.deadline, self._leases.next_deadline()]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        first, lease = next(iter(self._blocks.reservations.values()), None), self._leases.next_deadline()
+        if first is None or lease is None:
+            return lease if first is None else first.deadline
+        return min(first.deadline, lease)
 
     def status(self, partition: str | None, now: float) -> DataPlaneStatus:
         """Return the numbers of rows and leases of one partition or all, and of blocks and bytes in the whole store.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from ..block_store import Cuts, FreesMany, HasHolders, StartsUnits, StoreHost, holder_of
+from ..block_store import Cuts, FreesMany, FreesSoon, HasHolders, StartsUnits, StoreHost, holder_of
 from ..errors import CapacityExceeded, DirectoryLost, StoreLost
 from .block_table import FreedBlock, Reservation
 
@@ -26,6 +26,7 @@ class HostCalls:
         # The protocols are checked only once, because isinstance looks up every attribute of a protocol at each call.
         self._cuts = host if isinstance(host, Cuts) else None
         self._frees_many = host if isinstance(host, FreesMany) else None
+        self._frees_soon = host if isinstance(host, FreesSoon) else None
         self._holders = host if isinstance(host, HasHolders) else None
         self.dead: dict[int, str] = {}
         """Names of the store's processes whose blocks `newly_dead` has reported as lost, by number."""
@@ -33,8 +34,9 @@ class HostCalls:
         self._to_free: list[FreedBlock] = []
         """Blocks that the next batch frees. It takes one round trip for all that were freed in the same turn of the
         event loop, or while the batch before it was under way."""
-        self._next_batch: asyncio.Task[None] | None = None
-        self._freeing = asyncio.Lock()
+        self._next_batch: asyncio.Future[None] | None = None
+        self._freeing = False
+        """Whether a batch is under way."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-host")
         self._under_way: set[asyncio.Task[None]] = set()
         self._readying: Future[None] | None = None
@@ -119,9 +121,9 @@ class HostCalls:
 
     # ---------------- These methods free blocks.
 
-    def free(self, blocks: Sequence[FreedBlock]) -> asyncio.Task[None] | None:
+    def free(self, blocks: Sequence[FreedBlock]) -> asyncio.Future[None] | None:
         """Delete blocks from the store. If the result is None, they are gone; otherwise they are gone when the returned
-        task is done."""
+        future is done."""
         if not blocks or self._closed:  # Closing the store frees its blocks.
             return None
         self._to_free += blocks
@@ -130,15 +132,45 @@ class HostCalls:
             self._space_freed()
             return None
         if self._next_batch is None:
-            self._next_batch = self._started(self._free_batch())
+            loop = asyncio.get_running_loop()
+            self._next_batch = loop.create_future()
+            if not self._freeing:
+                loop.call_soon(self._start_batch)
         return self._next_batch
 
-    async def _free_batch(self) -> None:
-        async with self._freeing:
-            blocks, self._next_batch = self._taken(), None
+    def _start_batch(self) -> None:
+        blocks, batch, self._next_batch = self._taken(), self._next_batch, None
+        assert batch is not None
+        self._freeing = True
+
+        def done(gone: bool) -> None:
+            if gone:
+                self._end_batch(batch)
+            else:
+                self._started(self._free_in_thread(blocks, batch))
+
+        if self._frees_soon is None or not self._frees_soon.free_soon(blocks, done):
+            done(False)
+
+    async def _free_in_thread(self, blocks: Sequence[tuple[int, bytes]], batch: asyncio.Future[None]) -> None:
+        try:
             if not self._closed:
                 await self._in_thread(self._free, blocks)
-                self._space_freed()
+        except asyncio.CancelledError:
+            batch.cancel()
+            raise
+        except Exception as error:
+            batch.set_exception(error)
+        self._end_batch(batch)
+
+    def _end_batch(self, batch: asyncio.Future[None]) -> None:
+        if not batch.done():
+            batch.set_result(None)
+        if not self._closed:
+            self._space_freed()  # It may free further blocks.
+        self._freeing = False
+        if self._next_batch is not None:
+            asyncio.get_running_loop().call_soon(self._start_batch)
 
     def _taken(self) -> list[tuple[int, bytes]]:
         blocks, self._to_free = self._to_free, []

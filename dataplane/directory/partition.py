@@ -17,12 +17,9 @@ from ..meta import POSITION, tag_type
 from ..status import PartitionRows
 from .calls import ClaimRows, Grouping, PutRows, check_distinct, schema_id
 from .ready import ReadyView
-from .rows import LOST, ROW_BITS, UNKNOWN, UNWRITTEN, GroupTable, Numbers, RowTable, pick
+from .rows import LOST, MOST_REMEMBERED, ROW_BITS, UNKNOWN, UNWRITTEN, GroupTable, Numbers, RowTable, pick
 from .samplers import TaskConfig
 from .task_cursor import DONE, TaskCursor
-
-MOST_CHECKED = 256
-"""Largest number of sets of fields that a partition remembers as valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +269,7 @@ class Partition:
                 f"fields: got {list(fields)}, expected one or more of {list(self.schema)}, each once",
                 partition=self.name,
             )
-        if len(self._checked) < MOST_CHECKED:
+        if len(self._checked) < MOST_REMEMBERED:
             self._checked.add(named)
 
     def knows(self, schema: Schema) -> bool:
@@ -508,7 +505,7 @@ class Partition:
     def _unwrite(self, rows: np.ndarray) -> np.ndarray:
         slots = self.rows.table[:, rows]
         self.rows.table[:, rows] = UNWRITTEN
-        self.rows.count_written(self.rows.lines(self.rows.slots), np.negative(slots >= 0, dtype=np.int64))
+        self.rows.count_written(self.rows.lines(tuple(self.rows.slots)), np.negative(slots >= 0, dtype=np.int64))
         return slots
 
     def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -89,7 +89,8 @@ class Describe(msgspec.Struct, frozen=True, array_like=True):
 class Described(msgspec.Struct, frozen=True, array_like=True):
     """Reply that describes a partition to a writer."""
 
-    schema: Schema
+    schema: bytes
+    """The partition's schema, as `pack_schema` encodes it."""
     next_space: Space | None
     """Space granted in advance for a put as large as the last one of the partition, as in `Written`."""
 

@@ -20,6 +20,8 @@ LOST = -2
 can be read are not negative."""
 UNKNOWN = -1
 """Value in the column of lengths for a row that has no PER_TOKEN field yet."""
+MOST_REMEMBERED = 256
+"""Largest number of sets of fields about which a partition remembers something. Most requests name one of a few."""
 NO_POSITION = -1
 """Position in the prompt stream of a row without the tag POSITION."""
 
@@ -53,6 +55,9 @@ class Numbers:
 
     def take(self, count: int) -> np.ndarray:
         """Allocate numbers and return them, int64 `[count]`, ascending."""
+        if not self._num_free:
+            self.end += count
+            return np.arange(self.end - count, self.end)
         left = max(0, self._num_free - count)
         reused = np.sort(self._free[left : self._num_free])
         self._num_free = left
@@ -112,6 +117,8 @@ class RowTable:
         self.slots: dict[str, np.ndarray] = {}
         """For each field, the slot (location) of each row's value, `block_id << ROW_BITS | row in block`, or
         UNWRITTEN or LOST. The columns are views of `table`."""
+        self._lines: dict[tuple[str, ...], np.ndarray] = {}
+        """Results of `lines`."""
         self.table = np.empty((0, 0), dtype=np.int64)
         """The columns of `slots`, int64 `[fields, capacity]`. One operation on it costs a small request much less than
         one on each column."""
@@ -138,9 +145,14 @@ class RowTable:
         self._set_table([*self.slots, *names], self.capacity)
         self.num_written = dict.fromkeys(self.slots, 0) | self.num_written
 
-    def lines(self, fields: Iterable[str]) -> np.ndarray:
+    def lines(self, fields: tuple[str, ...]) -> np.ndarray:
         """Return the line of each field in `table`, int64 `[fields, 1]`. It stays the same for good."""
-        return np.array([self._line[name] for name in fields], dtype=np.int64)[:, None]
+        lines = self._lines.get(fields)
+        if lines is None:
+            lines = np.array([self._line[name] for name in fields], dtype=np.int64)[:, None]
+            if len(self._lines) < MOST_REMEMBERED:
+                self._lines[fields] = lines
+        return lines
 
     def count_written(self, lines: np.ndarray, change: np.ndarray) -> None:
         """Add `change` `[fields, N]` to the numbers of rows in which the fields of these lines are written."""
@@ -206,7 +218,7 @@ class RowTable:
             return np.full(len(rows), NO_POSITION)
         return np.where(given[rows], self.tags[POSITION][rows].astype(np.int64), NO_POSITION)
 
-    def written(self, rows: np.ndarray, fields: Iterable[str]) -> np.ndarray:
+    def written(self, rows: np.ndarray, fields: tuple[str, ...]) -> np.ndarray:
         """Return a bool array `[N]` that is True for rows with all of `fields` written."""
         return np.logical_and.reduce(self.table[self.lines(fields), rows] >= 0)
 
@@ -286,10 +298,11 @@ class GroupTable:
         if len(fresh):
             new = pick(names, fresh)
             indices = self._free.take(len(new))
-            self.names = grown(self.names, self._free.end, None)
-            self.numbers = grown(self.numbers, self._free.end, -1)
-            self.counts = grown(self.counts, self._free.end, 0)
-            self.rows = grown(self.rows, self._free.end, -1)
+            if self._free.end > len(self.names):
+                self.names = grown(self.names, self._free.end, None)
+                self.numbers = grown(self.numbers, self._free.end, -1)
+                self.counts = grown(self.counts, self._free.end, 0)
+                self.rows = grown(self.rows, self._free.end, -1)
             self.index.update(zip(new, indices.tolist(), strict=True))
             self.names[indices] = new
             self.numbers[indices] = numbering.take(len(new))

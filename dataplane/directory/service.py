@@ -25,7 +25,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -42,6 +42,7 @@ from ..errors import (
     KeysNotFound,
     shown,
 )
+from ..meta import pack_schema
 from ..status import PartitionRows
 from . import requests
 from .block_table import FreedBlock, Reservation
@@ -54,6 +55,8 @@ _logger = logging.getLogger(__name__)
 
 _REQUEST: ContextVar[bytes] = ContextVar("request", default=b"")
 """Identity of the request that is being answered; b"" for a caller in this process."""
+Answer: TypeAlias = "bytes | Coroutine[Any, Any, bytes] | asyncio.Future[bytes]"
+"""An encoded reply, or what returns it later. A coroutine must be awaited or closed."""
 LATE_S = 0.1
 """Seconds by which the timer must be late for this process to count as having been suspended or busy."""
 HEAR_FIRST_S = 1.0
@@ -89,7 +92,7 @@ class DirectoryService:
         self._listen_until = 0.0
         """Time in seconds, by the clock of the event loop, before which no lease or reservation expires."""
         self._closed = False
-        self._handlers: dict[str, tuple[Any, Callable[[Any], bytes | Coroutine[Any, Any, bytes]]]] = {
+        self._handlers: dict[str, tuple[Any, Callable[[Any], Answer]]] = {
             "register": (requests.Register, self._register),
             "add_tasks": (requests.AddTasks, self._add_tasks),
             "unregister": (requests.OnePartition, self._unregister),
@@ -126,9 +129,9 @@ class DirectoryService:
         """Type of the request and the method that answers it, by the request's name. A request of type bytes is passed
         on without decoding."""
 
-    def answer(self, op: str, payload: bytes, request: bytes = b"") -> bytes | Coroutine[Any, Any, bytes]:
-        """Return the encoded reply to one request, or a coroutine that returns it. The caller must await or close the
-        coroutine. request: identity of the request; b"" for one that is not repeated.
+    def answer(self, op: str, payload: bytes, request: bytes = b"") -> Answer:
+        """Return the encoded reply to one request, or what returns it later. request: identity of the request; b"" for
+        one that is not repeated.
 
         DataPlaneErrors and ValueErrors are sent in the reply. Any other error is a bug and is raised.
         """
@@ -143,6 +146,8 @@ class DirectoryService:
         except (DataPlaneError, ValueError) as error:
             self._arm()
             return self._reply(requests.reply_error(error))
+        if isinstance(body, asyncio.Future):
+            return body
         if not isinstance(body, bytes):
             return self._answer_later(body)
         self._arm()
@@ -161,7 +166,7 @@ class DirectoryService:
         self._directory.answered(_REQUEST.get(), reply)
         return reply
 
-    def repeat(self, op: str, payload: bytes, request: bytes) -> bytes | Coroutine[Any, Any, bytes]:
+    def repeat(self, op: str, payload: bytes, request: bytes) -> Answer:
         """Answer a request that may have been carried out before, as `answer` does. If it had effects then, its first
         reply is returned, or UNKNOWN if this directory does not keep replies."""
         earlier = self._directory.earlier_reply(request)
@@ -190,7 +195,7 @@ class DirectoryService:
 
     # ---------------- These methods answer the requests of puts.
 
-    def _reserve(self, request: requests.Reserve) -> bytes | Coroutine[Any, Any, bytes]:
+    def _reserve(self, request: requests.Reserve) -> Answer:
         put = request.put
         given_back = [self._directory.abort(space_id) for space_id in request.given_back]
         self._store.take_back([item for item in given_back if item is not None])
@@ -207,13 +212,12 @@ class DirectoryService:
         holder = self._directory.holder_for(reservation)
         return requests.Space(reservation.reservation_id, ids.start, len(ids), reservation.nbytes, location, holder)
 
-    def _commit(self, request: requests.Commit) -> bytes | Coroutine[Any, Any, bytes]:
+    def _commit(self, request: requests.Commit) -> Answer:
         reservation, sizes = self._directory.find_reservation(request.space_id), request.put.sizes
         if reservation is not None and not self._store.count_at_once(reservation, sizes):
             return self._commit_later(request, reservation)
         body, freed = self._commit_now(request)
-        task = self._store.free(freed)
-        return body if task is None else _after(task, body)
+        return self._once(self._store.free(freed), body)
 
     async def _commit_later(self, request: requests.Commit, reservation: Reservation) -> bytes:
         await self._store.count(reservation, request.put.sizes)
@@ -259,7 +263,7 @@ class DirectoryService:
 
     # ---------------- These methods answer the requests of readers and consumers.
 
-    def _lookup(self, request: requests.Lookup) -> bytes | Coroutine[Any, Any, bytes]:
+    def _lookup(self, request: requests.Lookup) -> Answer:
         keys = unpack_keys(request.keys)
         try:
             return self._directory.lookup(request.partition, keys, request.fields).to_bytes()
@@ -302,7 +306,7 @@ class DirectoryService:
         keys = None if request.keys is None else unpack_keys(request.keys)
         return self._directory.rows(request.partition, keys).to_bytes()
 
-    def _claim(self, request: requests.Claim) -> bytes | Coroutine[Any, Any, bytes]:
+    def _claim(self, request: requests.Claim) -> Answer:
         claim = request.rows
         name = (claim.partition, claim.task, msgspec.msgpack.encode(claim.arguments, order="deterministic"))
         if name in self._claim_queues:
@@ -364,31 +368,30 @@ class DirectoryService:
         self._ready_pulse(request.partition).fire()
         return messages.encode(found)
 
-    def _free_rows(self, request: requests.FreeRows) -> bytes | Coroutine[Any, Any, bytes]:
+    def _free_rows(self, request: requests.FreeRows) -> Answer:
         count, freed = self._directory.free(request.partition, unpack_keys(request.keys))
         return self._cleared(request.partition, messages.encode(count), freed)
 
-    def _clear(self, request: requests.SomeRows) -> bytes | Coroutine[Any, Any, bytes]:
+    def _clear(self, request: requests.SomeRows) -> Answer:
         keys = None if request.keys is None else unpack_keys(request.keys)
         count, freed = self._directory.clear(request.partition, keys)
         return self._cleared(request.partition, messages.encode(count), freed)
 
-    def _clear_stale(self, request: requests.ClearStale) -> bytes | Coroutine[Any, Any, bytes]:
+    def _clear_stale(self, request: requests.ClearStale) -> Answer:
         claim = request.rows
         keys, freed = self._directory.clear_stale(claim)
         return self._cleared(claim.partition, pack_keys(keys), freed)
 
-    def _cleared(self, partition: str, body: bytes, freed: Sequence[FreedBlock]) -> bytes | Coroutine[Any, Any, bytes]:
+    def _cleared(self, partition: str, body: bytes, freed: Sequence[FreedBlock]) -> Answer:
         """Free the blocks of cleared or freed rows, and return `body` once they are gone from the store. Also wakes
         waiting claims, because a sampler may have been waiting for one of the cleared rows."""
         self._ready_pulse(partition).fire()
         self._reply(requests.reply(body))  # The effects must be recorded before the store frees blocks.
-        task = self._store.free(freed)
-        return body if task is None else _after(task, body)
+        return self._once(self._store.free(freed), body)
 
     # ---------------- These methods answer requests about partitions and about the whole data plane.
 
-    def _register(self, request: requests.Register) -> bytes | Coroutine[Any, Any, bytes]:
+    def _register(self, request: requests.Register) -> Answer:
         is_new = not self._directory.has(request.partition)
         freed = self._directory.register(
             request.partition, request.schema, request.tasks, request.group_size, redefine=request.redefine
@@ -401,12 +404,12 @@ class DirectoryService:
         self._directory.add_tasks(request.partition, request.tasks)
         return b""
 
-    def _unregister(self, request: requests.OnePartition) -> bytes | Coroutine[Any, Any, bytes]:
+    def _unregister(self, request: requests.OnePartition) -> Answer:
         partition = request.partition
         count, freed = self._directory.unregister(partition)
         return self._dropped(partition, messages.encode(count), freed)
 
-    def _dropped(self, partition: str, body: bytes, freed: Sequence[FreedBlock]) -> bytes | Coroutine[Any, Any, bytes]:
+    def _dropped(self, partition: str, body: bytes, freed: Sequence[FreedBlock]) -> Answer:
         """Free the blocks of a partition that was unregistered or replaced, and return `body` once they are gone."""
         # This wakes waiting claims, which then notice that the partition is gone.
         reply = self._cleared(partition, body, freed)
@@ -415,7 +418,10 @@ class DirectoryService:
         return reply
 
     def _describe(self, request: requests.Describe) -> bytes:
-        schema, usual = self._directory.schema(request.partition), self._space.usual.get(request.partition, (0, 0))
+        schema, usual = (
+            pack_schema(self._directory.schema(request.partition)),
+            self._space.usual.get(request.partition, (0, 0)),
+        )
         credit = self._space.grant(request.writer, request.near, *usual)
         return messages.encode(requests.Described(schema, credit and self._as_space(credit)))
 
@@ -526,6 +532,30 @@ class DirectoryService:
             if not queue.waiting:
                 del self._claim_queues[name]
 
+    def _once(self, freed: asyncio.Future[None] | None, body: bytes) -> Answer:
+        """Return `body`, or the future of a reply with it if blocks are still to be freed first."""
+        if freed is None:
+            return body
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+        def done(freed: asyncio.Future[None]) -> None:
+            if answer.done():  # Its client has gone.
+                return
+            if freed.cancelled():
+                answer.cancel()
+                return
+            error = freed.exception()
+            if isinstance(error, DataPlaneError | ValueError):
+                answer.set_result(self._reply(requests.reply_error(error)))
+            elif error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(self._reply(requests.reply(body)))
+            self._arm()
+
+        freed.add_done_callback(done)
+        return answer
+
     async def _free(self, blocks: Sequence[FreedBlock]) -> None:
         """Free blocks, and wait until they are gone from the store, so that later reads of their rows fail."""
         task = self._store.free(blocks)
@@ -562,8 +592,3 @@ class DirectoryService:
             _logger.warning("writers %s did not commit in time: their bytes are reclaimed", expired.writers)
         self._store.take_back(expired.reservations)
         self._arm()
-
-
-async def _after(task: asyncio.Task[None], body: bytes) -> bytes:
-    await asyncio.shield(task)
-    return body

@@ -120,8 +120,9 @@ class TaskCursor:
     def set(self, rows: np.ndarray, value: int) -> None:
         """Set the state of `rows` to DONE, to 0 for free, or to a lease id, and update the views. `rows` has no
         repeats."""
-        self._assign(rows, value)
-        self.refresh(rows)
+        before = self._assign(rows, value)
+        if not value or not before.all():  # The views hold no row that was leased or finished and still is.
+            self.refresh(rows)
 
     def refresh(self, rows: np.ndarray, *, requeue: bool = False) -> None:
         """Update the views for rows that were written or have changed state. requeue: whether the rows' versions may
@@ -136,7 +137,8 @@ class TaskCursor:
     def forget(self, rows: np.ndarray) -> np.ndarray:
         """Forget rows that are being cleared and are already marked as unwritten. Returns the ids of the leases that
         held them; an id occurs once for each row."""
-        self.refresh(rows)
+        if not self.column[rows].all():  # The views hold only rows that are free.
+            self.refresh(rows)
         held = self._assign(rows, 0)
         self.notes.forget(rows)
         self._settle(rows)

@@ -9,6 +9,7 @@ undoes an earlier request.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 import select
@@ -32,6 +33,9 @@ END_TIMEOUT_S = 2.0
 SETTLE_S = 0.005
 """Seconds between two checks of the connections that are being closed."""
 BACKLOG = 1024
+_BUFFER = memoryview(bytearray(1 << 16))
+"""Memory into which all connections receive, one after another. For each read, asyncio itself would allocate 256 KiB,
+which takes longer than to answer a small request."""
 
 
 class Listeners:
@@ -108,12 +112,12 @@ class DirectoryServer:
         return _Session(self._service, self._key, self._sessions, self._strangers)
 
 
-class _Session(asyncio.Protocol):
+class _Session(asyncio.BufferedProtocol):
     def __init__(
         self, service: DirectoryService, key: bytes, sessions: set[_Session], strangers: Strangers[Stranger]
     ) -> None:
-        self.tasks: dict[int, asyncio.Task[None]] = {}
-        """Tasks of the requests that are not answered yet, by request number."""
+        self.tasks: dict[int, asyncio.Future[Any]] = {}
+        """Tasks and futures of the requests that are not answered yet, by request number."""
         self._service = service
         self._key = key
         self._sessions = sessions
@@ -143,7 +147,11 @@ class _Session(asyncio.Protocol):
         self._stranger = Stranger(connection, self._key, SERVICE, self._transport.abort)
         self._strangers.add(self._stranger)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return _BUFFER
+
+    def buffer_updated(self, nbytes: int) -> None:
+        data = bytes(_BUFFER[:nbytes])
         if self._stream is None and self._stranger is not None:
             data = self._admit(self._stranger, data)
         if self._stream is not None and data:
@@ -245,7 +253,7 @@ class _Session(asyncio.Protocol):
         """Cancel the request with this number if it is waiting for rows or space. A request that is being carried out
         is answered as usual."""
         task = self.tasks.get(number)
-        if task is not None and task.get_name() in WAITING_OPS:
+        if isinstance(task, asyncio.Task) and task.get_name() in WAITING_OPS:
             task.cancel()
 
     def _answer(self, number: int, op: str, payload: bytes) -> None:
@@ -260,9 +268,19 @@ class _Session(asyncio.Protocol):
         if isinstance(reply, bytes):
             self._send(number, reply)
             return
+        if isinstance(reply, asyncio.Future):
+            self.tasks[number] = reply
+            reply.add_done_callback(functools.partial(self._answered, number, op))
+            return
         task = self._loop.create_task(self._answer_later(number, op, reply), name=op)
         self.tasks[number] = task
         task.add_done_callback(lambda _: self.tasks.pop(number, None))
+
+    def _answered(self, number: int, op: str, reply: asyncio.Future[bytes]) -> None:
+        self.tasks.pop(number, None)
+        if not reply.cancelled():
+            error = reply.exception()
+            self._send(number, reply.result() if error is None else _bug(op, error))
 
     async def _answer_later(self, number: int, op: str, waiting: Coroutine[Any, Any, bytes]) -> None:
         try:
@@ -296,7 +314,7 @@ def _cancelled_at_once(frames: Sequence[tuple[int, str, bytes]]) -> frozenset[in
     return frozenset(found)
 
 
-def _bug(op: str, error: Exception) -> bytes:
+def _bug(op: str, error: BaseException) -> bytes:
     """Log an unexpected error, and return a reply that reports it. Without a reply, the caller would wait for an answer
     that never comes."""
     _logger.error("request %r failed", op, exc_info=error)

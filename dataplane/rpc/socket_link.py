@@ -446,7 +446,7 @@ class _Request:
     """Text that `lasting_effect` returns for a request that was interrupted."""
 
 
-class _Channel(asyncio.Protocol):
+class _Channel(asyncio.BufferedProtocol):
     """Connection of one event loop to the directory. Requests carry numbers, and replies come in any order."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, address: DirectoryAddress, key: bytes) -> None:
@@ -464,6 +464,7 @@ class _Channel(asyncio.Protocol):
         reference."""
         self._reader = FrameReader()
         self._token = new_token()
+        self._buffer = memoryview(bytearray(_READ_BYTES))
         self._poll = select.poll()
         """Poll object that shows whether the directory has closed the connection."""
         self._next = 1
@@ -560,6 +561,12 @@ class _Channel(asyncio.Protocol):
             self._transport.abort()
         else:
             self._poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._buffer[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -94,6 +94,10 @@ class Unfreed:
         """Names of the processes that are proven dead, by number."""
         return {peer: self._peers[peer] for peer in tuple(self._dead)}
 
+    def answers(self, peer: int) -> bool:
+        """Return whether a process is not known to be silent or dead."""
+        return peer not in self._silent and peer not in self._dead
+
     @property
     def living(self) -> list[int]:
         """Numbers of the processes that are not proven dead."""

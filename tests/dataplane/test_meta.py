@@ -113,7 +113,7 @@ def test_damaged_receipts_are_refused_whatever_the_damage() -> None:
             damaged[at] ^= int(random.integers(1, 256))
         with pytest.raises(ValueError, match="receipt"):
             KVBatchMeta.from_bytes(bytes(damaged))
-    for body in (b"", b"\x90", b"\xc1", msgspec.msgpack.encode(["receipt5"] * 12), msgspec.msgpack.encode({"a": 1})):
+    for body in (b"", b"\x90", b"\xc1", msgspec.msgpack.encode(["receipt6"] * 12), msgspec.msgpack.encode({"a": 1})):
         with pytest.raises(ValueError, match="receipt"):
             KVBatchMeta.from_bytes(xxhash.xxh3_64_digest(body) + body)
 

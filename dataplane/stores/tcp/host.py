@@ -8,7 +8,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, cast
 
@@ -22,6 +22,7 @@ from ...security.run_key import opened_key
 from ..counting_host import CountingHost
 from ..registry import StoreEntry
 from .link import DYING_S, UnitDied, UnitLink
+from .soon import SoonFreed
 from .store import TcpStore
 from .unit import UnitProcess
 from .wire import Free, Keep, UnitAddress, column, decode, encode
@@ -186,6 +187,21 @@ class TcpHost(CountingHost):
             for unit in [holder_of(location)] if location else range(len(self._units)):
                 self._unfreed.add(unit, block_id, nbytes)
         self._deliver()
+
+    def free_soon(self, blocks: Sequence[tuple[int, bytes]], done: Callable[[bool], None]) -> bool:
+        """Make the units delete blocks without a thread; see `FreesSoon`."""
+        wanted: dict[UnitLink, list[int]] = {}
+        for block_id, location in blocks:
+            if not location or not self._unfreed.answers(holder_of(location)):
+                return False
+            wanted.setdefault(self._units[holder_of(location)], []).append(block_id)
+
+        def ended(gone: bool) -> None:
+            for block_id, _ in blocks if gone else ():
+                self._bytes.pop(block_id, None)
+            done(gone)
+
+        return SoonFreed(ended).send(wanted)
 
     def _deliver(self) -> None:
         for number, block_ids in self._unfreed.waiting():

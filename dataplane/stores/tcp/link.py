@@ -84,6 +84,21 @@ class UnitLink:
             raise self._lost(op, error, started, deadline, progress) from None
         return Sent(connection, op, started, deadline, progress)
 
+    def send_pooled(self, op: str, request: str, head: bytes, deadline: float) -> Sent | None:
+        """Send a request as `send` does, but only over a connection that is open already. Returns None if there is none
+        or if it breaks."""
+        connection = self._take()
+        if connection is None:
+            return None
+        sent = Sent(connection, op, time.monotonic(), deadline, Progress())
+        connection.progress, connection.number = sent.progress, 1 + next(self._numbers) % LAST_NUMBER
+        try:
+            connection.send(request, head, (), deadline)
+        except OSError:
+            connection.close()
+            return None
+        return sent
+
     @contextlib.contextmanager
     def answer(self, sent: Sent) -> Iterator[tuple[Connection, bytes, int]]:
         """Receive the beginning of the reply to a request. The context's value is the connection, the reply's head, and
