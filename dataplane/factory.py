@@ -7,6 +7,7 @@ that runs the directory itself or in a separate process, does not need Ray.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import os
@@ -59,10 +60,12 @@ class DataPlane:
         *,
         at_exit: Callable[[], None] | None,
         start_unit: Callable[[str, float], Sequence[bytes]] = lambda node, timeout_s: (),
+        shards: Sequence[DataPlane] = (),
     ) -> None:
         """end: function that ends the store and the directory. at_exit: function to call when the program ends without
         having called `close`, so that its rows do not stay in memory; None when the rows vanish with the process.
-        start_unit: function that starts a storage unit on a node, as `StartsUnits.start_units` does."""
+        start_unit: function that starts a storage unit on a node, as `StartsUnits.start_units` does. shards: data
+        planes of the single directories, which `end` ends, if there are several."""
         self.handle = handle
         """Handle with which other processes connect; `handle.to_text()` returns it as a short text."""
         self.host = host
@@ -72,6 +75,7 @@ class DataPlane:
         self._processes = processes
         self._end: Callable[[], None] | None = end
         self._start_unit = start_unit
+        self._shards = shards
         self._ensuring = threading.Lock()
         self._at_exit = None if at_exit is None else functools.partial(_end_in, os.getpid(), at_exit)
         if self._at_exit is not None:
@@ -95,6 +99,10 @@ class DataPlane:
         Raises ValueError if the node has no room for the unit, StoreLost if the unit does not start, and DirectoryLost
         if the directory does not answer within `timeout_s`.
         """
+        for shard in self._shards:
+            shard.ensure_unit(node, timeout_s=timeout_s)
+        if self._shards:
+            return
         _, link = _joined(self.handle, connect_now=True)
         started = time.monotonic()
 
@@ -170,13 +178,35 @@ def open_data_plane(
         raise InvalidArgument("open_data_plane: got in_process=True and process=True, expected at most one of them")
     if listen and not process:
         raise InvalidArgument(f"open_data_plane: got listen={listen!r} without process=True, expected both or neither")
-    if in_process:
-        return _open_in_process(config, run_id)
-    if process:
-        return _open_process(config, run_id, listen, start_timeout_s)
-    return _open_actor(
-        config, run_id, listening or Listening(one_host), tuple(nodes or ()), directory_node, start_timeout_s
-    )
+
+    def open_one(config: DataPlaneConfig, run_id: str) -> DataPlane:
+        if in_process:
+            return _open_in_process(config, run_id)
+        if process:
+            return _open_process(config, run_id, listen, start_timeout_s)
+        return _open_actor(
+            config, run_id, listening or Listening(one_host), tuple(nodes or ()), directory_node, start_timeout_s
+        )
+
+    return open_one(config, run_id) if config.directory_shards == 1 else _open_shards(config, run_id, open_one)
+
+
+def _open_shards(
+    config: DataPlaneConfig, run_id: str, open_one: Callable[[DataPlaneConfig, str], DataPlane]
+) -> DataPlane:
+    """Open a data plane of several directories, each with its own part of the store."""
+    count = config.directory_shards
+    part = config.store.model_copy(update={"capacity_mib": max(1, config.store.capacity_mib // count)})
+    config = config.model_copy(update={"store": part})
+    with contextlib.ExitStack() as opened:
+        first = opened.enter_context(open_one(config, run_id))
+        others = [opened.enter_context(open_one(config, f"{run_id[:60]}-{number}")) for number in range(1, count)]
+        processes = first.processes()
+        for number, other in enumerate(others, 1):
+            processes |= {f"{name}-shard-{number}": pid for name, pid in other.processes().items()}
+        handle = dataclasses.replace(first.handle, shards=tuple(other.handle for other in others))
+        end = opened.pop_all().close
+    return DataPlane(handle, processes, first.host, first.space, end, at_exit=None, shards=(first, *others))
 
 
 def _open_in_process(config: DataPlaneConfig, run_id: str) -> DataPlane:
@@ -248,7 +278,7 @@ def connect(handle: DataPlaneHandle | str, *, name: str = "") -> DataPlaneClient
     for anything else than a handle or its exact text.
     """
     handle, link = _joined(handle, connect_now=True)
-    return DataPlaneClient(handle, link, _attach(handle, link), name)
+    return DataPlaneClient(handle, link, _attach(handle, link), name, _others(handle, connect_now=True))
 
 
 @checked_call
@@ -260,7 +290,13 @@ def connect_async(handle: DataPlaneHandle | str, *, name: str = "") -> AsyncData
     directory is not running. For a handle's text, this function asks the directory now.
     """
     handle, link = _joined(handle, connect_now=False)
-    return AsyncDataPlaneClient(handle, link, _attach(handle, link), name)
+    return AsyncDataPlaneClient(handle, link, _attach(handle, link), name, _others(handle, connect_now=False))
+
+
+def _others(handle: DataPlaneHandle, *, connect_now: bool) -> list[tuple[DataPlaneHandle, Link, BlockStore]]:
+    """Return handle, link and store of each further directory of a data plane."""
+    joined = [_joined(shard, connect_now=connect_now) for shard in handle.shards]
+    return [(shard, link, _attach(shard, link)) for shard, link in joined]
 
 
 def _attach(handle: DataPlaneHandle, link: Link) -> BlockStore:
@@ -308,4 +344,9 @@ def _joined_by_text(text: PlaneText) -> tuple[DataPlaneHandle, Link]:
     plane = messages.decode(body_of(reply, "connect", time.monotonic() - started), requests.Plane)
     store = StoreSpec(plane.store_kind, plane.store_run_id, plane.store_address, plane.plane_id, text.key)
     config = DataPlaneConfig.model_validate_json(plane.config)
-    return DataPlaneHandle(text.run_id, config, store, "", text.address, peer), link
+    shards = []
+    for other in text.shards:
+        shard, other_link = _joined_by_text(other)
+        other_link.detach()
+        shards.append(shard)
+    return DataPlaneHandle(text.run_id, config, store, "", text.address, peer, tuple(shards)), link

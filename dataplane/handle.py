@@ -15,7 +15,7 @@ from .config import DataPlaneConfig
 from .rpc.frames import DirectoryAddress
 from .security.run_key import packed, unpacked
 
-_TEXT_PREFIX = "headrace2."
+_TEXT_PREFIX = "headrace3."
 _SUM_BYTES = 4
 
 
@@ -35,11 +35,14 @@ class DataPlaneHandle:
     peer: str
     """Name, pid and host of the directory (the metadata service), for error messages."""
 
+    shards: tuple[DataPlaneHandle, ...] = ()
+    """Handles of the further directories of a data plane with `directory_shards` above 1."""
+
     def over_sockets(self) -> DataPlaneHandle:
         """Return a handle whose clients reach units of the store `tcp` over sockets even on their own host. Clients of
         other hosts always do. Tests and benchmarks use it."""
         store = dataclasses.replace(self.store, address={**self.store.address, "shares_memory": False})
-        return dataclasses.replace(self, store=store)
+        return dataclasses.replace(self, store=store, shards=tuple(shard.over_sockets() for shard in self.shards))
 
     @property
     def verifies_blocks(self) -> bool:
@@ -60,8 +63,7 @@ class DataPlaneHandle:
                 "to_text: the data plane was opened with in_process=True, which no other process can use; "
                 "open it with process=True"
             )
-        address = self.address
-        body = msgspec.msgpack.encode([self.run_id, address.local, address.host, address.port, packed(self.store.key)])
+        body = msgspec.msgpack.encode([_address_parts(handle) for handle in (self, *self.shards)])
         return _TEXT_PREFIX + base64.urlsafe_b64encode(_checksum(body) + body).decode().rstrip("=")
 
 
@@ -72,6 +74,8 @@ class PlaneText:
     run_id: str
     address: DirectoryAddress
     key: bytes = field(repr=False)
+    shards: tuple[PlaneText, ...] = ()
+    """Contents for the further directories of the data plane."""
 
     @staticmethod
     def parse(text: str) -> PlaneText:
@@ -86,13 +90,20 @@ class PlaneText:
             found, data = data[:_SUM_BYTES], data[_SUM_BYTES:]
             if found != _checksum(data):
                 raise ValueError
-            run_id, local, host, port, key = msgspec.msgpack.decode(data, type=tuple[str, str, str, int, bytes])
+            parts = msgspec.msgpack.decode(data, type=list[tuple[str, str, str, int, bytes]])
+            first, *others = [PlaneText(run_id, DirectoryAddress(*at), unpacked(key)) for run_id, *at, key in parts]
         except (ValueError, binascii.Error, msgspec.MsgspecError):
             raise ValueError(
                 f"handle: got a text of {len(text)} characters, whose checksum is wrong or missing, expected what "
                 f"plane.handle.to_text() returned, which begins with {_TEXT_PREFIX!r}"
             ) from None
-        return PlaneText(run_id, DirectoryAddress(local, host, port), unpacked(key))
+        return dataclasses.replace(first, shards=tuple(others))
+
+
+def _address_parts(handle: DataPlaneHandle) -> tuple[str, str, str, int, bytes]:
+    address = handle.address
+    assert address is not None, "all directories of a data plane are opened in the same way"
+    return handle.run_id, address.local, address.host, address.port, packed(handle.store.key)
 
 
 def _checksum(body: bytes) -> bytes:

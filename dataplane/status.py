@@ -63,6 +63,19 @@ class DataPlaneStatus:
     """Number of puts so far whose rows are on another host than their writer, because the writer's host had no room.
     Writers on a host without a storage unit are not counted."""
 
+    def plus(self, other: DataPlaneStatus) -> DataPlaneStatus:
+        """Return the sum of two snapshots, of partitions that two directories serve. Bytes and rows are added; the
+        oldest lease is that of both."""
+        older = max(self, other, key=lambda status: status.oldest_lease_s)
+        total: dict[str, Any] = {"oldest_lease_s": older.oldest_lease_s, "oldest_lease": older.oldest_lease}
+        for one in dataclasses.fields(self):
+            mine, theirs = getattr(self, one.name), getattr(other, one.name)
+            if isinstance(mine, dict):
+                total[one.name] = {name: mine.get(name, 0) + theirs.get(name, 0) for name in mine | theirs}
+            elif isinstance(mine, int):
+                total[one.name] = mine + theirs
+        return dataclasses.replace(self, **total)
+
     def to_bytes(self) -> bytes:
         """Encode the values by position, without the fields' names. The message is kept small, because the driver asks
         for it at every step."""

@@ -24,7 +24,8 @@ from ..meta import KVBatchMeta, Tags
 from ..rpc.links import Link, wait_out
 from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from .arguments import Fields, Keys
-from .operations import Ask, CountedClient, Moved, Steps, Work
+from .counted_client import CountedClient
+from .operations import Ask, Moved, Steps, Work
 from .saving import load, save
 
 T = TypeVar("T")
@@ -43,8 +44,16 @@ class AsyncDataPlaneClient(CountedClient):
     are withdrawn. Only a put with replace=True may have taken effect, because the previous values are gone.
     """
 
-    def __init__(self, handle: DataPlaneHandle, link: Link, store: BlockStore, name: str = "") -> None:
-        super().__init__(handle, link, store, name)
+    def __init__(
+        self,
+        handle: DataPlaneHandle,
+        link: Link,
+        store: BlockStore,
+        name: str = "",
+        others: Sequence[tuple[DataPlaneHandle, Link, BlockStore]] = (),
+    ) -> None:
+        """others: handle, link and store of each further directory of the data plane."""
+        super().__init__(handle, link, store, name, others)
         # The client has its own threads, because tools that hang can occupy all default threads of the event loop.
         self._threads = ThreadPoolExecutor(thread_name_prefix="data-plane")
         self._closed = False
@@ -255,7 +264,8 @@ class AsyncDataPlaneClient(CountedClient):
         await self._carry_out(self._operations.close())
         self._closed = True
         self._threads.shutdown(wait=False)
-        await self._link.detach_async()
+        for link in self._links:
+            await link.detach_async()
 
     async def __aenter__(self) -> AsyncDataPlaneClient:
         return self
@@ -301,7 +311,7 @@ class AsyncDataPlaneClient(CountedClient):
 
     async def _ask(self, step: Ask) -> bytes:
         started = time.monotonic()
-        reply = await self._link.call_async(step.op, step.payload, step.timeout_s, step.undo)
+        reply = await step.link.call_async(step.op, step.payload, step.timeout_s, step.undo)
         return self._body(step, reply, time.monotonic() - started)
 
     async def _uncancelled(self, step: Ask) -> bytes:

@@ -19,7 +19,8 @@ from ..meta import KVBatchMeta, Tags
 from ..rpc.cancellation import CallCancelled, Cancellation
 from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from .arguments import Fields, Keys
-from .operations import Ask, CountedClient, Moved, Shield, Steps, Work
+from .counted_client import CountedClient
+from .operations import Ask, Moved, Shield, Steps, Work
 from .saving import load, save
 from .shielded_calls import Shielded, can_be_interrupted
 
@@ -400,7 +401,8 @@ class DataPlaneClient(CountedClient):
         """Disconnect from the directory (the metadata service) and the store, which keep running. Idempotent. Leases
         that this client holds run out within `lease_s`."""
         self._carry_out(self._operations.close())
-        self._link.detach()
+        for link in self._links:
+            link.detach()
 
     def __enter__(self) -> DataPlaneClient:
         return self
@@ -446,7 +448,7 @@ class DataPlaneClient(CountedClient):
 
     def _ask(self, step: Ask, cancellation: Cancellation | None) -> bytes:
         started = time.monotonic()
-        reply = self._link.call(step.op, step.payload, step.timeout_s, step.undo, None if step.undoes else cancellation)
+        reply = step.link.call(step.op, step.payload, step.timeout_s, step.undo, None if step.undoes else cancellation)
         return self._body(step, reply, time.monotonic() - started)
 
     def _undo(self, result: Any) -> None:

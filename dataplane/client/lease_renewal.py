@@ -62,7 +62,7 @@ class LeaseRenewal:
     """
 
     def __init__(self, link: Link, lease_s: float) -> None:
-        self._link = link
+        self.link = link
         self._lease_s = lease_s
         self._lock = threading.Lock()
         self._has_ended = False
@@ -218,7 +218,7 @@ class LeaseRenewal:
         lease_id, partition, task = found
         request = requests.Release(partition, task, lease_id, pack_keys(list(held.left)), "retry")
         try:
-            reply = self._link.call("release", requests.encode(request), GIVE_BACK_S)
+            reply = self.link.call("release", requests.encode(request), GIVE_BACK_S)
             requests.body_of(reply, "release", 0.0)
         except LeaseLost:
             pass  # Other clients have cleared these rows, or released them.
@@ -233,7 +233,7 @@ class LeaseRenewal:
 
     def _renew(self, lease_ids: tuple[int, ...]) -> tuple[int, ...]:
         request, timeout_s = requests.encode(requests.Renew(lease_ids)), self._lease_s / RENEWALS
-        reply = requests.body_of(self._link.call("renew", request, timeout_s), "renew", 0.0)
+        reply = requests.body_of(self.link.call("renew", request, timeout_s), "renew", 0.0)
         return messages.decode(reply, tuple[int, ...])
 
 

@@ -53,6 +53,8 @@ class Ask:
     """Step of an operation: a request to the directory (the metadata service). The client sends it, and passes the
     reply to the operation."""
 
+    link: Link
+    """Link to the directory that carries the request out."""
     op: str
     payload: bytes
     timeout_s: float
@@ -116,6 +118,7 @@ class Operations:
         self.handle = handle
         self.store = store
         self._leases = leases
+        self.link = leases.link
         weakref.finalize(self, leases.end)  # This ends the renewal even if the client is never closed.
         self.stats = ClientStats()
         self.label = f"{name or 'client'} pid={os.getpid()}"
@@ -126,13 +129,17 @@ class Operations:
         # The client uses granted space for only half of `reserve_s`, so that a put has the other half to finish.
         self._credit = Credit(handle.config.reserve_s / 2)
 
+    def of(self, partition: str) -> Operations:
+        """Return these operations, which serve all partitions; see `ShardedOperations`."""
+        return self
+
     def timeout(self, timeout_s: float | None) -> float:
         """Return a call's time limit in seconds: `timeout_s`, or the configured one for None."""
         return self.handle.config.timeout_s if timeout_s is None else timeout_s
 
     def _ask(self, op: str, request: object, timeout_s: float | None) -> Steps[bytes]:
         yield SHIELD
-        return (yield Ask(op, requests.encode(request), self.timeout(timeout_s)))
+        return (yield Ask(self.link, op, requests.encode(request), self.timeout(timeout_s)))
 
     @checked
     def register(
@@ -263,7 +270,7 @@ class Operations:
             remaining = max(0.0, deadline - time.monotonic())
             request = requests.encode(requests.Reserve(put, remaining, given_back))
             try:
-                reply = yield Ask("reserve", request, remaining, _abort_reserved)
+                reply = yield Ask(self.link, "reserve", request, remaining, _abort_reserved)
             except BaseException as error:  # The request may never have been sent.
                 if given_back:
                     yield from self._give_back(given_back, undo_s(error))
@@ -307,7 +314,7 @@ class Operations:
                 ) from error
             commit = requests.Commit(space.space_id, credit, put, locations, *self._credit.next_request())
             asked = True
-            reply = yield Ask("commit", requests.encode(commit), max(0.0, deadline - time.monotonic()))
+            reply = yield Ask(self.link, "commit", requests.encode(commit), max(0.0, deadline - time.monotonic()))
             written = None if reply == requests.REVOKED else messages.decode(reply, requests.Written)
         except BaseException as error:
             failed = time.monotonic()
@@ -361,7 +368,7 @@ class Operations:
         bound = self.timeout(timeout_s)
         request = requests.Lookup(partition, pack_keys(keys), fields, bound if wait else None)
         yield SHIELD
-        reply = yield Ask("lookup", requests.encode(request), bound)
+        reply = yield Ask(self.link, "lookup", requests.encode(request), bound)
         return KVBatchMeta.from_bytes(reply)
 
     @checked
@@ -408,7 +415,7 @@ class Operations:
         )
         request = requests.Claim(rows, bound, self.label)
         yield SHIELD
-        reply = yield Ask("claim", requests.encode(request), bound, partial(_retry, task))
+        reply = yield Ask(self.link, "claim", requests.encode(request), bound, partial(_retry, task))
         try:
             meta = KVBatchMeta.from_bytes(reply)
             self._leases.add(meta.lease_id, meta.partition, meta.keys, meta.generations)
@@ -511,7 +518,7 @@ class Operations:
             if isinstance(self.store, ChoosesHolders):
                 near = yield Work("put", partial(self.store.near, bound), deadline)
             request = requests.encode(requests.Describe(partition, self.label, near))
-            reply = yield Ask("describe", request, max(0.0, deadline - time.monotonic()), _abort_granted)
+            reply = yield Ask(self.link, "describe", request, max(0.0, deadline - time.monotonic()), _abort_granted)
             described = messages.decode(reply, requests.Described)
             self._schemas[partition] = unpack_schema(described.schema)
             self._credit.add(described.next_space)
@@ -521,7 +528,7 @@ class Operations:
         """Make the directory look for dead processes of the store, because this client has failed to reach one. Returns
         the names of the dead ones, by number; none if the directory does not answer."""
         try:
-            reply = yield Ask("find_lost", b"", ABORT_TIMEOUT_S)
+            reply = yield Ask(self.link, "find_lost", b"", ABORT_TIMEOUT_S)
         except DataPlaneError as error:
             _logger.info("a failure of the store could not be reported: %s", error)
             return {}
@@ -555,7 +562,7 @@ class Operations:
         0 for a put that is known to be committed."""
         request = requests.Withdraw(put.partition, pack_keys(put.keys), first_block_id, len(put.layouts), space_id)
         try:
-            yield Ask("withdraw", requests.encode(request), timeout_s, undoes=True)
+            yield Ask(self.link, "withdraw", requests.encode(request), timeout_s, undoes=True)
         except (DataPlaneError, ValueError) as error:
             _logger.info("a put could not be taken back: %s", error)
             return False
@@ -565,7 +572,7 @@ class Operations:
         """Release the rows of a claim whose caller was interrupted before it got their receipt."""
         op, request = _retry(task, receipt)
         try:
-            yield Ask(op, request, ABORT_TIMEOUT_S, undoes=True)
+            yield Ask(self.link, op, request, ABORT_TIMEOUT_S, undoes=True)
         except (DataPlaneError, ValueError) as error:
             _logger.info("claimed rows could not be given back, their lease will expire: %s", error)
         else:
@@ -575,43 +582,9 @@ class Operations:
     def _give_back(self, space_ids: tuple[int, ...], timeout_s: float = ABORT_TIMEOUT_S) -> Steps[None]:
         """Give space back to the directory if possible. If not, the space expires by itself after `reserve_s`."""
         try:
-            yield Ask("abort", requests.encode(requests.Abort(space_ids)), timeout_s, undoes=True)
+            yield Ask(self.link, "abort", requests.encode(requests.Abort(space_ids)), timeout_s, undoes=True)
         except DataPlaneError as error:
             _logger.info("reserved space could not be given back, it will expire: %s", error)
-
-
-class CountedClient:
-    """Base class of the blocking client and the asyncio client. It counts calls, their bytes and their requests."""
-
-    def __init__(self, handle: DataPlaneHandle, link: Link, store: BlockStore, name: str = "") -> None:
-        self._operations = Operations(handle, store, LeaseRenewal(link, handle.config.lease_s), name)
-        self._operations.client = weakref.ref(self)
-        self._link = link
-
-    @property
-    def plane_id(self) -> int:
-        """Id of the data plane, which each of its receipts carries."""
-        return self._operations.handle.store.plane_id
-
-    @property
-    def stats(self) -> ClientStats:
-        """Counters of the calls of this client and of the bytes that they moved, since the client was created."""
-        return self._operations.stats
-
-    def _counted(self, steps: Steps[T]) -> Steps[T]:
-        started, nbytes = time.monotonic(), 0
-        try:
-            result = yield from steps
-            nbytes = result.nbytes if isinstance(result, Moved) else 0
-            return result
-        finally:
-            op = str(getattr(steps, "__name__", ""))
-            op = "put" if op == "write" else op
-            self.stats.count_call(op, time.monotonic() - started, nbytes)
-
-    def _body(self, step: Ask, reply: bytes, elapsed_s: float) -> bytes:
-        self.stats.count_directory(len(step.payload) + len(reply))
-        return requests.body_of(reply, step.op, elapsed_s)
 
 
 def undo_s(error: BaseException) -> float:

@@ -208,8 +208,8 @@ def save(
     operations: Operations, partition: str, path: str | os.PathLike[str], timeout_s: float | None
 ) -> Steps[Moved[int]]:
     """Save a partition; see `DataPlaneClient.save`."""
-    bound = operations.timeout(timeout_s)
-    reply = yield Ask("export", requests.encode(requests.OnePartition(partition)), bound)
+    bound, operations = operations.timeout(timeout_s), operations.of(partition)
+    reply = yield Ask(operations.link, "export", requests.encode(requests.OnePartition(partition)), bound)
     exported = messages.decode(reply, requests.Exported)
     rows = PartitionRows.from_bytes(exported.rows)
     chunks = [
@@ -259,7 +259,8 @@ def load(
     drop = requests.encode(requests.OnePartition(name))
     restore = requests.Restore(name, messages.decode(saved.state, PartitionState), saved.rows)
     yield SHIELD
-    yield Ask("restore", requests.encode(restore), bound, lambda _: ("unregister", drop))
+    yield Ask(operations.link, "restore", requests.encode(restore), bound, lambda _: ("unregister", drop))
+    operations = operations.of(name)
     operations.forget(name)
     nbytes = 0
     try:
@@ -271,15 +272,15 @@ def load(
             moved = yield from put
             nbytes += moved.nbytes
     except BaseException as error:
-        yield from _remove(name, undo_s(error))
+        yield from _remove(operations, name, undo_s(error))
         raise
-    return Moved(name, nbytes, functools.partial(_remove, name))
+    return Moved(name, nbytes, functools.partial(_remove, operations, name))
 
 
-def _remove(partition: str, timeout_s: float = ABORT_TIMEOUT_S) -> Steps[None]:
+def _remove(operations: Operations, partition: str, timeout_s: float = ABORT_TIMEOUT_S) -> Steps[None]:
     """Unregister a partition whose `load` failed or was interrupted."""
     request = requests.encode(requests.OnePartition(partition))
     try:
-        yield Ask("unregister", request, timeout_s, undoes=True)
+        yield Ask(operations.link, "unregister", request, timeout_s, undoes=True)
     except (DataPlaneError, ValueError) as error:
         _logger.warning("partition %r, which was loaded in part, could not be removed: %s", partition, error)

@@ -72,7 +72,7 @@ def test_processes_of_every_kind_share_a_plane_by_its_text(plane: DataPlane) -> 
 def test_a_text_that_is_none_is_refused(plane: DataPlane) -> None:
     text = plane.handle.to_text()
     changed = [text[:at] + ("A" if text[at] != "A" else "B") + text[at + 1 :] for at in (11, 40, len(text) - 2)]
-    for wrong in ("", "headrace2.", "headrace2.!!", text[:-9], text.upper(), *changed, "tcp://1.2.3.4:5"):
+    for wrong in ("", "headrace3.", "headrace3.!!", text[:-9], text.upper(), *changed, "tcp://1.2.3.4:5"):
         with pytest.raises(InvalidArgument, match="expected what plane.handle.to_text"):
             connect(wrong)
     with open_data_plane(DataPlaneConfig(), run_id=fresh_run_id(), in_process=True) as own:
