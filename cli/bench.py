@@ -70,7 +70,7 @@ def add_bench_commands(commands: Any) -> None:
     step.add_argument("--quick", action="store_true", help="few and short steps, under a minute")
 
     hosts = bench_command(
-        kinds, "hosts", _hosts, "reads between hosts made of namespaces (needs root), against shm and raw TCP"
+        kinds, "hosts", _hosts, "reads between hosts made of namespaces (needs root), and the directory's cost"
     )
     hosts.add_argument("--quick", action="store_true", help="few repeats, under a minute")
 
@@ -199,13 +199,14 @@ def _step(arguments: argparse.Namespace) -> int:
 
 
 def _hosts(arguments: argparse.Namespace) -> int:
-    from ..bench.hosts.benchmark import HostOptions, hosts_table, run_hosts, write_report
+    from ..bench.hosts.benchmark import HostOptions, directory_table, hosts_table, run_hosts, write_report
 
     out = results_folder(arguments, "hosts")
     options = HostOptions.quick(out) if arguments.quick else HostOptions(out)
     with status_line("starting") as (console, tell):
         report = run_hosts(options, tell)
     print_table(console, hosts_table(report))
+    print_table(console, directory_table(report, options))
     console.print(f"report: {write_report(report, options, command_line())}", highlight=False)
     return DONE
 

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from ...trainers.errors import UserError
 from ..records import conditions, markdown, table, write_page, write_records, write_summary
+from .directory_cost import GROUP, PLAYERS, CostOptions, CostResult, measure_cost, measure_rate, summarise_cost
 from .encryption import measure_encryption
 from .namespaces import why_no_hosts
 from .reads import RAW, SHM, ReadOptions, ReadResult, measure_reads, summarise
@@ -34,6 +35,7 @@ HEADER = (
     "tcp : baseline",
     "bar",
 )
+COST_HEADER = ("directory", "measured", "bar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,13 @@ class HostOptions:
     reads: ReadOptions = ReadOptions()
     kills: int = 5
     """Number of times that the directory's process is killed."""
+    directory: CostOptions = CostOptions()
 
     @staticmethod
     def quick(out: Path) -> HostOptions:
         """Return options for a run of less than a minute."""
-        return HostOptions(out, replace(ReadOptions(), repeats=9), kills=2)
+        few = CostOptions(connections=100, groups=64, repeats=3)
+        return HostOptions(out, replace(ReadOptions(), repeats=9), kills=2, directory=few)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,10 @@ class HostReport:
     """Factors by which authentication and TLS lengthen a step; see `measure_encryption`."""
     recoveries_s: list[float]
     """Seconds that a call took after each kill of the directory's process."""
+    directory: list[CostResult]
+    """CPU time of the directory, one for each run."""
+    rates: list[float]
+    """Rows that the directory served per second, one for each run."""
 
 
 def run_hosts(options: HostOptions, tell: Callable[[str], None]) -> HostReport:
@@ -73,18 +81,28 @@ def run_hosts(options: HostOptions, tell: Callable[[str], None]) -> HostReport:
         workloads=[spec.name for spec in options.reads.workloads], repeats=options.reads.repeats, threads_per_process=1
     )
     results = measure_reads(options.reads, tell)
-    write_records(options.out / "results.jsonl", [result.record() for result in results], facts)
+    tell(f"directory: {options.directory.repeats} runs with {options.directory.connections} connections")
+    directory = measure_cost(options.directory)
+    rates = [measure_rate() for _ in range(options.directory.repeats)]
+    records = [result.record() for result in (*results, *directory)]
+    write_records(options.out / "results.jsonl", records, facts)
     costs = measure_encryption(options.reads.repeats, tell)
     tell("killing the directory")
     recoveries_s = measure_recovery(options.kills)
     recovery = {RECOVERY: max(recoveries_s)}
-    write_summary(options.out / "summary.json", {**summarise(results), **costs, **recovery}, facts)
-    return HostReport(results, facts, costs, recoveries_s)
+    summary = {**summarise(results), **costs, **recovery, **summarise_cost(directory, rates)}
+    write_summary(options.out / "summary.json", summary, facts)
+    return HostReport(results, facts, costs, recoveries_s, directory, rates)
 
 
 def hosts_table(report: HostReport) -> Table:
     """Return a table with one row per read."""
     return table("headrace bench hosts", HEADER, _rows(report.results), left=HEADER[:3])
+
+
+def directory_table(report: HostReport, options: HostOptions) -> Table:
+    """Return a table with the directory's figures."""
+    return table("The directory", COST_HEADER, _cost_rows(report, options), left=COST_HEADER[:1])
 
 
 def write_report(report: HostReport, options: HostOptions, command: str) -> Path:
@@ -103,6 +121,12 @@ def write_report(report: HostReport, options: HostOptions, command: str) -> Path
     )
     step = f"A step over sockets takes longer by {costs}."
     lines = [text, "", *markdown(HEADER, _rows(report.results)), "", step, "", deaths]
+    cost_text = (
+        f"The directory: put, claim, get, release and clear of rows in groups of {GROUP}, medians of "
+        f"{options.directory.repeats} runs. The CPU time is that of the directory's process alone; rows a second are "
+        f"those that {PLAYERS} client processes beside it put and consumed on this machine."
+    )
+    lines += ["", cost_text, "", *markdown(COST_HEADER, _cost_rows(report, options))]
     return write_page(options.out / "report.md", "headrace bench hosts", command, lines, report.conditions)
 
 
@@ -120,4 +144,12 @@ def _rows(results: Sequence[ReadResult]) -> list[tuple[str, ...]]:
             f"{BARS[result.baseline]:g}",
         )
         for result in results
+    ]
+
+
+def _cost_rows(report: HostReport, options: HostOptions) -> list[tuple[str, ...]]:
+    us_per_row, rows_per_s = summarise_cost(report.directory, report.rates).values()
+    return [
+        (f"CPU time a row, us, {options.directory.connections} connections", f"{us_per_row:.0f}", "at most 120"),
+        (f"rows a second, {PLAYERS} client processes", f"{rows_per_s:.0f}", "3500 on two cores"),
     ]

@@ -7,6 +7,7 @@ process alone, so that the time of clients and storage units does not count.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import multiprocessing
 import resource
 import statistics
@@ -36,6 +37,8 @@ FIELDS = (
 NAMES = tuple(field.name for field in FIELDS)
 PARTITION, TASK = "train", "train"
 TIMEOUT_S = 60.0
+PLAYERS = 2
+"""Number of client processes that work at the same time when rows per second are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,10 @@ class CostResult:
     by_operation: dict[str, float]
     open_us: float
     """CPU time in microseconds to open one connection."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the result as a line of results.jsonl."""
+        return {"subject": "directory", **dataclasses.asdict(self)}
 
 
 def summarise_cost(runs: Sequence[CostResult], rates: Sequence[float]) -> dict[str, float]:
@@ -89,18 +96,25 @@ def measure_cost(options: CostOptions) -> list[CostResult]:
                 client.close()
 
 
-def measure_rate(num_processes: int = 2, seconds: float = 2.0) -> float:
+def measure_rate(num_processes: int = PLAYERS, seconds: float = 2.0, shards: int = 1) -> float:
     """Return how many rows clients put, claim, read, release and clear per second of wall time.
 
-    The clients are in `num_processes` processes, and work at the same time.
+    The clients are in `num_processes` processes, and work at the same time. shards: number of directories; each serves
+    one partition, and every client uses the partition of one directory.
     """
     spawn = multiprocessing.get_context("spawn")
-    with _plane() as plane, connect(plane.handle) as client:
-        client.register(PARTITION, Schema(FIELDS), tasks=[TASK], group_size=GROUP)
+    partitions = [PARTITION] if shards == 1 else _one_each(shards)
+    with _plane(shards) as plane, connect(plane.handle) as client:
+        for partition in partitions:
+            client.register(partition, Schema(FIELDS), tasks=[TASK], group_size=GROUP)
         together = spawn.Barrier(num_processes)
         found = spawn.SimpleQueue()
         processes = [
-            spawn.Process(target=_play, args=(plane.handle, number, together, seconds, found), daemon=True)
+            spawn.Process(
+                target=_play,
+                args=(plane.handle, number, partitions[number % shards], together, seconds, found),
+                daemon=True,
+            )
             for number in range(num_processes)
         ]
         try:
@@ -125,11 +139,20 @@ def cpu_s(pid: int) -> float:
 # ---------------- inside
 
 
-def _plane() -> DataPlane:
+def _plane(shards: int = 1) -> DataPlane:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Each connection takes a file descriptor.
-    config = DataPlaneConfig(store=StoreConfig(kind="tcp", capacity_mib=256), timeout_s=TIMEOUT_S)
+    more = {} if shards == 1 else {"directory_shards": shards}  # Earlier versions do not have the key.
+    config = DataPlaneConfig(store=StoreConfig(kind="tcp", capacity_mib=256 * shards), timeout_s=TIMEOUT_S, **more)
     return open_data_plane(config, process=True, listen="127.0.0.1")
+
+
+def _one_each(shards: int) -> list[str]:
+    """Return the name of a partition for each directory."""
+    from ...dataplane.client.partition_shards import shard_of  # Code that this is measured beside may not have it.
+
+    names = (f"{PARTITION}{number}" for number in itertools.count())
+    return [next(name for name in names if shard_of(name, shards) == shard) for shard in range(shards)]
 
 
 def _rows() -> dict[str, Any]:
@@ -161,25 +184,25 @@ def _cost(pid: int, clients: Sequence[DataPlaneClient], first: int, groups: int,
     return CostResult(sum(spent.values()) * scale, {op: used * scale for op, used in spent.items()}, open_us)
 
 
-def _put(client: DataPlaneClient, name: int | str, rows: dict[str, Any]) -> None:
-    client.put(PARTITION, [f"prompt{name}.{row}" for row in range(GROUP)], rows, versions=0)
+def _put(client: DataPlaneClient, name: int | str, rows: dict[str, Any], partition: str = PARTITION) -> None:
+    client.put(partition, [f"prompt{name}.{row}" for row in range(GROUP)], rows, versions=0)
 
 
-def _claim(client: DataPlaneClient) -> Any:
-    return client.claim(PARTITION, TASK, NAMES, GROUP, whole_groups=True, timeout_s=TIMEOUT_S)
+def _claim(client: DataPlaneClient, partition: str = PARTITION) -> Any:
+    return client.claim(partition, TASK, NAMES, GROUP, whole_groups=True, timeout_s=TIMEOUT_S)
 
 
-def _play(handle: DataPlaneHandle, number: int, together: Any, seconds: float, found: Any) -> None:
+def _play(handle: DataPlaneHandle, number: int, partition: str, together: Any, seconds: float, found: Any) -> None:
     """Put and consume groups for some seconds, in a process of its own."""
     rows, count = _rows(), 0
     with connect(handle, name=f"player {number}") as client:
         together.wait(TIMEOUT_S)
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
-            _put(client, f"{number}-{count}", rows)
-            meta = _claim(client)
+            _put(client, f"{number}-{count}", rows, partition)
+            meta = _claim(client, partition)
             client.get(meta)
             client.release(meta, TASK, "done")
-            client.clear(PARTITION, meta.keys)
+            client.clear(partition, meta.keys)
             count += 1
     found.put(count)

@@ -204,7 +204,7 @@ class BlockTable:
         All of the blocks must hold tokens."""
         if len(block_ids) == 1:
             [only] = block_ids.tolist()
-            starts = self._entries[only].row_starts
+            starts = self.entries[only].row_starts
             assert starts is not None, "a block without tokens stands for a PER_TOKEN field"
             return starts[row]
         used, block = np.unique(block, return_inverse=True)

@@ -16,7 +16,7 @@ from headrace.bench.gpu.nvml import GpuSamples
 from headrace.bench.gpu.train_run import read_outcome
 from headrace.bench.gpu.trl import TrlOutcome
 from headrace.bench.gpu.works import parse_layout
-from headrace.bench.hosts import reads
+from headrace.bench.hosts import directory_cost, reads
 from headrace.bench.hosts.encryption import COSTS
 from headrace.bench.hosts.reads import ReadOptions, ReadResult
 from headrace.bench.hosts.recovery import RECOVERY
@@ -80,7 +80,8 @@ def hosts_keys() -> list[str]:
         for place, baseline in places
         for spec in ReadOptions().workloads
     ]
-    return [*reads.summarise(results), *COSTS, RECOVERY]
+    directory = directory_cost.CostResult(100.0, {}, 1.0)
+    return [*reads.summarise(results), *COSTS, RECOVERY, *directory_cost.summarise_cost([directory], [1000.0])]
 
 
 def gpu_keys(folder: Path) -> list[str]:

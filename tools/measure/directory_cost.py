@@ -1,6 +1,7 @@
 """`python tools/measure/directory_cost.py` measures the directory's CPU time for each row, beside another checkout's.
 
     python tools/measure/directory_cost.py [--connections 1000] [--groups 256] [--repeats 5] [--against FOLDER] [--tcp]
+    python tools/measure/directory_cost.py --rate [--processes 12] [--shards 2]
 
 `--against` names the root folder of another checkout of Headrace. Its code is measured in turn with this one, by the
 same script, so that other load on the machine meets both. Prints one JSON line for each checkout, with medians.
@@ -32,7 +33,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--against", type=Path, help="root folder of another checkout")
     parser.add_argument("--tcp", action="store_true", help="connect by TCP, as clients of other hosts do")
-    parser.add_argument("--rate", action="store_true", help="also measure rows per second, with two client processes")
+    parser.add_argument("--rate", action="store_true", help="also measure rows per second")
+    parser.add_argument("--processes", type=int, default=2, help="client processes for --rate")
+    parser.add_argument("--shards", type=int, default=1, help="directories for --rate, as dataplane.directory_shards")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.child:
@@ -72,7 +75,8 @@ def _measured(a: argparse.Namespace) -> dict[str, Any]:
     sys.modules[MODULE] = module
     spec.loader.exec_module(module)
     (run,) = module.measure_cost(module.CostOptions(a.connections, a.groups, 1, a.tcp))
-    return dataclasses.asdict(run) | ({"rows_per_s": module.measure_rate()} if a.rate else {})
+    rate = {"rows_per_s": module.measure_rate(a.processes, shards=a.shards)} if a.rate else {}
+    return dataclasses.asdict(run) | rate
 
 
 if __name__ == "__main__":
