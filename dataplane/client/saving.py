@@ -259,8 +259,8 @@ def load(
     drop = requests.encode(requests.OnePartition(name))
     restore = requests.Restore(name, messages.decode(saved.state, PartitionState), saved.rows)
     yield SHIELD
-    yield Ask(operations.link, "restore", requests.encode(restore), bound, lambda _: ("unregister", drop))
     operations = operations.of(name)
+    yield Ask(operations.link, "restore", requests.encode(restore), bound, lambda _: ("unregister", drop))
     operations.forget(name)
     nbytes = 0
     try:

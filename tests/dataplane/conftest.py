@@ -15,7 +15,7 @@ from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
 from headrace.testing.data_plane import SCHEMA, fresh_run_id
 from headrace.tests import process_pool
-from headrace.tests.dataplane.planes import OTHER_STORES, as_seen, store_config
+from headrace.tests.dataplane.planes import OTHER_STORES, as_seen, num_directories, store_config
 from headrace.tests.dataplane.stubborn import STUBBORN
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -75,7 +75,13 @@ def plane(kind: str) -> Iterator[DataPlane]:
     """A data plane in this process, with room and time."""
     store = store_config(kind, capacity_mib=64, num_units=2)
     config = DataPlaneConfig(
-        store=store, trusted_network=True, timeout_s=20, block_rows=8, integrity="verify", samplers=(STUBBORN,)
+        store=store,
+        directory_shards=num_directories(kind),
+        trusted_network=True,
+        timeout_s=20,
+        block_rows=8,
+        integrity="verify",
+        samplers=(STUBBORN,),
     )
     with as_seen(kind, open_data_plane(config, run_id=fresh_run_id(), in_process=True)) as plane:
         yield plane

@@ -12,8 +12,8 @@ from headrace.dataplane.block_store import ReadsRanges
 from headrace.dataplane.config import StoreConfig
 from headrace.dataplane.factory import DataPlane, connect
 
-SOCKETS = "-sockets"
-OTHER_STORES = ("tcp-sockets", "ray", "simple", "mooncake")
+SOCKETS, SHARDS = "-sockets", "-shards"
+OTHER_STORES = ("local-shards", "tcp-sockets", "ray", "simple", "mooncake")
 """Kinds of store over which `make test` runs only the tests of the contract that `also_over` names them for; the others
 run over `local`, `shm` and `tcp` there."""
 LENDING = ("shm", "tcp")
@@ -21,8 +21,14 @@ LENDING = ("shm", "tcp")
 
 
 def store_config(kind: str, **settings: Any) -> StoreConfig:
-    """Return the configuration of a store. `tcp-sockets` is `tcp`, as its clients on other hosts see it."""
-    return StoreConfig.model_validate({"kind": kind.removesuffix(SOCKETS), **settings})
+    """Return the configuration of a store. `tcp-sockets` is `tcp`, as its clients on other hosts see it, and
+    `local-shards` is `local` with two directories."""
+    return StoreConfig.model_validate({"kind": kind.removesuffix(SOCKETS).removesuffix(SHARDS), **settings})
+
+
+def num_directories(kind: str) -> int:
+    """Return the number of directories with which the contract is tested over this kind."""
+    return 2 if kind.endswith(SHARDS) else 1
 
 
 def as_seen(kind: str, plane: DataPlane) -> DataPlane:

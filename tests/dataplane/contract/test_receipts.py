@@ -40,7 +40,8 @@ def test_receipts_are_read_without_the_directory_and_cut_at_will(client: Any, pa
 @pytest.mark.also_over(*OTHER_STORES)
 def test_a_data_plane_lists_its_processes(plane: DataPlane) -> None:
     processes = plane.processes()
-    assert processes.pop("directory") == os.getpid(), "it is in this process"
+    directories = {processes.pop(name) for name in [*processes] if name.startswith("directory")}
+    assert directories == {os.getpid()}, "they are in this process"
     expected = {"local": 0, "shm": 0, "tcp": 2, "ray": 1, "simple": 2, "mooncake": 2}
     assert len(processes) == expected[plane.handle.store.kind]
     assert all(process_start(pid) is not None for pid in processes.values())
