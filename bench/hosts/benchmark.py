@@ -123,7 +123,7 @@ def write_report(report: HostReport, options: HostOptions, command: str) -> Path
     lines = [text, "", *markdown(HEADER, _rows(report.results)), "", step, "", deaths]
     cost_text = (
         f"The directory: put, claim, get, release and clear of rows in groups of {GROUP}, medians of "
-        f"{options.directory.repeats} runs. The CPU time is that of the directory's process alone; rows a second are "
+        f"{options.directory.repeats} runs. The CPU time is that of the directory's process alone; rows per second are "
         f"those that {PLAYERS} client processes beside it put and consumed on this machine."
     )
     lines += ["", cost_text, "", *markdown(COST_HEADER, _cost_rows(report, options))]
@@ -151,5 +151,5 @@ def _cost_rows(report: HostReport, options: HostOptions) -> list[tuple[str, ...]
     us_per_row, rows_per_s = summarise_cost(report.directory, report.rates).values()
     return [
         (f"CPU time a row, us, {options.directory.connections} connections", f"{us_per_row:.0f}", "at most 120"),
-        (f"rows a second, {PLAYERS} client processes", f"{rows_per_s:.0f}", "3500 on two cores"),
+        (f"rows per second, {PLAYERS} client processes", f"{rows_per_s:.0f}", "3500 on two cores"),
     ]

@@ -12,8 +12,8 @@ from .operations import Operations, Steps
 
 
 def shard_of(partition: str, count: int) -> int:
-    """Return the number of the directory, of `count`, that serves a partition. It depends on the name alone, so that
-    clients ask nobody."""
+    """Return the number of the directory, of `count`, that serves a partition. It depends only on the name, so
+    that clients can compute it."""
     return zlib.crc32(partition.encode(errors="replace")) % count
 
 
