@@ -34,7 +34,8 @@ def pack_ints(values: np.ndarray) -> bytes:
 def int_parts(values: np.ndarray) -> list:
     """Encode an integer array `[N]` as plain values for a message. `ints_of` decodes them.
 
-    Few runs of equal values are encoded as runs, other integers as offsets from the minimum. Raises ValueError for another shape or a non-integer dtype.
+    Few runs of equal values are encoded as runs, other integers as offsets from the minimum. Raises ValueError for
+    another shape or a non-integer dtype.
     """
     values = np.asarray(values)
     if values.ndim != 1 or values.dtype.kind not in "iu":
