@@ -14,6 +14,7 @@ from .block_store import StartsUnits, StoreHost, StoreSpec
 from .config import DataPlaneConfig
 from .imports import MissingExtra
 from .listen_address import ray_address
+from .security.ray_certificates import USE_TLS, ray_uses_tls
 from .security.run_key import key_from_file, opens_with
 from .stores.registry import store_entry
 from .stores.shm_folder import check_room
@@ -81,6 +82,11 @@ def check_tls(kind: str) -> None:
         raise ValueError(
             f"dataplane.tls: got true with dataplane.store.kind={kind!r}, whose own connections cannot be encrypted, "
             "expected 'tcp' or 'auto'"
+        )
+    if kind == "ray" and not ray_uses_tls():
+        raise ValueError(
+            "dataplane.tls: got true with dataplane.store.kind='ray', whose rows travel by Ray's own connections, "
+            f"expected {USE_TLS}=1 on all hosts, which encrypts these, or the store 'tcp'"
         )
     if importlib.util.find_spec("cryptography") is None:
         raise MissingExtra("cryptography", "dataplane.tls", "tls")

@@ -134,3 +134,24 @@ def test_rows_that_cross_hosts_are_checked(integrity: str, kind: str, host: str,
     handle = DataPlaneHandle("run", config, StoreSpec(kind, "run", {}), "", address, "directory")
     assert handle.verifies_blocks is verified
     assert dataclasses.replace(handle, address=None).verifies_blocks is (integrity == "verify"), "in one process"
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("simple", "got true with dataplane.store.kind='simple', whose own connections cannot be encrypted, expected"),
+        ("ray", "kind='ray', whose rows travel by Ray's own connections, expected RAY_USE_TLS=1 on all hosts"),
+        ("tcp", r"dataplane.tls needs cryptography, which is not installed: pip install 'headrace\[tls\]'"),
+    ],
+)
+def test_what_cannot_be_encrypted_is_refused(
+    kind: Any, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_USE_TLS", raising=False)
+    monkeypatch.setattr(store_choice.importlib.util, "find_spec", lambda name: None)
+    config = DataPlaneConfig(
+        store=StoreConfig(kind=kind), key_file=str(tmp_path / "key"), tls=True, trusted_network=True
+    )
+    with pytest.raises(ValueError, match=sentence):
+        check_store(config, one_host=False)
+    assert not (tmp_path / "key").exists()
