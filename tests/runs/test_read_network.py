@@ -73,4 +73,6 @@ def test_a_reader_of_packets_finds_no_secret_and_no_rows(tmp_path: Path, protect
     run_id = json.loads((tmp_path / "run" / "actors.json").read_text())["run_id"]
     for secret in (bytes.fromhex(key_file.read_text()), bytes(key_from_file(str(key_file), run_id, tls=False))):
         assert secret not in packets and secret.hex().encode() not in packets
-    assert [one in packets for one in (token.encode(), *IN_CLEAR)] == [not protected] * 3
+    model = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    some_weights = model[len(model) // 2 :][:48]
+    assert [one in packets for one in (token.encode(), some_weights, *IN_CLEAR)] == [not protected] * 4
