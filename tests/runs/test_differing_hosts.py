@@ -39,7 +39,7 @@ REWARD = "from my_helper import VALUE\ndef short(prompt, response, finish_reason
 REDUCE = """
 import ray
 from headrace.trainers.run.hosts.cluster_doctor import reduce_over
-from headrace.trainers.cluster.placement import ON_CPUS
+from headrace.trainers.cluster.places.placement import ON_CPUS
 from headrace.trainers.run.hosts.every_host import hosts_of
 ray.init(address="10.77.0.1:6390", logging_level="ERROR")
 print(reduce_over(hosts_of(ON_CPUS), "gloo", {}))

@@ -24,7 +24,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from ...actors.process.own_process import ActorInfo
 from ..errors import UserError
 from .calls import ActorFailed
-from .placement import Host, Placement, PlacementRequest, Seat, plan_placement, used_gpus, with_reserved_gpus
+from .places.placement import Host, Placement, Seat, used_gpus, with_reserved_gpus
+from .places.placement_plan import PlacementRequest, plan_placement
 
 GPU_SHARE = 0.01
 """Fraction of a bundle's GPU that each actor in the bundle requests from Ray."""

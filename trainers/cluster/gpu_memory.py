@@ -25,7 +25,7 @@ from ..config.config import Config, ResourcesConfig
 from ..errors import UserError
 from ..losses.distillation_config import DistillationConfig
 from .engine_specs import neighbour_bytes
-from .placement import Placement
+from .places.placement import Placement
 from .transport_choice import resolve_kind, send_buffer_bytes
 
 CONTEXT_BYTES = 1 << 30

@@ -27,7 +27,7 @@ from ...actors.rollout.worker import RolloutWorker
 from ...actors.train.actor import TrainActor
 from ...actors.train.worker import TrainWorker
 from .calls import ActorHandle, Call, calling
-from .placement import TEACHER_ACTOR
+from .places.placement import TEACHER_ACTOR
 
 P = ParamSpec("P")
 

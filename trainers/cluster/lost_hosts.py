@@ -17,7 +17,7 @@ from ray.util.placement_group import remove_placement_group
 from ..errors import UserError
 from .calls import ActorFailed
 from .gpu_bundles import BY_START_TIMEOUT, Reservation, read_hosts, reserve_apart
-from .placement import Host, Placement, Seat
+from .places.placement import Host, Placement, Seat
 
 T = TypeVar("T")
 LOOK_S = 1.0

@@ -28,7 +28,7 @@ from ...dataplane.config import DataPlaneConfig, StoreConfig
 from ...dataplane.security.ray_certificates import certificate_mistake
 from ..config.config import ResourcesConfig
 from ..errors import UserError
-from .placement import PlacementRequest
+from .places.placement_plan import PlacementRequest
 
 _log = logging.getLogger(__name__)
 MIN_OBJECT_STORE_MIB = 128

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ...actors.weight_sync.config import SyncConfig
 from ...actors.weight_sync.transports.factory import TRANSPORT_KINDS
 from ..errors import UserError
-from .placement import Placement
+from .places.placement import Placement
 
 LASTING_KINDS = ("ipc", "store", "disk")
 """Transports that keep the last two versions readable when weights come from a CPU (`WeightSender.lasting`)."""

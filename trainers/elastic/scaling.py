@@ -27,7 +27,7 @@ from ..cluster.calls import ActorFailed, Call, ended, gather_each
 from ..cluster.engine_pool import JOINS, Engine
 from ..cluster.gpu_bundles import SETTLE_S, read_hosts
 from ..cluster.handles import EngineHandle, RolloutHandle
-from ..cluster.placement import Host, Seat
+from ..cluster.places.placement import Host, Seat
 from ..grpo.run_parts import Run
 from .scale_order import ScaleOrders
 

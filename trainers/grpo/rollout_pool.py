@@ -12,9 +12,10 @@ from ...actors.engines.router import NoEngineAvailable
 from ...actors.rollout.results import RolloutReport
 from ..cluster.calls import ActorFailed, Call, ProgressWatch, ended, gather_each
 from ..cluster.engine_pool import Engine, NoEngineLeft
+from ..cluster.gpu_bundles import BY_START_TIMEOUT
 from ..cluster.handles import EngineHandle, RolloutHandle
 from ..cluster.lost_hosts import LOOK_S, HostGone, NoRoom, lost_nodes
-from ..cluster.run_actors import BY_START_TIMEOUT, RunActors
+from ..cluster.run_actors import RunActors
 from ..supervision.stuck_report import STUCK, record_stuck
 from .gpu_turns import Roles
 from .stages import Stages

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...dataplane.imports import import_ahead
-from ..cluster.placement import PlacementRequest
+from ..cluster.places.placement_plan import PlacementRequest
 from ..cluster.ray_cluster import open_cluster
 from ..cluster.start_times import StartTimes
 from ..config.config import Config

@@ -15,21 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ...dataplane.client.client import DataPlaneClient
-from ...dataplane.errors import DataPlaneError
-from ...dataplane.factory import DataPlane, connect, open_data_plane
+from ...dataplane.factory import connect
+from ..cluster.actor_starter import ActorStarter
 from ..cluster.calls import DriverMeter
 from ..cluster.gpu_bundles import Reservation, reserve_places
 from ..cluster.gpu_memory import RolesDecision, decide_roles, smallest_gpu
 from ..cluster.lost_hosts import Patience
-from ..cluster.placement import PlacementRequest
+from ..cluster.places.placement_plan import PlacementRequest
 from ..cluster.ray_cluster import Cluster, open_cluster
-from ..cluster.run_actors import ActorStarter, RunActors, StartingActors
+from ..cluster.run_actors import RunActors
 from ..cluster.start_times import StartTimes
+from ..cluster.starting_actors import StartingActors
 from ..cluster.transport_choice import WeightRoute
 from ..cluster.worker_specs import with_packing
 from ..config.config import Config
-from ..errors import UserError
 from ..grpo.gpu_turns import BothResident, Roles, TakeTurns
 from ..grpo.run_parts import Observers, Run
 from ..grpo.stages import Stages
@@ -39,6 +38,7 @@ from ..pool.tenant.membership import PoolMembership
 from ..supervision.heartbeat import Heartbeat
 from .hosts.every_host import Demands, HostChecks, hosts_of
 from .listed_processes import ListedProcesses
+from .run_plane import Plane, opened
 from .under_watchdog import WatchdogProcess
 
 T = TypeVar("T")
@@ -59,14 +59,6 @@ class Places:
     """The run's membership in a pool of GPUs; None if the run has its own GPUs."""
     one_host: bool
     """Whether all processes of the run are on one host, and always will be."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plane:
-    """A run's data plane, with the driver's client."""
-
-    plane: DataPlane
-    client: DataPlaneClient
 
 
 @contextmanager
@@ -212,7 +204,10 @@ class _Launch:
     def plane(self, places: Places) -> Plane:
         """Open the data plane, and the driver's client of it."""
         self.heartbeat.enter("starting the data plane", self._start_s)
-        plane = self._stack.enter_context(_opened(places, self._run_id))
+        config, placement = places.config, places.reservation.placement
+        listening = config.listening(one_host=places.one_host)
+        dataplane = config.dataplane.with_sampler(config.resolved_sampler)
+        plane = self._stack.enter_context(opened(dataplane, placement, self._run_id, listening, self._start_s))
         self._times.mark("data plane")
         client = connect(plane.handle, name="driver")
         self._stack.callback(client.close)
@@ -269,21 +264,3 @@ class _Launch:
             self._stack.callback(membership.tenant.stop)
         observers = Observers.of(plane.client, self._folder, self._meter)
         return Run.of(config, plane.client, actors, roles, weights, stages, observers, roles_note=places.roles.why)
-
-
-def _opened(places: Places, run_id: str) -> DataPlane:
-    """Open the run's data plane. Raises UserError if a host cannot provide the configured store."""
-    config, placement = places.config, places.reservation.placement
-    try:
-        return open_data_plane(
-            config.dataplane.with_sampler(config.resolved_sampler),
-            run_id=run_id,
-            listening=config.listening(one_host=places.one_host),
-            nodes=placement.row_nodes,
-            directory_node=placement.directory_node,
-            start_timeout_s=config.resources.start_timeout_s,
-        )
-    except DataPlaneError:
-        raise
-    except ValueError as error:
-        raise UserError(str(error)) from error

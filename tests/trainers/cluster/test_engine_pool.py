@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.trainers.cluster import run_actors
+from headrace.trainers.cluster import starting_actors
 from headrace.trainers.cluster.calls import DriverMeter
 from headrace.trainers.cluster.engine_pool import Engine, EnginePool, NoEngineLeft
 from headrace.trainers.cluster.handles import EngineHandle
@@ -54,12 +54,12 @@ class Recorder:
 
 
 def test_every_rollout_actor_is_introduced_to_the_engines_and_hears_of_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for wait in ("_started", "gather_each"):
-        monkeypatch.setattr(run_actors, wait, lambda calls, stage, timeout_s: [])
+    for wait in ("started", "gather_each"):
+        monkeypatch.setattr(starting_actors, wait, lambda calls, stage, timeout_s: [])
     found = engines()
     rollouts: list[Any] = [Recorder(), Recorder()]
     found.engines[1].asleep = True
-    run_actors._introduce(found, rollouts, 1.0)
+    starting_actors._introduce(found, rollouts, 1.0)
     found.exclude(found.engines[0], "dead")
     found.readmit(found.engines[0])
     for rollout in rollouts:

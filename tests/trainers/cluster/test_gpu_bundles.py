@@ -16,11 +16,12 @@ from headrace.actors.process.own_process import ActorInfo
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.factory import open_data_plane
 from headrace.tests import process_pool
-from headrace.trainers.cluster import gpu_bundles, run_actors
+from headrace.trainers.cluster import actor_starter, gpu_bundles, starting_actors
 from headrace.trainers.cluster.calls import ActorFailed, ActorHandle, DriverMeter, gather
 from headrace.trainers.cluster.gpu_bundles import Reservation, reserve_places
 from headrace.trainers.cluster.lost_hosts import moved
-from headrace.trainers.cluster.placement import Placement, PlacementRequest, Seat
+from headrace.trainers.cluster.places.placement import Placement, Seat
+from headrace.trainers.cluster.places.placement_plan import PlacementRequest
 from headrace.trainers.cluster.ray_cluster import lean_start
 from headrace.trainers.cluster.start_times import StartTimes
 from headrace.trainers.cluster.transport_choice import WeightRoute
@@ -98,21 +99,21 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config, ExitStack], Seen
         handles[:] = [*generators, *workers]
         raise Identified
 
-    check = run_actors.check_reports
+    check = actor_starter.check_reports
 
     def note(placement: Placement, infos: list[ActorInfo]) -> None:
         placements.append(placement)
         check(placement, infos)
 
-    monkeypatch.setattr(run_actors, "_build", stop)
-    monkeypatch.setattr(run_actors, "check_reports", note)
+    monkeypatch.setattr(starting_actors, "build", stop)
+    monkeypatch.setattr(actor_starter, "check_reports", note)
 
     def begin(config: Config, stack: ExitStack, reservation: Reservation | None = None) -> Seen:
         plane = stack.enter_context(open_data_plane(DataPlaneConfig.model_validate({"store": {"kind": "local"}})))
         reservation = reservation or reserve_places(PlacementRequest.of(config), START_S)
         route = WeightRoute.of(config.sync, reservation.placement, pooled=config.pool.address is not None)
-        starter = run_actors.ActorStarter(config, DriverMeter(), stack, reservation, route, one_host=True)
-        starting = run_actors.StartingActors(starter, config.resources, config.run.max_restarts)
+        starter = actor_starter.ActorStarter(config, DriverMeter(), stack, reservation, route, one_host=True)
+        starting = starting_actors.StartingActors(starter, config.resources, config.run.max_restarts)
         with pytest.raises(Identified):
             starting.build("", plane, StartTimes())
         return Seen(list(handles), placements[-1])

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from headrace.trainers.cluster.gpu_memory import decide_roles, estimate, parameters
-from headrace.trainers.cluster.placement import Host, Placement, PlacementRequest, plan_placement
+from headrace.trainers.cluster.places.placement import Host, Placement
+from headrace.trainers.cluster.places.placement_plan import PlacementRequest, plan_placement
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 

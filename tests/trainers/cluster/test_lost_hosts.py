@@ -13,7 +13,7 @@ from headrace.trainers.cluster import lost_hosts, run_actors
 from headrace.trainers.cluster.engine_pool import EnginePool
 from headrace.trainers.cluster.gpu_bundles import Reservation
 from headrace.trainers.cluster.lost_hosts import NoRoom, Patience, gone, host_of, moved, used_hosts
-from headrace.trainers.cluster.placement import Host, Placement, Seat
+from headrace.trainers.cluster.places.placement import Host, Placement, Seat
 from headrace.trainers.cluster.run_actors import RunActors
 from headrace.trainers.errors import UserError
 

@@ -12,7 +12,8 @@ from headrace.actors.rewards.rubric import Rubric
 from headrace.actors.rollout.config import RolloutConfig
 from headrace.tests.trainers.config.refusals import only_problem
 from headrace.trainers.cluster.engine_specs import teacher_engine
-from headrace.trainers.cluster.placement import Host, PlacementRequest, plan_placement
+from headrace.trainers.cluster.places.placement import Host
+from headrace.trainers.cluster.places.placement_plan import PlacementRequest, plan_placement
 from headrace.trainers.cluster.rollout_specs import fingerprint, teacher_sources
 from headrace.trainers.cluster.worker_specs import backend_config, teacher_setups
 from headrace.trainers.config.checks import StoreDemand

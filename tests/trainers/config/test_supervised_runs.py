@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from headrace.trainers.cluster.placement import Host, PlacementRequest, plan_placement
+from headrace.trainers.cluster.places.placement import Host
+from headrace.trainers.cluster.places.placement_plan import PlacementRequest, plan_placement
 from headrace.trainers.config.config import Config, resolved_yaml
 from headrace.trainers.config.load import build_config, load_config
 from headrace.trainers.errors import ConfigError

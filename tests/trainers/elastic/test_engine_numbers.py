@@ -15,7 +15,7 @@ from headrace.testing import PENDING, FakeCluster
 from headrace.trainers.cluster.calls import ActorInfo
 from headrace.trainers.cluster.engine_pool import Engine, EnginePool
 from headrace.trainers.cluster.gpu_bundles import Reservation
-from headrace.trainers.cluster.placement import Host, Placement, Seat
+from headrace.trainers.cluster.places.placement import Host, Placement, Seat
 from headrace.trainers.cluster.run_actors import RunActors
 from headrace.trainers.config.config import Config
 from headrace.trainers.elastic import scaling

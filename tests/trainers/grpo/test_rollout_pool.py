@@ -11,7 +11,7 @@ from headrace.actors.engines.protocol import EngineDied
 from headrace.actors.engines.router import NoEngineAvailable
 from headrace.testing import PENDING, FakeActor, FakeCluster
 from headrace.testing.cluster import Answer
-from headrace.trainers.cluster import calls, run_actors
+from headrace.trainers.cluster import calls, lost_hosts
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import Engine, EnginePool, NoEngineLeft
 from headrace.trainers.cluster.lost_hosts import HostGone
@@ -35,7 +35,7 @@ class Run:
         monkeypatch.setattr(calls.time, "monotonic", lambda: self.now)
         cluster = FakeCluster()
         monkeypatch.setattr(cluster, "kill", lambda actor: self.events.append("killed"))
-        monkeypatch.setattr(run_actors.ray, "nodes", lambda: [{"Alive": True, "NodeID": "here"}])
+        monkeypatch.setattr(lost_hosts.ray, "nodes", lambda: [{"Alive": True, "NodeID": "here"}])
         engines = [Engine(cluster.engine(self.answer(index), index), 1) for index in range(2)]
         for index, engine in enumerate(engines):
             engine.handle.restart = lambda index=index: self.restarted(index)

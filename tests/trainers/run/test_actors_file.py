@@ -14,11 +14,11 @@ from headrace.actors.process.own_process import ActorInfo
 from headrace.dataplane.owned_folder import pid_space, process_start
 from headrace.testing import FakeCluster
 from headrace.testing.data_plane import open_plane
-from headrace.trainers.cluster import run_actors
+from headrace.trainers.cluster import lost_hosts
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import Engine, EnginePool
-from headrace.trainers.cluster.far_processes import end_far_processes, end_own
 from headrace.trainers.cluster.run_actors import RunActors
+from headrace.trainers.pool.server.far_processes import end_far_processes, end_own
 from headrace.trainers.run import listed_processes
 from headrace.trainers.run.listed_processes import ListedProcesses
 from headrace.trainers.run.restarts import needed_processes
@@ -54,7 +54,7 @@ def test_the_list_keeps_what_was_replaced_and_may_live(tmp_path: Path) -> None:
 
 def test_an_actor_is_listed_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    monkeypatch.setattr(run_actors.ray, "nodes", lambda: [{"Alive": True, "NodeID": "here"}])
+    monkeypatch.setattr(lost_hosts.ray, "nodes", lambda: [{"Alive": True, "NodeID": "here"}])
 
     def answer(method: str) -> Any:
         events.append(method)

@@ -21,7 +21,8 @@ from headrace.trainers.cluster import gpu_bundles
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import EnginePool
 from headrace.trainers.cluster.lost_hosts import NoRoom, Patience
-from headrace.trainers.cluster.placement import Host, PlacementRequest
+from headrace.trainers.cluster.places.placement import Host
+from headrace.trainers.cluster.places.placement_plan import PlacementRequest
 from headrace.trainers.cluster.run_actors import RunActors
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config

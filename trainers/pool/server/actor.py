@@ -26,7 +26,6 @@ from ....actors.process.json_lines import replace_file
 from ....actors.process.remote_methods import decode_arguments
 from ....codecs import messages
 from ....dataplane.owned_folder import pid_space, process_start
-from ...cluster.far_processes import end_far_processes
 from ...errors import UserError
 from ...supervision.cleanup import Family, is_alive
 from ...supervision.own_clock import OwnClock
@@ -36,6 +35,7 @@ from ..state.plan import Role
 from ..state.planner import Gap, gaps
 from ..state.pool import Pool, PoolBounds
 from ..state.status import TRACE, PooledGpu, PoolFigures, PoolStatus, StageNote, TenantLine, WaitLine
+from .far_processes import end_far_processes
 from .folder import PoolJournal
 from .gpu_trace import TraceWriter, holders
 

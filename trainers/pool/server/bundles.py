@@ -21,7 +21,8 @@ from ray.exceptions import RaySystemError
 from ray.util.placement_group import PlacementGroup
 
 from ...cluster.gpu_bundles import LOOK_S, Bundle, Reservation, create_group, read_hosts, tell_gpus
-from ...cluster.placement import Host, PlacementRequest, place_as_mapped, used_gpus, with_reserved_gpus
+from ...cluster.places.placement import Host, used_gpus, with_reserved_gpus
+from ...cluster.places.placement_plan import PlacementRequest, place_as_mapped
 from ...errors import UserError
 from ..state.status import PooledGpu
 from .client import NAMESPACE, PoolClient, actor_name

@@ -16,10 +16,9 @@ from ....actors.process.own_process import ActorInfo
 from ....dataplane.client.client import DataPlaneClient
 from ....dataplane.owned_folder import process_start
 from ...cluster.calls import ActorFailed
-from ...cluster.far_processes import end_far_processes
 from ...cluster.gpu_bundles import Reservation, read_hosts
 from ...cluster.handles import EngineHandle, TrainHandle
-from ...cluster.placement import PlacementRequest, plan_placement
+from ...cluster.places.placement_plan import PlacementRequest, plan_placement
 from ...cluster.run_actors import RunActors
 from ...config.config import Config
 from ...errors import UserError
@@ -30,6 +29,7 @@ from ...supervision.cleanup import wait_until_ended
 from ...supervision.heartbeat import Heartbeat
 from ..server.bundles import places_in_pool
 from ..server.client import PoolClient
+from ..server.far_processes import end_far_processes
 from ..state.commands import Processes
 from ..state.plan import TenantMap
 from .borrowed_gpus import BorrowsGpus

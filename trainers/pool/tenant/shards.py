@@ -25,11 +25,11 @@ from ....actors.engines.router import Suspension
 from ....dataplane.owned_folder import process_start
 from ...cluster.calls import ActorFailed, Call, gather_each
 from ...cluster.engine_pool import Engine
-from ...cluster.far_processes import end_far_processes
 from ...cluster.run_actors import RunActors
 from ...grpo.gpu_turns import residual_limit, wait_until_freed
 from ...grpo.weight_sync import HEALTH_S, WeightSync
 from ...supervision.cleanup import Family, is_alive
+from ..server.far_processes import end_far_processes
 from ..state.commands import Order, Outcome
 from ..state.plan import Role, TenantMap
 from ..state.status import Stage, StageNote

@@ -30,7 +30,8 @@ from ...base_model.prepare import route_spec
 from ...cluster.calls import ActorFailed
 from ...cluster.engine_specs import adapter_slots, engine_ahead, engine_log, threads
 from ...cluster.gpu_bundles import Reservation
-from ...cluster.placement import Placement, PlacementRequest
+from ...cluster.places.placement import Placement
+from ...cluster.places.placement_plan import PlacementRequest
 from ...config.config import Config
 from ...errors import UserError
 from ...supervision.stuck_report import write_actors

@@ -334,7 +334,7 @@ def _layout() -> list[Finding]:
     """Return the placement of a run with the default configuration; nothing on a machine without GPUs."""
     if shutil.which("nvidia-smi") is None:
         return []
-    from ...cluster.placement import PlacementRequest
+    from ...cluster.places.placement_plan import PlacementRequest
     from .dry_run import gpu_lines, plan_here  # Importing torch takes seconds of a core, which the probes need first.
 
     plain = Config()

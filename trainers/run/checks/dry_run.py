@@ -33,7 +33,8 @@ from ...cluster.gpu_memory import (
     trained_bytes,
     value_bytes,
 )
-from ...cluster.placement import Host, Placement, PlacementRequest, plan_placement
+from ...cluster.places.placement import Host, Placement
+from ...cluster.places.placement_plan import PlacementRequest, plan_placement
 from ...cluster.transport_choice import WeightRoute
 from ...config.checks import ROLLOUT_TOKEN_BYTES, StoreDemand, cautions
 from ...config.config import Config, PoolConfig, ResourcesConfig

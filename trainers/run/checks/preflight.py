@@ -28,7 +28,7 @@ from ...cluster.gpu_memory import (
     trained_bytes,
     value_bytes,
 )
-from ...cluster.placement import PlacementRequest
+from ...cluster.places.placement_plan import PlacementRequest
 from ...cluster.rollout_specs import EvaluationDefaults, evaluation_plans
 from ...config.checks import contradictions
 from ...config.config import Config, RunConfig, with_run_dir

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ....dataplane.listen_address import join_host
-from ...cluster.placement import ON_CPUS
+from ...cluster.places.placement import ON_CPUS
 from ...cluster.ray_cluster import Cluster, CpuDemand
 from ..checks.doctor import State
 from . import host_facts

@@ -24,7 +24,7 @@ from ray import cloudpickle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ...cluster.placement import ON_CPUS, Placement
+from ...cluster.places.placement import ON_CPUS, Placement
 from ...errors import ConfigError, UserError
 from . import host_facts
 from .host_findings import AskedHost, Demands, Finding, HostFacts, judge

@@ -11,7 +11,8 @@ import ray
 
 from headrace.tests.trainers.cluster.test_gpu_bundles import QUIET, START_S, Seen, free_gpus, nodes, start, wait_until
 from headrace.trainers.cluster.gpu_bundles import Reservation
-from headrace.trainers.cluster.placement import Host, PlacementRequest
+from headrace.trainers.cluster.places.placement import Host
+from headrace.trainers.cluster.places.placement_plan import PlacementRequest
 from headrace.trainers.config.config import Config
 from headrace.trainers.errors import UserError
 from headrace.trainers.pool.server.bundles import places_in_pool, reserve_pool

@@ -13,7 +13,7 @@ from headrace.actors.engines.config import ModelConfig, RouterReplayConfig
 from headrace.actors.rollout.config import RolloutConfig
 from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.cluster.gpu_memory import host_bytes, trained_bytes
-from headrace.trainers.cluster.placement import PlacementRequest
+from headrace.trainers.cluster.places.placement_plan import PlacementRequest
 from headrace.trainers.config.config import AlgorithmConfig, Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError

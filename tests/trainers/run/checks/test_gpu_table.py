@@ -11,7 +11,8 @@ import pytest
 from headrace.actors.process.own_process import show_gpus, shown_gpus
 from headrace.actors.weight_sync.config import SyncConfig
 from headrace.tests.trainers.config.refusals import only_problem
-from headrace.trainers.cluster.placement import Host, PlacementRequest, plan_placement
+from headrace.trainers.cluster.places.placement import Host
+from headrace.trainers.cluster.places.placement_plan import PlacementRequest, plan_placement
 from headrace.trainers.cluster.transport_choice import WeightRoute
 from headrace.trainers.config.config import Config
 from headrace.trainers.errors import UserError

@@ -21,7 +21,7 @@ from headrace.dataplane.stores import shm_folder
 from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.cluster import ray_cluster
 from headrace.trainers.cluster.gpu_bundles import Reservation
-from headrace.trainers.cluster.placement import ON_CPUS
+from headrace.trainers.cluster.places.placement import ON_CPUS
 from headrace.trainers.config.config import with_run_dir
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError

@@ -17,7 +17,7 @@ import ray
 from headrace.cli import main
 from headrace.dataplane.listen_address import own_addresses
 from headrace.tests import process_pool
-from headrace.trainers.cluster.placement import ON_CPUS
+from headrace.trainers.cluster.places.placement import ON_CPUS
 from headrace.trainers.config.config import with_run_dir
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError

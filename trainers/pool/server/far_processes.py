@@ -9,8 +9,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ...dataplane.owned_folder import pid_space, process_start
-from ..supervision.cleanup import Family
+from ....dataplane.owned_folder import pid_space, process_start
+from ...supervision.cleanup import Family
 
 Process = tuple[str, int, int | None]
 """A process of any host: `pid_space`, pid, `process_start`."""

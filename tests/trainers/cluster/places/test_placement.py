@@ -9,15 +9,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from headrace.trainers.cluster.placement import (
-    Host,
-    Placement,
-    PlacementRequest,
-    plan_placement,
-    train_groups,
-    used_gpus,
-    with_reserved_gpus,
-)
+from headrace.trainers.cluster.places.placement import Host, Placement, used_gpus, with_reserved_gpus
+from headrace.trainers.cluster.places.placement_plan import PlacementRequest, plan_placement, train_groups
 from headrace.trainers.config.config import Config
 from headrace.trainers.errors import UserError
 
