@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ....codecs import messages
@@ -213,15 +213,24 @@ class ReceiverTracker:
     Only one thread may use it, but any thread may call `end`.
     """
 
-    def __init__(self, number: int, receivers: Sequence[ReceiverGroup], listener: LinkListener, send_s: float) -> None:
+    def __init__(
+        self,
+        number: int,
+        receivers: Sequence[ReceiverGroup],
+        listener: LinkListener,
+        send_s: float,
+        ranks: Collection[int] | None = None,
+    ) -> None:
         """Track the receivers that connect to `listener`. number: number of the update; receivers that try to join
-        another one are turned away. send_s: longest time in seconds that sending a message may take."""
-        members = [(group.engine, worker) for group in receivers for worker in range(group.num_workers)]
+        another one are turned away. send_s: longest time in seconds that sending a message may take. ranks: ranks of
+        the receivers that take part; None for all."""
+        every = [(group.engine, worker) for group in receivers for worker in range(group.num_workers)]
+        members = {rank: member for rank, member in enumerate(every, 1) if ranks is None or rank in ranks}
         self._number = number
         self._listener = listener
         self._send_s = send_s
-        self._engines = {rank: engine for rank, (engine, _) in enumerate(members, 1)}
-        self._names = {rank: worker_name(*member) for rank, member in enumerate(members, 1)}
+        self._engines = {rank: engine for rank, (engine, _) in members.items()}
+        self._names = {rank: worker_name(*member) for rank, member in members.items()}
         self._links: dict[int, Link] = {}
         self._arrivals: list[Link] = []
         """Links to receivers that have not identified themselves yet."""
@@ -355,6 +364,10 @@ class ReceiverTracker:
         if rank not in self.done | self.gave_up:
             self.failed.setdefault(rank, f"{reason}, {self._place(rank)}")
         self._leave(rank)
+
+    def link(self, rank: int) -> Link:
+        """Return the link to a receiver that has joined and is not lost."""
+        return self._links[rank]
 
     def tell(self, note: Note, to: int | None = None) -> None:
         """Send a message to the receiver of rank `to`; None sends it to all that have joined. A receiver that cannot be

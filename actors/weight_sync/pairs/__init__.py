@@ -1,0 +1,1 @@
+"""Sends a version from all trainer ranks at once, each its part of the transfer plan, over TCP between CPUs."""

@@ -1,0 +1,243 @@
+"""`PairSender` sends one trainer rank's part of a version to the engine workers, as the transfer plan says.
+
+    main thread    plan's next bucket -> free buffer -> pack, checksum -> lane of its receiver -> ... -> all done
+    lane           frame, payload -> buffer free again -> ... -> end           one thread for each receiver
+
+At most SLOTS buckets are in memory, and each lane waits for its own receiver only. A receiver that is lost harms no
+other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from ....codecs.weights.buckets import checksum
+from ..plan.packing import pack
+from ..plan.transfer_plan import TransferPlan
+from ..transports.control_link import Link, LinkListener, Note, ReceiverTracker
+from ..transports.protocol import BucketFrame, Deadline, WeightUpdate
+from .payload_wire import PayloadListener, send_payload
+
+KIND = "pairs"
+SLOTS = 4
+"""Number of buckets that a sender, or a receiver, holds in memory."""
+_TICK_S = 1e-3
+_SLICE_S = 0.05
+
+
+def location_of(number: int, addresses: list[str]) -> str:
+    """Return the location of an update, for its announcement. number: number of the update, larger than those of all
+    earlier updates. addresses: `PairSender.address` of each sender, in the order of the plan."""
+    return ";".join([str(number), *addresses])
+
+
+def number_of(update: WeightUpdate) -> int:
+    """Return the number of an update, which `location_of` has put into its location."""
+    return int(update.location.partition(";")[0])
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Buckets on the way to one receiver."""
+
+    link: Link
+    connection: socket.socket
+    buckets: queue.SimpleQueue[tuple[BucketFrame, torch.Tensor] | None] = field(default_factory=queue.SimpleQueue)
+    num_moves: int = 0
+    """Number of times that bytes were sent: progress that the main thread looks at."""
+
+
+class PairSender:
+    """One of the senders of a version, in a trainer rank. Only one thread may call `send`; any thread may call
+    `abort`."""
+
+    def __init__(self, host: str, key: bytes, timeout_s: float) -> None:
+        """Listen on `host` for receivers. key: the run's key, which receivers must know. Raises OSError when listening
+        fails."""
+        self._timeout_s = timeout_s
+        self._links = LinkListener(host, key)
+        self._payloads = PayloadListener(host, key)
+        self.address = f"{host}|{self._links.port}|{self._payloads.port}"
+        """Address of the sender, as `location_of` takes it."""
+        self._tracker: ReceiverTracker | None = None
+        self._ended = ""
+        """Why the open update was aborted; "" while it goes on."""
+        self._buffers: list[torch.Tensor] = []
+
+    def send(self, update: WeightUpdate, plan: TransferPlan, rank: int, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Send this rank's buckets of `plan`, and wait until its receivers have the whole version from all senders.
+
+        rank: number of this sender in the plan. tensors: its local tensors by name, on the CPU, which must not change
+        meanwhile. Returns the number of bytes sent. Raises WeightTransferError naming the receivers that did not get
+        the version; those that did can serve it.
+        """
+        self._ended = ""
+        deadline = Deadline(f"sender {rank}", update.version, self._timeout_s - min(1.0, 0.1 * self._timeout_s))
+        buckets = plan.sending(rank)
+        ranks = {bucket.receiver + 1 for bucket in buckets}
+        tracker = ReceiverTracker(number_of(update), update.receivers, self._links, self._timeout_s, ranks)
+        self._tracker = tracker
+        lanes: dict[int, _Lane] = {}
+        try:
+            self._meet(update, tracker, deadline, lanes)
+            with ThreadPoolExecutor(max(1, len(lanes)), thread_name_prefix="headrace-lane") as pool:
+                running = {rank: pool.submit(self._run, lane) for rank, lane in lanes.items()}
+                try:
+                    self._fill(plan, rank, tensors, lanes, tracker, deadline)
+                    self._drain(lanes, running, tracker, deadline)
+                except BaseException as error:
+                    self.abort(f"{type(error).__name__}: {error}")  # The lanes then end.
+                    raise
+                finally:
+                    for lane in lanes.values():
+                        lane.buckets.put(None)
+            if tracker.failed or tracker.gave_up:
+                raise deadline.error(*tracker.blame("not received"))
+        except BaseException as error:
+            self.abort(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._tracker = None
+            tracker.close()
+            for lane in lanes.values():
+                lane.connection.close()
+        return sum(bucket.nbytes for bucket in buckets)
+
+    def abort(self, reason: str) -> None:
+        """End the open update, if there is one; its receivers learn the reason. Idempotent."""
+        tracker = self._tracker
+        if tracker is not None and not self._ended:
+            self._ended = reason or "aborted"
+            tracker.end(self._ended)
+
+    def close(self) -> None:
+        """End the open update and stop listening. Idempotent."""
+        self.abort("the sender closes")
+        self._links.close()
+        self._payloads.close()
+        self._buffers = []
+
+    # ---------------- These methods are private.
+
+    def _meet(
+        self, update: WeightUpdate, tracker: ReceiverTracker, deadline: Deadline, lanes: dict[int, _Lane]
+    ) -> None:
+        """Wait until all receivers have connected, and make their lanes."""
+
+        def all_here() -> bool:
+            tracker.poll()
+            self._check(deadline)
+            if tracker.lost:
+                raise deadline.error(*tracker.blame("at the start"))
+            for rank in tracker.groups:
+                connection = None if rank in lanes else self._payloads.take(number_of(update), rank)
+                if connection is not None:
+                    lanes[rank] = _Lane(tracker.link(rank), connection)
+            return len(lanes) == tracker.world - 1
+
+        deadline.wait(all_here, lambda: tracker.blame("not here"), _TICK_S)
+
+    def _fill(
+        self,
+        plan: TransferPlan,
+        rank: int,
+        tensors: Mapping[str, torch.Tensor],
+        lanes: Mapping[int, _Lane],
+        tracker: ReceiverTracker,
+        deadline: Deadline,
+    ) -> None:
+        """Pack the buckets in the plan's order, and hand each to the lane of its receiver."""
+        buckets = plan.sending(rank)
+        most = max((bucket.nbytes for bucket in buckets), default=0)
+        if not self._buffers or len(self._buffers[0]) < most:
+            self._buffers = [torch.empty(most, dtype=torch.uint8) for _ in range(SLOTS)]
+        free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._free = free
+        for buffer in self._buffers:
+            free.put(buffer)
+        look = self._look(lanes, tracker, deadline)
+        for bucket in buckets:
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    buffer = free.get(timeout=_SLICE_S)
+                    break
+                look()
+            look()
+            payload = buffer[: bucket.nbytes]
+            pack(bucket, tensors, payload)
+            frame = BucketFrame(bucket.number, "whole", bucket.nbytes, checksum(payload))
+            lanes[bucket.receiver + 1].buckets.put((frame, buffer))
+
+    def _drain(
+        self,
+        lanes: Mapping[int, _Lane],
+        running: Mapping[int, Future[None]],
+        tracker: ReceiverTracker,
+        deadline: Deadline,
+    ) -> None:
+        """Wait until every receiver has the whole version, has failed or is lost."""
+        for lane in lanes.values():
+            lane.buckets.put(None)
+        look = self._look(lanes, tracker, deadline)
+
+        def over() -> bool:
+            look()
+            for rank, sent in running.items():
+                if sent.done() and (error := sent.exception()) is not None:
+                    tracker.failed.setdefault(rank, f"is lost: {error}")
+            return tracker.over
+
+        deadline.wait(over, lambda: tracker.blame("not confirmed"), _TICK_S)
+
+    def _look(self, lanes: Mapping[int, _Lane], tracker: ReceiverTracker, deadline: Deadline) -> Callable[[], None]:
+        """Return a function that reads the receivers' messages and notes progress. It raises WeightTransferError when
+        the update was aborted, or when nothing has moved until the deadline."""
+        seen = -1
+
+        def look() -> None:
+            nonlocal seen
+            self._check(deadline)
+            tracker.poll()
+            moves = tracker.num_heard + sum(lane.num_moves for lane in lanes.values())
+            if moves != seen:
+                seen = moves
+                deadline.moved()
+            elif not deadline.left_s:
+                raise deadline.error(*tracker.blame("not taken"))
+
+        return look
+
+    def _check(self, deadline: Deadline) -> None:
+        if self._ended:
+            raise deadline.error(f"aborted: {self._ended}")
+
+    def _run(self, lane: _Lane) -> None:
+        """Send the buckets of a lane. After an error, the rest is discarded, so that their buffers are free for the
+        other lanes."""
+        error: Exception | None = None
+
+        def look(moved: bool) -> None:
+            lane.num_moves += moved
+            if self._ended:
+                raise ConnectionError(self._ended)
+
+        while (item := lane.buckets.get()) is not None:
+            frame, buffer = item
+            try:
+                if error is None:
+                    lane.link.send(Note("frame", frame=frame))
+                    send_payload(lane.connection, buffer[: frame.nbytes].numpy().data, look)
+            except OSError as raised:
+                error = raised
+            finally:
+                self._free.put(buffer)
+        if error is not None:
+            raise error
+        lane.link.send(Note("end"))

@@ -1,0 +1,210 @@
+"""Many senders: each version arrives whole and verified from all of them, or its faults are told apart."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from headrace.actors.weight_sync.pairs import pair_sender
+from headrace.actors.weight_sync.pairs.pair_receiver import PairReceiver
+from headrace.actors.weight_sync.pairs.pair_sender import KIND, PairSender, location_of
+from headrace.actors.weight_sync.plan.layouts import held
+from headrace.actors.weight_sync.plan.regions import Party
+from headrace.actors.weight_sync.plan.transfer_plan import Bucket, TransferPlan, plan_transfer
+from headrace.actors.weight_sync.transports.protocol import ReceiverGroup, WeightTransferError, WeightUpdate
+from headrace.codecs.weights.buckets import checksum
+from headrace.dataplane.security.handshake import new_key
+
+SPECS = {"w": (torch.float32, (64, 40)), "odd": (torch.bfloat16, (7, 3)), "scalar": (torch.float32, ())}
+SENDERS, ENGINES, TP = 3, 2, 2
+GROUPS = tuple(ReceiverGroup(f"engine-{number}", TP) for number in range(ENGINES))
+KEY = new_key()
+Tensors = dict[str, torch.Tensor]
+
+
+def cut(whole: torch.Tensor, axis: int, num: int, index: int) -> torch.Tensor:
+    """Part of a weight; a weight without this axis is not cut."""
+    parts = whole.chunk(num, axis) if whole.ndim > axis else (whole,) * num
+    return parts[index].contiguous() if index < len(parts) else whole[:0]
+
+
+def weights(version: int) -> Tensors:
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, (dtype, shape) in SPECS.items()}
+
+
+def party(axis: int, num: int, index: int, host: str) -> Party:
+    regions = [
+        region
+        for name, (_, shape) in SPECS.items()
+        for region in held(name, shape, [(axis, num, index)] if len(shape) > axis else [])
+    ]
+    return Party(host, tuple(regions))
+
+
+class Fleet:
+    """Three trainer ranks with the rows of weights, and two engines of two workers with their columns."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.senders = [PairSender("127.0.0.1", KEY, timeout_s) for _ in range(SENDERS)]
+        places = [*itertools.product(range(ENGINES), range(TP))]
+        self.receivers = [PairReceiver(f"engine-{engine}", worker, KEY) for engine, worker in places]
+        self.plan: TransferPlan = plan_transfer(
+            SPECS,
+            [party(0, SENDERS, rank, f"trainer {rank}") for rank in range(SENDERS)],
+            [party(1, TP, worker, f"{engine} {worker}") for engine, worker in places],
+            640,
+        )
+        self.staged = [self._columns(weights(0), worker) for _, worker in places]
+        self._number = itertools.count(1)
+
+    def _columns(self, whole: Mapping[str, torch.Tensor], worker: int) -> Tensors:
+        return {name: cut(one, 1, TP, worker).clone() for name, one in whole.items()}
+
+    def update(self, version: int, during: Callable[[], None] = lambda: None) -> tuple[list[str], list[str]]:
+        """What sending in each rank, and receiving in each worker, came to; "" when it went well."""
+        location = location_of(next(self._number), [sender.address for sender in self.senders])
+        announced = WeightUpdate(version, None, KIND, location, 0, GROUPS, self.timeout_s)
+        rows = [{name: cut(one, 0, SENDERS, rank) for name, one in weights(version).items()} for rank in range(SENDERS)]
+
+        def outcome(call: Callable[..., object], *args: object) -> str:
+            try:
+                call(*args)
+            except WeightTransferError as error:
+                return f"{','.join(error.engines)}|{error}"
+            return ""
+
+        with ThreadPoolExecutor(SENDERS + len(self.receivers)) as pool:
+            sent = [
+                pool.submit(outcome, sender.send, announced, self.plan, rank, rows[rank])
+                for rank, sender in enumerate(self.senders)
+            ]
+            got = [
+                pool.submit(outcome, receiver.receive, announced, self.plan, rank, self.staged[rank])
+                for rank, receiver in enumerate(self.receivers)
+            ]
+            during()
+            return [one.result() for one in sent], [one.result() for one in got]
+
+    def has(self, version: int, rank: int) -> bool:
+        expected = self._columns(weights(version), rank % TP)
+        return all(torch.equal(self.staged[rank][name], expected[name]) for name in SPECS)
+
+    def expect_whole(self, version: int) -> None:
+        assert self.update(version) == ([""] * SENDERS, [""] * len(self.receivers))
+        assert all(self.has(version, rank) for rank in range(len(self.receivers)))
+
+
+@pytest.fixture
+def fleet() -> Iterator[Callable[..., Fleet]]:
+    with ExitStack() as stack:
+
+        def build(timeout_s: float = 20.0) -> Fleet:
+            made = Fleet(timeout_s)
+            for sender in made.senders:
+                stack.callback(sender.close)
+            return made
+
+        yield build
+
+
+def test_versions_arrive_whole_from_all_senders(fleet: Callable[..., Fleet]) -> None:
+    ranks = fleet()
+    assert all(len(ranks.plan.sending(rank)) > 2 * pair_sender.SLOTS for rank in range(SENDERS))
+    for version in (1, 2, 5):
+        ranks.expect_whole(version)
+
+
+def test_a_damaged_bucket_is_told_and_harms_no_other(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = fleet()
+    bucket = next(one for one in ranks.plan.sending(1) if one.receiver == 2)
+    sent_sums = iter(range(1 << 30))
+
+    def wrong(payload: torch.Tensor) -> int:
+        return checksum(payload) ^ (next(sent_sums) == 0 and len(payload) == bucket.nbytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair_sender, "checksum", wrong)
+        sent, got = ranks.update(1)
+    [hurt] = [rank for rank, error in enumerate(got) if error]
+    assert re.search(r"sender \d at 127.0.0.1:\d+: bucket \d+ is damaged: its checksum is", got[hurt]), got
+    engine = f"engine-{hurt // TP}"
+    for error in filter(None, sent):  # A sender that had nothing for it does not know.
+        assert error.startswith(f"{engine}|") and "is damaged" in error, error
+    assert any(sent) and all(ranks.has(1, rank) for rank in range(len(got)) if rank != hurt)
+    ranks.expect_whole(2)
+
+
+def test_a_lost_sender_is_no_fault_of_an_engine(fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = fleet()
+
+    original = pair_sender.PairSender._run
+
+    def run(self: PairSender, lane: pair_sender._Lane) -> None:
+        if self is ranks.senders[2]:
+            lane.link.close()
+        original(self, lane)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair_sender.PairSender, "_run", run)
+        sent, got = ranks.update(1)
+    assert all(re.search(r"sender 2 at 127.0.0.1:\d+.* the sender is lost|sender 2 at \S+ is lost", one) for one in got)
+    for error in sent[:2]:
+        assert error.startswith("|") and "gave up waiting" in error, error
+    ranks.expect_whole(2)
+
+
+def test_a_lost_receiver_harms_no_other(fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = fleet()
+    original = PairReceiver._receive
+
+    def receive(self: PairReceiver, *args: object) -> None:
+        if self is ranks.receivers[1]:
+            lane = args[0]
+            lane.link.close()  # pyright: ignore[reportAttributeAccessIssue]
+            lane.connection.close()  # pyright: ignore[reportAttributeAccessIssue]
+        original(self, *args)  # pyright: ignore[reportArgumentType]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PairReceiver, "_receive", receive)
+        sent, got = ranks.update(1)
+    assert got[1] and got[0] == got[2] == got[3] == ""
+    assert all(ranks.has(1, rank) for rank in (0, 2, 3))
+    assert all(error.startswith("engine-0|") and "engine-0 worker 1 is lost" in error for error in filter(None, sent))
+    assert any(sent)
+    ranks.expect_whole(2)
+
+
+def test_an_abort_tells_its_reason(fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = fleet()
+
+    def pack(bucket: Bucket, tensors: Tensors, out: torch.Tensor) -> None:
+        if bucket.sender == 0:
+            ranks.senders[0].abort("the optimizer failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair_sender, "pack", pack)
+        sent, got = ranks.update(1)
+    assert "sender 0: aborted: the optimizer failed" in sent[0] and all(got)
+    assert any("has ended the update: the optimizer failed" in error for error in got), got
+    ranks.expect_whole(2)
+
+
+def test_a_receiver_that_never_comes_is_named(fleet: Callable[..., Fleet]) -> None:
+    ranks = fleet(2.0)
+    known = ranks.receivers[3]
+    ranks.receivers[3] = PairReceiver("engine-1", 1, new_key())
+    sent, got = ranks.update(1)
+    assert "cannot be reached" in got[3] and all(got)
+    assert any("engine-1 worker 1 did not join" in error and error.startswith("engine-1|") for error in sent), sent
+    ranks.receivers[3] = known
+    ranks.expect_whole(2)
