@@ -233,13 +233,14 @@ def _square(hidden: int, intermediate: int, layers: int, vocabulary: int) -> Sha
 
 WEIGHT_SHAPES = {
     "tiny": _square(64, 128, 2, 512),
+    "0.02B": _square(512, 1024, 6, 8192),
     "0.1B": _square(768, 2048, 12, 16_384),
     "0.5B": _square(1024, 4096, 24, 51_200),
     "1.7B": _square(2048, 6144, 28, 50_000),
     "4B": _square(2560, 9728, 36, 76_000),
     "8B": _square(4096, 12_288, 36, 76_000),
 }
-"""Name of a size, 0.1 to 8 billion parameters -> shape of the weights that `headrace bench weights` moves."""
+"""Name of a size, up to 8 billion parameters -> shape of the weights that `headrace bench weights` moves."""
 _STRIDE_BYTES = 4096
 
 

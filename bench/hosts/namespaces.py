@@ -144,6 +144,15 @@ class Host:
         for run, device in ((self._at_switch, self._port), (self._at_host, "eth0")):
             run("tc", "qdisc", verb, "dev", device, "root", *limits)
 
+    @property
+    def received_bytes(self) -> int:
+        """Number of bytes that the host has received over its link, as its network interface counts them."""
+        found = subprocess.run(
+            self.command("cat", "/proc/net/dev"), check=True, timeout=TIMEOUT_S, capture_output=True, text=True
+        )
+        [line] = [line for line in found.stdout.splitlines() if line.strip().startswith("eth0:")]
+        return int(line.partition(":")[2].split()[0])
+
     def kill(self) -> None:
         """Kill all processes of the host. Its peers see their connections end; after a `cut`, they see nothing, as when
         a host loses power."""

@@ -62,9 +62,14 @@ class Peer:
         """Start the process. make: picklable function that makes the served object in the process."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(make, theirs), daemon=True)
+        self._process = context.Process(target=serve, args=(make, theirs), daemon=True)
         self._process.start()
         theirs.close()
+
+    @property
+    def name(self) -> str:
+        """Name of the process in errors."""
+        return f"the process {self._process.pid}"
 
     def start(self, method: str, *args: Any) -> None:
         """Start a call of a method in the process. `answer` returns its result."""
@@ -77,8 +82,11 @@ class Peer:
         does not answer within ANSWER_TIMEOUT_S.
         """
         if not self._pipe.poll(ANSWER_TIMEOUT_S):
-            raise RuntimeError(f"the process {self._process.pid} did not answer within {ANSWER_TIMEOUT_S:g} s")
-        failed, result, span = self._pipe.recv()
+            raise RuntimeError(f"{self.name} did not answer within {ANSWER_TIMEOUT_S:g} s")
+        try:
+            failed, result, span = self._pipe.recv()
+        except EOFError as error:
+            raise RuntimeError(f"{self.name} has ended") from error
         if failed:
             raise RuntimeError(result)
         return result, span
@@ -105,7 +113,8 @@ def call_all(peers: Sequence[Peer], method: str, *args: Any) -> list[Any]:
     return [peer.answer()[0] for peer in peers]
 
 
-def _serve(make: Callable[[], Any], pipe: Connection) -> None:
+def serve(make: Callable[[], Any], pipe: Connection) -> None:
+    """Make the served object in this process, and carry out the calls that come through `pipe` until `close`."""
     torch.set_num_threads(1)
     host = make()
     while True:
