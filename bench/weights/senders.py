@@ -1,7 +1,8 @@
 """Measures many senders against one, and one copy a host, between hosts that are made of namespaces of this machine.
 
-one sender     train rank 0 has all weights and broadcasts them (`collective`) to one engine on each of N hosts
-many senders   N train ranks on N hosts have the rows of each weight, and send them as the transfer plan says
+one sender     N train ranks on N hosts have the rows of each weight; rank 0 gathers them, as in a run with FSDP, and
+               broadcasts them (`collective`) to one engine on each of N other hosts
+many senders   the same ranks send their rows to the same engines, as the transfer plan says
 one copy       train rank 0 broadcasts to two engines on one host, whose link's counters are read
 
 Every link has the same limit. An update is timed from its announcement until every engine has verified it. After every
@@ -10,7 +11,9 @@ update, each engine's weights are compared with the trainer's, byte for byte.
 
 from __future__ import annotations
 
+import datetime
 import itertools
+import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,6 +24,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from rich.table import Table
 
 from ...actors.weight_sync.config import SyncConfig
@@ -30,7 +34,9 @@ from ...actors.weight_sync.plan.layouts import held
 from ...actors.weight_sync.plan.regions import Party
 from ...actors.weight_sync.plan.transfer_plan import TransferPlan, plan_transfer
 from ...actors.weight_sync.transports.protocol import ReceiverConfig, ReceiverGroup, SenderConfig, WeightUpdate
+from ...codecs import messages
 from ...dataplane.security.handshake import new_key
+from ...trainers.backends.weight_stream import Cut, Piece, SpreadWeight, stream_weights
 from ...trainers.errors import UserError
 from ..hosts.namespaces import Host, hosts, why_no_hosts
 from ..models import digest_of, num_bytes, weight_shapes
@@ -39,6 +45,7 @@ from .host_peer import HostPeer
 from .peers import Engine, PeerTask, Trainer, call_all
 
 TIMEOUT_S = 120.0
+_GROUP_TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 BARS = {"vs_one": 3.5, "vs_once": 1.02}
 """Figure -> the value that is expected with four senders: at least `vs_one`, at most `vs_once`."""
 NEEDS = ("whole", "part")
@@ -128,12 +135,43 @@ class PartTrainer(Trainer):
         self._plans: dict[str, TransferPlan] = {}
         self._host, self._key = host, key
         self._pairs: PairSender | None = None
+        self._store: dist.TCPStore | None = None
 
     def address(self) -> str:
         """Start to listen for engines, and return the address."""
         if self._pairs is None:
             self._pairs = PairSender(self._host, self._key, TIMEOUT_S)
         return self._pairs.address
+
+    def offer_group(self) -> int:
+        """Serve the store of the process group of all trainers, and return its port. Rank 0 calls it first."""
+        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=_GROUP_TIMEOUT)
+        return self._store.port
+
+    def meet(self, host: str, port: int) -> None:
+        """Join the process group of all trainers, in which rank 0 gathers."""
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"  # The host's own name stands for a loopback address.
+        store = self._store or dist.TCPStore(host, port, timeout=_GROUP_TIMEOUT)
+        num = self._options.senders
+        dist.init_process_group("gloo", store=store, rank=self.task.rank, world_size=num, timeout=_GROUP_TIMEOUT)
+
+    def publish(self, update: bytes) -> dict[str, float]:
+        if not dist.is_initialized():
+            return super().publish(update)
+        assert self._publisher is not None
+        report = self._publisher.publish(messages.decode(update, WeightUpdate), self._gathered())
+        return {"gather_s": report.gather_s, "send_s": report.send_s}
+
+    def give(self) -> None:
+        """Send this rank's rows of all weights to rank 0."""
+        for _ in self._gathered():
+            pass
+
+    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        num, rank = self._options.senders, self.task.rank
+        pieces = tuple(Piece(one, (Cut(0, num, one),)) for one in range(num))
+        spread = [SpreadWeight(name, one.dtype, tuple(one.shape), pieces) for name, one in self.weights.items()]
+        return stream_weights(spread, lambda weight: self.weights[weight.name].chunk(num)[rank], rank, self.device)
 
     def send(self, update: WeightUpdate, need: str) -> int:
         """Send this rank's part, and return its number of bytes."""
@@ -233,7 +271,7 @@ def _one_copy(options: SenderOptions, tell: Callable[[str], None]) -> SenderResu
     tell("one sender to two engines of one host")
     with hosts(2) as (first, second), ExitStack() as stack:
         peers = _started(stack, options, [first], [second, second])
-        return _measure(options, "two engines a host", [second], options.num_bytes, _broadcast(peers, options))
+        return _measure(options, "two engines a host", [second], options.num_bytes, _broadcast(peers[:1], peers[1:]))
 
 
 def _against_one(options: SenderOptions, tell: Callable[[str], None]) -> Iterator[SenderResult]:
@@ -243,7 +281,9 @@ def _against_one(options: SenderOptions, tell: Callable[[str], None]) -> Iterato
         trainers, engines = made[:num], made[num:]
         peers = _started(stack, options, trainers, engines)
         tell(f"one sender to {num} hosts")
-        yield _measure(options, "one", engines, num * whole, _broadcast(peers[:1] + peers[num:], options))
+        port, _ = peers[0].call("offer_group")
+        call_all(peers[:num], "meet", trainers[0].address, port)
+        yield _measure(options, "one", engines, num * whole, _broadcast(peers[:num], peers[num:]))
         for need in NEEDS:
             tell(f"{num} senders to {num} hosts, {need}")
             least = int(plan_of(options, need).bytes_over_links.sum())
@@ -274,21 +314,24 @@ def _started(
     return peers
 
 
-def _broadcast(peers: Sequence[HostPeer], options: SenderOptions) -> Callable[[int], float]:
-    """Return a function that sends a version from the first of `peers` to all others, and returns the seconds."""
+def _broadcast(trainers: Sequence[HostPeer], engines: Sequence[HostPeer]) -> Callable[[int], float]:
+    """Return a function that sends a version from the first of `trainers`, which gathers it from the others, to all
+    engines. The function returns the seconds."""
+    first, *others = trainers
 
     def update(version: int) -> float:
-        trainer, engines = peers[0], peers[1:]
-        trainer.call("change", version)
-        receivers = {f"engine {rank}": 1 for rank in range(len(engines))}
-        announced, (start, _) = trainer.call("open", version, receivers)
+        call_all(trainers, "change", version)
+        announced, (start, _) = first.call("open", version, {f"engine {rank}": 1 for rank in range(len(engines))})
         for engine in engines:
             engine.start("prepare", announced)
-        trainer.start("publish", announced)
+        for other in others:
+            other.start("give")
+        first.start("publish", announced)
         ends = [engine.answer()[1][1] for engine in engines]
-        trainer.answer()
+        for trainer in trainers:
+            trainer.answer()
         call_all(engines, "commit", version)
-        _compare([trainer.call("digest")[0]] * len(engines), call_all(engines, "digest"))
+        _compare([first.call("digest")[0]] * len(engines), call_all(engines, "digest"))
         return max(ends) - start
 
     return update
