@@ -95,6 +95,12 @@ def _add_weights(weights: argparse.ArgumentParser) -> None:
         metavar="N",
         help="a running vLLM on N GPUs instead, every byte checked; 0: on a CPU",
     )
+    add(
+        "--senders",
+        type=int,
+        metavar="N",
+        help="N trainer ranks to N engines on hosts made of namespaces instead (needs root), against one sender",
+    )
     add("--setups", nargs="+", metavar="NAME", help="with --gpus: none full asleep moe tp2 tp2-none; default: all")
     add("--updates", type=int, default=0, metavar="N", help="with --gpus: updates of each case; default: its own")
     add(
@@ -217,6 +223,8 @@ def _weights(arguments: argparse.Namespace) -> int:
     out = results_folder(arguments, "weights")
     if arguments.gpus is not None:
         return _updates_of_vllm(arguments, out)
+    if arguments.senders is not None:
+        return _many_senders(arguments, out)
     plain = WeightOptions.quick(out) if arguments.quick else WeightOptions(out)
     options = replace(
         plain,
@@ -230,6 +238,20 @@ def _weights(arguments: argparse.Namespace) -> int:
     print_table(console, weights_table(results))
     for label, why in skipped.items():
         console.print(f"not measured: {label}: {why}", highlight=False)
+    console.print(f"results: {out}", highlight=False)
+    return DONE
+
+
+def _many_senders(arguments: argparse.Namespace, out: Path) -> int:
+    from ..bench.weights.senders import DEFAULT_REPEATS, DEFAULT_SIZE, SIZES, SenderOptions, run_senders, senders_table
+
+    if arguments.senders < 2:
+        raise UserError(f"--senders: got {arguments.senders}, expected at least 2")
+    [size] = known("--sizes", chosen(arguments.sizes, (DEFAULT_SIZE,)), SIZES)
+    options = SenderOptions(out, arguments.senders, size, repeats=1 if arguments.quick else DEFAULT_REPEATS)
+    with status_line("starting") as (console, tell):
+        results = run_senders(options, tell)
+    print_table(console, senders_table(options, results))
     console.print(f"results: {out}", highlight=False)
     return DONE
 

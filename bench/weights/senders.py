@@ -26,6 +26,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from rich.table import Table
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
 
 from ...actors.weight_sync.config import SyncConfig
 from ...actors.weight_sync.pairs.pair_receiver import PairReceiver
@@ -39,15 +40,16 @@ from ...dataplane.security.handshake import new_key
 from ...trainers.backends.weight_stream import Cut, Piece, SpreadWeight, stream_weights
 from ...trainers.errors import UserError
 from ..hosts.namespaces import Host, hosts, why_no_hosts
-from ..models import digest_of, num_bytes, weight_shapes
+from ..models import WEIGHT_SHAPES, digest_of, num_bytes, weight_shapes
 from ..records import conditions, table, write_records, write_summary
 from .host_peer import HostPeer
 from .peers import Engine, PeerTask, Trainer, call_all
 
 TIMEOUT_S = 120.0
+SIZES = tuple(WEIGHT_SHAPES)
+DEFAULT_SIZE = "0.02B"
+DEFAULT_REPEATS = 3
 _GROUP_TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
-BARS = {"vs_one": 3.5, "vs_once": 1.02}
-"""Figure -> the value that is expected with four senders: at least `vs_one`, at most `vs_once`."""
 NEEDS = ("whole", "part")
 """Part of the weights that an engine process takes: everything, or its share with tensor parallelism over the hosts."""
 
@@ -58,11 +60,11 @@ class SenderOptions:
 
     out: Path
     senders: int = 4
-    size: str = "0.02B"
+    size: str = DEFAULT_SIZE
     mbit: int = 200
     """Limit of each host's link in Mbit/s, in each direction."""
     bucket_bytes: int = 1 << 20
-    repeats: int = 3
+    repeats: int = DEFAULT_REPEATS
     dtype: str = "bfloat16"
 
     @property
@@ -135,7 +137,7 @@ class PartTrainer(Trainer):
         self._plans: dict[str, TransferPlan] = {}
         self._host, self._key = host, key
         self._pairs: PairSender | None = None
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
 
     def address(self) -> str:
         """Start to listen for engines, and return the address."""
@@ -145,13 +147,13 @@ class PartTrainer(Trainer):
 
     def offer_group(self) -> int:
         """Serve the store of the process group of all trainers, and return its port. Rank 0 calls it first."""
-        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=_GROUP_TIMEOUT)
+        self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=_GROUP_TIMEOUT)
         return self._store.port
 
     def meet(self, host: str, port: int) -> None:
         """Join the process group of all trainers, in which rank 0 gathers."""
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"  # The host's own name stands for a loopback address.
-        store = self._store or dist.TCPStore(host, port, timeout=_GROUP_TIMEOUT)
+        store = self._store or TCPStore(host, port, timeout=_GROUP_TIMEOUT)
         num = self._options.senders
         dist.init_process_group("gloo", store=store, rank=self.task.rank, world_size=num, timeout=_GROUP_TIMEOUT)
 
@@ -315,8 +317,9 @@ def _started(
 
 
 def _broadcast(trainers: Sequence[HostPeer], engines: Sequence[HostPeer]) -> Callable[[int], float]:
-    """Return a function that sends a version from the first of `trainers`, which gathers it from the others, to all
-    engines. The function returns the seconds."""
+    """Return a function that sends a version from the first of `trainers` to all engines, and returns the seconds.
+
+    The first trainer gathers the version from the others."""
     first, *others = trainers
 
     def update(version: int) -> float:

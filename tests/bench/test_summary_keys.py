@@ -28,7 +28,9 @@ from headrace.bench.transfer import baselines
 from headrace.bench.transfer import results as transfer_results
 from headrace.bench.transfer.results import CHECKSUMMED, IN_TURNS, PAIRED, Result, RouteSizes, StepResult
 from headrace.bench.weights import benchmark as weights
+from headrace.bench.weights import senders
 from headrace.bench.weights.benchmark import WeightOptions, WeightResult
+from headrace.bench.weights.senders import SenderOptions, SenderResult
 from headrace.tests.bench.gpu.runs import record, task, write_run
 from headrace.tests.bench.train_steps.test_benchmark import FIGURES
 
@@ -73,6 +75,12 @@ def weights_keys() -> list[str]:
     return [*weights.summarise(options, results)]
 
 
+def sender_keys() -> list[str]:
+    cases = ("two engines a host", "one", *(f"many {need}" for need in senders.NEEDS))
+    results = [SenderResult(case, (0.1,), 1.0, 1, 0.5) for case in cases]
+    return [*senders.summarise(SenderOptions(Path("unused")), results)]
+
+
 def hosts_keys() -> list[str]:
     places = [("same_host", reads.SHM), *[(f"other_host.{gbit}gbit", reads.RAW) for gbit in ReadOptions().links_gbit]]
     results = [
@@ -104,6 +112,7 @@ def test_the_keys_are_those_that_were_recorded(tmp_path: Path, monkeypatch: pyte
         "replica": replica_keys(),
         "step": step_keys(),
         "weights": weights_keys(),
+        "weights --senders 4": sender_keys(),
         "hosts": hosts_keys(),
         "gpu --work grpo-*": gpu_keys(tmp_path),
         "gpu --work train-*": train_keys(),

@@ -55,7 +55,7 @@ class PairReceiver:
         """key: the run's key, which the senders must know."""
         self._name = worker_name(engine, worker)
         self._key = key
-        self._buffers: list[torch.Tensor] = []
+        self._memory: list[torch.Tensor] = []
         self._deadline: Deadline | None = None
         self._over = False
         """True once the update has failed in this receiver, so that all lanes end."""
@@ -72,10 +72,10 @@ class PairReceiver:
         for bucket in plan.taking(rank):
             by_sender[bucket.sender].append(bucket)
         most = max((bucket.nbytes for buckets in by_sender.values() for bucket in buckets), default=0)
-        if not self._buffers or len(self._buffers[0]) < most:
-            self._buffers = [torch.empty(most, dtype=torch.uint8) for _ in range(SLOTS)]
+        if not self._memory or len(self._memory[0]) < most:
+            self._memory = [torch.empty(most, dtype=torch.uint8) for _ in range(SLOTS)]
         free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for buffer in self._buffers:
+        for buffer in self._memory:
             free.put(buffer)
         lanes: list[_Lane] = []
         try:

@@ -69,7 +69,7 @@ class PairSender:
         self._tracker: ReceiverTracker | None = None
         self._ended = ""
         """Why the open update was aborted; "" while it goes on."""
-        self._buffers: list[torch.Tensor] = []
+        self._memory: list[torch.Tensor] = []
 
     def send(self, update: WeightUpdate, plan: TransferPlan, rank: int, tensors: Mapping[str, torch.Tensor]) -> int:
         """Send this rank's buckets of `plan`, and wait until its receivers have the whole version from all senders.
@@ -122,7 +122,7 @@ class PairSender:
         self.abort("the sender closes")
         self._links.close()
         self._payloads.close()
-        self._buffers = []
+        self._memory = []
 
     # ---------------- These methods are private.
 
@@ -156,11 +156,11 @@ class PairSender:
         """Pack the buckets in the plan's order, and hand each to the lane of its receiver."""
         buckets = plan.sending(rank)
         most = max((bucket.nbytes for bucket in buckets), default=0)
-        if not self._buffers or len(self._buffers[0]) < most:
-            self._buffers = [torch.empty(most, dtype=torch.uint8) for _ in range(SLOTS)]
+        if not self._memory or len(self._memory[0]) < most:
+            self._memory = [torch.empty(most, dtype=torch.uint8) for _ in range(SLOTS)]
         free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         self._free = free
-        for buffer in self._buffers:
+        for buffer in self._memory:
             free.put(buffer)
         look = self._look(lanes, tracker, deadline)
         for bucket in buckets:

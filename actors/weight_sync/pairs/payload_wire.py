@@ -1,7 +1,7 @@
 """Carries payloads over one TCP connection for each pair of a sender and a receiver, without a copy on either side.
 
 The messages of the pair go over a connection of their own (`control_link`), so that an update can be ended in the
-middle of a payload. Both begin with the handshake that proves the run's key.
+middle of a payload. Both begin with the handshake that proves the run's key, and are encrypted if the key says so.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def send_payload(connection: socket.socket, payload: memoryview, look: Callable[
     while payload:
         num = 0
         with contextlib.suppress(TimeoutError):
-            num = connection.send(payload[:_CHUNK])
+            num = connection.sendmsg([payload[:_CHUNK]])
         payload = payload[num:]
         look(num > 0)
 
@@ -103,7 +103,7 @@ def receive_payload(connection: socket.socket, target: memoryview, look: Callabl
     while target:
         num = -1
         with contextlib.suppress(TimeoutError):
-            num = connection.recv_into(target, min(len(target), _CHUNK))
+            num = connection.recv_into(target[:_CHUNK])
         if not num:
             raise ConnectionError("the connection was closed by the other end")
         target = target[max(num, 0) :]

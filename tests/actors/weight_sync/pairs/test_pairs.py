@@ -20,6 +20,7 @@ from headrace.actors.weight_sync.plan.transfer_plan import Bucket, TransferPlan,
 from headrace.actors.weight_sync.transports.protocol import ReceiverGroup, WeightTransferError, WeightUpdate
 from headrace.codecs.weights.buckets import checksum
 from headrace.dataplane.security.handshake import new_key
+from headrace.dataplane.security.run_key import RunKey
 
 SPECS = {"w": (torch.float32, (64, 40)), "odd": (torch.bfloat16, (7, 3)), "scalar": (torch.float32, ())}
 SENDERS, ENGINES, TP = 3, 2, 2
@@ -51,11 +52,11 @@ def party(axis: int, num: int, index: int, host: str) -> Party:
 class Fleet:
     """Three trainer ranks with the rows of weights, and two engines of two workers with their columns."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, key: bytes) -> None:
         self.timeout_s = timeout_s
-        self.senders = [PairSender("127.0.0.1", KEY, timeout_s) for _ in range(SENDERS)]
+        self.senders = [PairSender("127.0.0.1", key, timeout_s) for _ in range(SENDERS)]
         places = [*itertools.product(range(ENGINES), range(TP))]
-        self.receivers = [PairReceiver(f"engine-{engine}", worker, KEY) for engine, worker in places]
+        self.receivers = [PairReceiver(f"engine-{engine}", worker, key) for engine, worker in places]
         self.plan: TransferPlan = plan_transfer(
             SPECS,
             [party(0, SENDERS, rank, f"trainer {rank}") for rank in range(SENDERS)],
@@ -106,8 +107,8 @@ class Fleet:
 def fleet() -> Iterator[Callable[..., Fleet]]:
     with ExitStack() as stack:
 
-        def build(timeout_s: float = 20.0) -> Fleet:
-            made = Fleet(timeout_s)
+        def build(timeout_s: float = 20.0, key: bytes = KEY) -> Fleet:
+            made = Fleet(timeout_s, key)
             for sender in made.senders:
                 stack.callback(sender.close)
             return made
@@ -115,8 +116,9 @@ def fleet() -> Iterator[Callable[..., Fleet]]:
         yield build
 
 
-def test_versions_arrive_whole_from_all_senders(fleet: Callable[..., Fleet]) -> None:
-    ranks = fleet()
+@pytest.mark.parametrize("tls", [False, True])
+def test_versions_arrive_whole_from_all_senders(fleet: Callable[..., Fleet], tls: bool) -> None:
+    ranks = fleet(key=RunKey.make(new_key(), "", "run", tls=tls))
     assert all(len(ranks.plan.sending(rank)) > 2 * pair_sender.SLOTS for rank in range(SENDERS))
     for version in (1, 2, 5):
         ranks.expect_whole(version)
