@@ -10,7 +10,8 @@ from datetime import timedelta
 from typing import Any, cast
 
 import psutil
-from torch.distributed import HashStore, ProcessGroupGloo
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import ProcessGroupGloo
 
 from headrace.actors.process.group_proof import prove_members
 from headrace.tests.waiting import wait_until
