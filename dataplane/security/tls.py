@@ -175,9 +175,6 @@ class SecureSocket:
     def settimeout(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
 
-    def setblocking(self, blocking: bool) -> None:
-        self._timeout_s = None if blocking else 0.0
-
     def setsockopt(self, level: int, option: int, value: Any) -> None:
         if level == socket.SOL_SOCKET and option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             seconds, microseconds = _TIME.unpack(value)
@@ -268,7 +265,7 @@ class SecureSocket:
             raise ConnectionResetError("the connection was closed")
         poll.register(self._socket.fileno(), event)
         if not poll.poll(None if limit_s is None else max(0.0, (started + limit_s - time.monotonic()) * 1e3)):
-            raise BlockingIOError if self._limits_s.get(option) or self._timeout_s == 0 else TimeoutError("timed out")
+            raise BlockingIOError if self._limits_s.get(option) else TimeoutError("timed out")
 
 
 class ServerStream:

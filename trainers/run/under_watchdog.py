@@ -84,9 +84,8 @@ class WatchdogProcess:
         """Send the watchdog the address of the started data plane."""
         address = handle.address
         assert address is not None, "a run's directory is an actor"
-        opened = Opened(
-            handle.run_id, address.local, address.host, address.port, packed(handle.store.key).hex(), handle.peer
-        )
+        key = packed(handle.store.key).hex()
+        opened = Opened(handle.run_id, address.local, address.host, address.port, key, handle.peer)
         self.replace_if_dead()
         self._said.append(dataclasses.asdict(opened))
         self._tell(self._said[-1])

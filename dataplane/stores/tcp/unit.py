@@ -361,13 +361,8 @@ class UnitProcess:
     def __init__(self, run_id: str, name: str, key: bytes, host: str, capacity_bytes: int) -> None:
         """Start the unit; arguments and errors are those of `StorageUnit`. Raises StoreLost when it does not start
         within START_TIMEOUT_S."""
-        setup = {
-            "run_id": run_id,
-            "name": name,
-            "key": packed(key).hex(),
-            "host": host,
-            "capacity_bytes": capacity_bytes,
-        }
+        secret = packed(key).hex()
+        setup = {"run_id": run_id, "name": name, "key": secret, "host": host, "capacity_bytes": capacity_bytes}
         self._child = ChildProcess(__name__, setup, START_TIMEOUT_S)
         self.address = UnitAddress(**self._child.answer)
         self.pid = self.address.pid
@@ -384,13 +379,8 @@ class UnitProcess:
 
 def _start(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
     try:
-        unit = StorageUnit(
-            setup["run_id"],
-            setup["name"],
-            unpacked(bytes.fromhex(setup["key"])),
-            setup["host"],
-            setup["capacity_bytes"],
-        )
+        key = unpacked(bytes.fromhex(setup["key"]))
+        unit = StorageUnit(setup["run_id"], setup["name"], key, setup["host"], setup["capacity_bytes"])
     except OSError as error:
         raise ValueError(f"storage unit {setup['name']}: cannot listen on {setup['host']}: {error.strerror}") from None
     gc.freeze()  # Imported objects stay, so the garbage collector need not look at them.
