@@ -166,8 +166,9 @@ class _Launch:
         """Return whether the run can use a host, given by Ray's id. After the loss of a host, one that the run has not
         used is compared with the others before anything is placed on it: the run would not start with one that differs.
         """
-        known = self._patience is None or node in [host.node for host in self._patience.hosts]
-        return known or self._checks.fits(node)
+        if self._patience is None or self._config.resources.ray_address is None:
+            return True  # The run's own Ray has new ids after a restart.
+        return node in [host.node for host in self._patience.hosts] or self._checks.fits(node)
 
     def check_hosts(self, places: Places) -> HostChecks | None:
         """Compare the hosts of a joined cluster, before anything of the run starts on them. Returns None for a run that

@@ -163,9 +163,13 @@ def test_a_host_that_has_joined_is_compared_before_a_restart_uses_it(monkeypatch
     monkeypatch.setattr(gpu_bundles, "read_hosts", lambda: hosts)
     again: Any = object.__new__(processes._Launch)  # pyright: ignore[reportPrivateUsage]
     again._patience, again._checks = Patience(hosts[:1], 1.0, lambda line: None), SimpleNamespace(fits=fits)
-    request = PlacementRequest.of(build_config({"rollout": {"engine": "scripted"}, "trainer": {"backend": "scripted"}}))
+    scripted = {"rollout": {"engine": "scripted"}, "trainer": {"backend": "scripted"}}
+    again._config = build_config({**scripted, "resources": {"ray_address": "auto"}})
+    request = PlacementRequest.of(again._config)
     placement = gpu_bundles.reserve_places(request, 5.0, again._usable).placement
     assert [host.name for host in placement.hosts] == ["a", "c"] and asked == ["b", "c"]
+    again._config = build_config(scripted)
+    assert again._usable("new id of the run's own Ray") and asked == ["b", "c"]
 
 
 @pytest.mark.parametrize("starts_again", [False, True])
