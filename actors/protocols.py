@@ -5,7 +5,7 @@ The protocols of generation engines are in `engines/protocol.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from .adapters.spec import AdapterSpec
 from .columns import ColumnConfig, TokenValues
 from .engines.protocol import Generator, SamplingParams
 from .failures import FailureKind
+from .weight_sync.plan.regions import Region
 
 # ---------------- Spans are timed pieces of work, for the trace of a run.
 
@@ -498,6 +499,16 @@ class TrainBackend(Protocol):
         each tensor is complete, detached, on the backend's device, and valid until the next one is requested; on other
         ranks it is empty.
         """
+        ...
+
+    def weight_regions(self) -> Sequence[Sequence[Region]]:
+        """Return the regions of the weights that each rank has, by rank: the same on every rank. The local tensor of a
+        weight has the name of the weight. The call is not collective."""
+        ...
+
+    def own_weights(self) -> Callable[[str], torch.Tensor]:
+        """Return the function that returns this rank's part of a weight by its name, contiguous, as `weight_regions`
+        describes it. It may be the live weight. The call is not collective."""
         ...
 
     def save(self, path: str, *, wait: bool = True) -> None:

@@ -37,6 +37,7 @@ from ..protocols import (
 )
 from ..sample_file import SampleFile, trained_line
 from ..weight_sync.config import SyncConfig
+from ..weight_sync.pairs.rank_publisher import RankPublisher
 from ..weight_sync.publisher import WeightPublisher
 from ..weight_sync.stream import SendReport
 from ..weight_sync.transports.protocol import ReceiverGroup, WeightSender, WeightUpdate
@@ -101,6 +102,9 @@ class WorkerSetup:
     """Config section `sync`: the settings of weight updates."""
     bucket_bytes: int
     """Size of the largest bucket of weights in bytes, a multiple of 64."""
+    rank_publisher: Callable[..., RankPublisher] | None = None
+    """Function that builds the publisher of this rank, given its address, and specs and regions of the weights; None if
+    rank 0 gathers and sends all weights."""
     keep_versions: bool = False
     """True if rank 0 keeps the last versions of the weights in host memory whatever `sync` says."""
     samples: SampleFile | None = None
@@ -205,13 +209,22 @@ class TrainWorker:
         self._teachers = Teachers(setup.teachers, setup.top_k, setup.rank, setup.world)
         self._parts.callback(self._teachers.close)
         self._specs = self._backend.weight_specs() if setup.rank == 0 else {}
-        self._publisher = self._open_publisher(address) if setup.rank == 0 else None
-        """Publisher of weight updates; None on all ranks except 0."""
+        self._ranks = None if setup.rank_publisher is None else self._open_ranks(setup.rank_publisher, address)
+        """Publisher of this rank's part of weight updates; None if rank 0 sends everything."""
+        self._publisher = self._open_publisher(address) if setup.rank == 0 and self._ranks is None else None
+        """Publisher of weight updates; None on all ranks except 0, and if every rank sends its part."""
         self._work: _Work | None = None
         """The shard that was begun last; None before the first."""
         self._spans: list[Span] = []
         self._open = False
         """True while a train step has begun in the backend and is not finished."""
+
+    def _open_ranks(self, build: Callable[..., RankPublisher], address: str) -> RankPublisher:
+        publisher = build(address, self._backend.weight_specs(), self._backend.weight_regions())
+        self._parts.callback(publisher.close)
+        if self._setup.world > 1:
+            publisher.meet()
+        return publisher
 
     def _open_publisher(self, address: str) -> WeightPublisher:
         setup, adapter = self._setup, self._backend.adapter
@@ -340,6 +353,8 @@ class TrainWorker:
 
         base: the version that all receivers serve; None if they differ. Raises what `WeightPublisher.open` raises.
         """
+        if self._ranks is not None:
+            return self._ranks.open(version, receivers)
         return self._publishes().open(version, self._specs, receivers, base=base)
 
     @in_thread_of("weights")
@@ -352,8 +367,14 @@ class TrainWorker:
         """Gather the weights and publish them as the open `update`. The call is collective.
 
         Rank 0 is given the update and returns a report. The other ranks are given None and return None: they only take
-        part in the gathering, and only that can fail on them.
+        part in the gathering, and only that can fail on them. If every rank sends its part, all are given the update.
         """
+        if self._ranks is not None:
+            assert update is not None, "every rank is given the update"
+            with self._span("send weights"):
+                if self._setup.sync.verify != "off":
+                    self._ranks.take_digests(update.version, self._backend.weights())
+                return self._ranks.send(update, self._backend.own_weights())
         assert (update is None) == (self._publisher is None), "rank 0, and no other, is given the update"
         weights = self._backend.weights()
         with self._span("send weights"):
@@ -382,7 +403,7 @@ class TrainWorker:
     def weight_digests(self, version: int) -> ParameterDigests:
         """Return the digests with which engines compare what they loaded, see `WeightPublisher.digests`. Only rank 0 is
         called."""
-        return self._publishes().digests(version)
+        return (self._ranks or self._publishes()).digests(version)
 
     @in_thread_of("abort")
     def sent(self) -> int:
@@ -392,12 +413,13 @@ class TrainWorker:
         `TrainActor.progress` cannot replace it: it is the CPU time of the main thread, and cached weights are sent by
         another thread.
         """
-        return 0 if self._publisher is None else self._publisher.sent
+        publisher = self._ranks or self._publisher
+        return 0 if publisher is None else publisher.sent
 
     @in_thread_of("abort")
     def abort_update(self, reason: str) -> None:
-        """End the open update, whichever thread is sending it. Only rank 0 is called. Idempotent."""
-        self._publishes().abort(reason)
+        """End the open update, whichever thread is sending it. Only ranks that send are called. Idempotent."""
+        (self._ranks or self._publishes()).abort(reason)
 
     def save(self, path: str) -> None:
         """Start a sharded checkpoint at `path`. It is written in the background while training continues, and appears

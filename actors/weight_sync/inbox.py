@@ -17,6 +17,8 @@ import torch
 from ...codecs.weights.buckets import BucketPlan, apply_sparse, checksum, expect_all, read_bucket
 from ...codecs.weights.gpu_scatter import scatter_kernel
 from .config import Staging
+from .pairs.pair_sender import KIND as PAIRS
+from .pairs.planned_receiver import PlannedReceiver
 from .transports.ends import Receiver, Stream, bucket_offsets
 from .transports.factory import build_receiver
 from .transports.protocol import BucketFrame, ReceiverConfig, WeightTransferError, WeightUpdate
@@ -244,7 +246,11 @@ class WeightInbox:
 
     def _receiver(self, kind: str) -> Receiver:
         if kind not in self._receivers:
-            self._receivers[kind] = build_receiver(kind, self._config, self._worker)
+            config = self._config
+            if kind == PAIRS:
+                self._receivers[kind] = PlannedReceiver(config.engine, self._worker, config.key)
+            else:
+                self._receivers[kind] = build_receiver(kind, config, self._worker)
         return self._receivers[kind]
 
     def _choose(self, update: WeightUpdate, stream: Stream) -> Staging:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ...actors.adapters.spec import AdapterSpec
 from ...actors.protocols import TOP_IDS, MicroBatch, OffloadReport
+from ...actors.weight_sync.plan.regions import Region
 from ..losses.step_loss import build_loss
 from .checkpoint_files import Checkpointer
 from .config import BackendConfig
@@ -30,7 +31,7 @@ from .rows.row_layout import loss_inputs, to_device
 from .throughput import FlopModel, StepMeter
 from .train_step import TrainStep
 from .vocab.logprobs import Entropy
-from .weight_stream import OwnPiece, SpreadWeight, stream_weights
+from .weight_stream import OwnPiece, SpreadWeight, rank_regions, stream_weights
 
 ReplayT = TypeVar("ReplayT", bound=RouterReplay)
 BalanceT = TypeVar("BalanceT", bound=ExpertBalance)
@@ -222,6 +223,17 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
             return self._streamed(self._weights)
         specs = self.weight_specs()
         return self._merged(lambda name: specs[name][0])
+
+    def weight_regions(self) -> Sequence[Sequence[Region]]:
+        """Return the regions of the weights that each rank has, by rank. An adapter is not among them."""
+        return rank_regions(divided(self._weights)[1], self._world)
+
+    def own_weights(self) -> Callable[[str], torch.Tensor]:
+        """Return the function that returns this rank's part of a weight by its name. Not collective. Raises
+        RuntimeError when the backend is offloaded."""
+        self._residence.require_onloaded("weights")
+        own, by_name = self._own_pieces(), {weight.name: weight for weight in self._weights}
+        return lambda name: own(by_name[name]).contiguous()
 
     def _streamed(self, weights: Sequence[SpreadWeight]) -> Generator[tuple[str, torch.Tensor], None, None]:
         return stream_weights(weights, self._own_pieces(), self._rank, self._device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 
 from ...actors.adapters.spec import AdapterSpec
 from ...actors.protocols import MicroBatch, OffloadReport
+from ...actors.weight_sync.plan.layouts import held
+from ...actors.weight_sync.plan.regions import Region
 from .checkpoint_files import Checkpointer, draft_of, publish, start_draft
 from .config import BackendConfig
 from .residence import Residence, own_device
@@ -131,6 +133,16 @@ class ScriptedBackend:
         self._residence.require_onloaded("weights")
         for name, weight in self._weights.items():
             yield name, weight.to(self._device) if self._rank == 0 else weight.new_empty(0)
+
+    def weight_regions(self) -> Sequence[Sequence[Region]]:
+        """Return the regions of the weights that each rank has: every rank has all."""
+        whole = [region for name, weight in self._weights.items() for region in held(name, weight.shape)]
+        return [whole] * self._world
+
+    def own_weights(self) -> Callable[[str], torch.Tensor]:
+        """Return the function that returns a weight by its name. Raises RuntimeError when the backend is offloaded."""
+        self._residence.require_onloaded("weights")
+        return self._weights.__getitem__
 
     def save(self, path: str, *, wait: bool = True) -> None:
         """Write the weights and the number of steps as the checkpoint `path`. Collective.

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ...actors.weight_sync.plan.regions import Region, place
 from ...codecs.integers import ALIGN, ceil_div, round_up
 
 BATCH_BYTES = 32 << 20
@@ -91,6 +92,31 @@ class SpreadWeight:
     def lands_in_place(self) -> bool:
         """True if every piece is contiguous in the whole weight, so that it can be received in its final position."""
         return all(cut.dim == 0 for piece in self.pieces for cut in piece.cuts)
+
+
+def rank_regions(weights: Sequence[SpreadWeight], world: int) -> tuple[tuple[Region, ...], ...]:
+    """Return the regions of the weights that each of `world` ranks has. The local tensor of a weight, under its name,
+    is what `OwnPiece` returns."""
+    found: list[list[Region]] = [[] for _ in range(world)]
+    for weight in weights:
+        for piece in weight.pieces:
+            box = tuple((part.start, part.stop) for part in cut_box(weight.boxed or weight.shape, piece.cuts))
+            if all(start < stop for start, stop in box):
+                found[piece.rank] += _as_stacked(place(weight.name, box), weight)
+    return tuple(map(tuple, found))
+
+
+def _as_stacked(region: Region, weight: SpreadWeight) -> Iterator[Region]:
+    """Yield a region of a weight that is cut in its `boxed` shape, such as `[experts, 2, rows, columns]`, as regions of
+    its own shape, `[experts, 2 * rows, columns]`."""
+    if not weight.boxed:
+        yield region
+        return
+    (first, (low, high), (start, stop), *rest), rows = region.box, weight.boxed[2]
+    for number in range(low, high):
+        box = (first, (number * rows + start, number * rows + stop), *rest)
+        strides = (region.strides[0], *region.strides[2:])
+        yield Region(weight.name, box, region.tensor, (number - low) * region.strides[1], strides)
 
 
 def stream_weights(

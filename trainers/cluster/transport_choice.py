@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...actors.weight_sync.config import SyncConfig
+from ...actors.weight_sync.pairs.pair_sender import KIND as PAIRS
 from ...actors.weight_sync.transports.factory import TRANSPORT_KINDS
 from ..errors import UserError
 from .places.placement import Placement
@@ -24,8 +25,9 @@ def resolve_kind(kind: str, *, one_host: bool, shared_gpus: bool = False, encryp
     """
     if kind == "auto":
         return "ipc" if one_host else "store" if shared_gpus or encrypted else "collective"
-    if kind not in TRANSPORT_KINDS:
-        raise ValueError(f"sync.transport: got {kind!r}, expected one of {', '.join(('auto', *TRANSPORT_KINDS))}")
+    if kind not in (*TRANSPORT_KINDS, PAIRS):
+        expected = ", ".join(("auto", *TRANSPORT_KINDS, PAIRS))
+        raise ValueError(f"sync.transport: got {kind!r}, expected one of {expected}")
     return kind
 
 
@@ -63,6 +65,10 @@ class WeightRoute:
             raise UserError(
                 "sync.transport: got 'ipc' with engines and train workers on several hosts, expected 'auto', because "
                 "ipc shares the memory of one host"
+            )
+        if kind == PAIRS and on_gpus:
+            raise UserError(
+                "sync.transport: got 'pairs' with GPUs, expected 'auto', because it sends between CPUs only"
             )
         one_host = placement.one_host and not elastic
         kind = resolve_kind(kind, one_host=one_host, shared_gpus=placement.shared, encrypted=encrypted)

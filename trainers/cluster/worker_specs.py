@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -12,6 +13,10 @@ from ...actors.engines.config import ModelConfig
 from ...actors.train.microbatch_plan import Budget
 from ...actors.train.teachers import TeacherSetup
 from ...actors.train.worker import WorkerSetup
+from ...actors.weight_sync.config import SyncConfig
+from ...actors.weight_sync.pairs.pair_sender import KIND as PAIRS
+from ...actors.weight_sync.pairs.rank_publisher import RankPublisher
+from ...actors.weight_sync.plan.regions import Region, Specs
 from ...actors.weight_sync.transports.factory import build_sender
 from ...actors.weight_sync.transports.protocol import SenderConfig, WeightSender
 from ...dataplane.handle import DataPlaneHandle
@@ -49,6 +54,7 @@ def worker_setup(
         teachers=teacher_setups(config.distillation, backend, offload=on_gpu),
         top_k=config.distillation.top_k,
         sender=partial(_sender_at, kind, sender),
+        rank_publisher=partial(_rank_publisher, rank, handle.store.key, sync) if kind == PAIRS else None,
         sync=sync,
         bucket_bytes=bucket_mib(sync, kind, device, pooled=pooled) << 20,
         keep_versions=pooled,
@@ -57,6 +63,12 @@ def worker_setup(
         routes=route_spec(config.router_replay, config.model),
         columns=config.data.columns,
     )
+
+
+def _rank_publisher(
+    rank: int, key: bytes, sync: SyncConfig, host: str, specs: Specs, regions: Sequence[Sequence[Region]]
+) -> RankPublisher:
+    return RankPublisher(rank, host, key, sync, bucket_mib(sync, PAIRS, "cpu", pooled=False) << 20, specs, regions)
 
 
 def _sender_at(kind: str, config: SenderConfig, host: str) -> WeightSender:

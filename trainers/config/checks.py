@@ -231,7 +231,7 @@ def meaning_problems(config: Config) -> Iterator[str]:
             "rollout.logprobs: got 'arrays' with rollout.vllm.speculative_config, expected 'auto' or 'vllm', because "
             "speculative decoding samples several tokens at once"
         )
-    yield from sync_problems(config.sync, config.resources)
+    yield from sync_problems(config.sync, config.resources, config.trainer.lora.rank)
     if config.overlap.by_chunk and config.advantage.kind in WHOLE_STEP_ADVANTAGES:
         yield (
             f"algorithm.mode: got {config.algorithm.mode!r} with advantage.kind={config.advantage.kind!r}, expected "
@@ -309,8 +309,13 @@ def elastic_problems(resources: ResourcesConfig, sync: SyncConfig, store: str) -
         yield f"{key} {because}, expected 'auto', because that is shared memory of one host"
 
 
-def sync_problems(sync: SyncConfig, resources: ResourcesConfig) -> Iterator[str]:
+def sync_problems(sync: SyncConfig, resources: ResourcesConfig, lora_rank: int) -> Iterator[str]:
     """Yield one sentence for each setting of the weight sync that contradicts another setting or a time limit."""
+    if sync.transport == "pairs" and lora_rank:
+        yield (
+            f"sync.transport: got 'pairs' with trainer.lora.rank={lora_rank}, expected another transport, because it "
+            "sends the weights of the model as the train workers hold them, without an adapter"
+        )
     bound_s, key = min(
         (resources.stage_timeout_s, "stage_timeout_s"),
         (resources.collective_timeout_s, "collective_timeout_s"),

@@ -524,6 +524,8 @@ class Config(Section):
         rank 0 and all rollout actors are there."""
         store, num_rollouts = self.dataplane.store, self.rollout.num_actors or self.rollout.num_engines
         directory, rank_0 = 1, 1 + 2 * (self.sync.transport in ("auto", "collective"))
+        if self.sync.transport == "pairs":
+            rank_0 += 2 * self.trainer.topology.world  # All ranks can be on this host.
         in_store = store.num_units or 1
         if store.kind == "mooncake":  # Directory, driver and the process that lends the memory are clients, too.
             in_store = 2 + 2 * (3 + num_rollouts + self.trainer.topology.world)

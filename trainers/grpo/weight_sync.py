@@ -91,13 +91,16 @@ class WeightSync:
         lasting: bool,
         in_cache: int | None = None,
         adapter: bool = False,
+        every_rank: bool = False,
     ) -> None:
-        """Prepare the syncs of a run. lasting: true if the transport keeps the last versions readable after they were
+        """Prepare the syncs of a run. every_rank: true if every train worker sends its part of the weights, false if
+        the first one sends all of them. lasting: true if the transport keeps the last versions readable after they were
         sent, so that another attempt needs no train worker. in_cache: version that train rank 0 has in host memory from
         the start; None without one. adapter: true if the versions are those of an adapter, which engines keep beside
         the one with which running requests finish. They are always verified."""
         self._config, self._adapter = config, adapter
         self._workers = workers
+        self._senders = workers if every_rank else workers[:1]
         self._engines = engines
         self._lasting = lasting
         self._cached = config.cache or config.delta
@@ -227,7 +230,7 @@ class WeightSync:
         joined = [engine for engine in ready if engine.joins]
         if failures and joined:
             # Engines that have only joined the transfer would otherwise load an incomplete version.
-            gather_each([self._workers[0].abort_update("an engine failed")], "abort", HEALTH_S)
+            gather_each([sender.abort_update("an engine failed") for sender in self._senders], "abort", HEALTH_S)
             self._drop(version, joined)
             ready = [engine for engine in ready if not engine.joins]
         failures |= self._serve(version, ready, sends, tally)
@@ -314,8 +317,8 @@ class WeightSync:
         self._whole = False
         [self._last] = gather([first.open_update(version, receivers, base)], "open update", self._bound_s)
         tally.gathers += 1
-        others = [worker.send_weights(None) for worker in self._workers[1:]]
-        return self._last, [first.send_weights(self._last), *others]
+        sending = self._last
+        return sending, [worker.send_weights(sending if worker in self._senders else None) for worker in self._workers]
 
     @property
     def _still_there(self) -> bool:

@@ -26,7 +26,7 @@ from ..cluster.ray_cluster import Cluster, open_cluster
 from ..cluster.run_actors import RunActors
 from ..cluster.start_times import StartTimes
 from ..cluster.starting_actors import StartingActors
-from ..cluster.transport_choice import WeightRoute
+from ..cluster.transport_choice import PAIRS, WeightRoute
 from ..cluster.worker_specs import with_packing
 from ..config.config import Config
 from ..grpo.gpu_turns import BothResident, Roles, TakeTurns
@@ -247,6 +247,7 @@ class _Launch:
             lasting=route.lasting,
             in_cache=0 if cached else None,
             adapter=config.sends_adapter,
+            every_rank=route.kind == PAIRS,
         )
         roles: Roles = BothResident(weights)
         if places.roles.take_turns:

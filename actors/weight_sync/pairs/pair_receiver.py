@@ -13,7 +13,7 @@ import contextlib
 import queue
 import socket
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
@@ -60,10 +60,18 @@ class PairReceiver:
         self._over = False
         """True once the update has failed in this receiver, so that all lanes end."""
 
-    def receive(self, update: WeightUpdate, plan: TransferPlan, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def receive(
+        self,
+        update: WeightUpdate,
+        plan: TransferPlan,
+        rank: int,
+        tensors: Mapping[str, torch.Tensor],
+        arrived: Callable[[Bucket], None] = lambda bucket: None,
+    ) -> None:
         """Receive a version into `tensors`, the local tensors by name, on the CPU.
 
-        rank: number of this receiver in the plan. Raises WeightTransferError if a bucket is missing, damaged or late,
+        rank: number of this receiver in the plan. arrived: function that is called, in several threads, with each
+        bucket whose parts are at their places. Raises WeightTransferError if a bucket is missing, damaged or late,
         or if a sender is lost; the tensors then hold a mix and must not be served.
         """
         deadline = self._deadline = Deadline(self._name, update.version, update.timeout_s)
@@ -82,7 +90,7 @@ class PairReceiver:
             for sender, buckets in sorted(by_sender.items()):
                 lanes.append(self._connect(update, sender, rank, buckets, deadline))
             with ThreadPoolExecutor(max(1, len(lanes)), thread_name_prefix="headrace-lane") as pool:
-                running = [pool.submit(self._run, lane, tensors, free, deadline) for lane in lanes]
+                running = [pool.submit(self._run, lane, tensors, free, deadline, arrived) for lane in lanes]
                 try:
                     for ended in as_completed(running):
                         ended.result()
@@ -133,6 +141,7 @@ class PairReceiver:
         tensors: Mapping[str, torch.Tensor],
         free: queue.SimpleQueue[torch.Tensor],
         deadline: Deadline,
+        arrived: Callable[[Bucket], None],
     ) -> None:
         """Receive, verify and unpack the buckets of one sender."""
         for bucket in [*lane.buckets, None]:
@@ -154,6 +163,7 @@ class PairReceiver:
             finally:
                 free.put(buffer)
             deadline.moved()
+            arrived(bucket)
             self._tell(lane, Note("through", number=bucket.number), deadline)
 
     def _next(self, lane: _Lane, what: str, deadline: Deadline) -> BucketFrame | None:

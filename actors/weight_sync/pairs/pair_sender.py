@@ -70,6 +70,8 @@ class PairSender:
         self._ended = ""
         """Why the open update was aborted; "" while it goes on."""
         self._memory: list[torch.Tensor] = []
+        self.num_moves = 0
+        """Number of times that progress was seen since the start. Any thread may read it."""
 
     def send(self, update: WeightUpdate, plan: TransferPlan, rank: int, tensors: Mapping[str, torch.Tensor]) -> int:
         """Send this rank's buckets of `plan`, and wait until its receivers have the whole version from all senders.
@@ -208,6 +210,7 @@ class PairSender:
             moves = tracker.num_heard + sum(lane.num_moves for lane in lanes.values())
             if moves != seen:
                 seen = moves
+                self.num_moves += 1
                 deadline.moved()
             elif not deadline.left_s:
                 raise deadline.error(*tracker.blame("not taken"))

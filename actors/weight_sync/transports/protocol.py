@@ -61,6 +61,8 @@ class WeightUpdate:
     """Longest time in seconds that a wait for another process may last without progress."""
     adapter: AdapterSpec | None = None
     """The adapter whose tensors are sent; None if the update has the weights of the whole model."""
+    plan: bytes = b""
+    """Encoded arguments of the transfer plan, as in `plan.arguments`; empty if one rank sends everything."""
 
 
 @dataclass(frozen=True, slots=True)

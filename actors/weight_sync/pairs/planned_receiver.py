@@ -1,0 +1,138 @@
+"""`PlannedReceiver` lets an engine's inbox take an update that all train ranks send, as whole weights in its memory.
+
+A thread runs a `PairReceiver`, which verifies each bucket and copies its parts to their places. The stream yields a
+piece of the memory as soon as all weights in it are complete.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+
+from ....codecs.weights.buckets import BucketPlan, plan_buckets
+from ..plan.arguments import read_arguments
+from ..plan.transfer_plan import Bucket, TransferPlan
+from ..transports.ends import Receiver, Stream, bucket_offsets
+from ..transports.protocol import BucketFrame, Deadline, WeightUpdate
+from ..views import BucketViews
+from .pair_receiver import PairReceiver
+
+_SLICE_S = 0.05
+_STOP_S = 5.0
+
+
+class PlannedReceiver(Receiver):
+    """Receiver of updates of the kind `pairs`."""
+
+    def __init__(self, engine: str, worker: int, key: bytes) -> None:
+        """key: the run's key, which the senders must know."""
+        super().__init__(engine, worker)
+        self._pairs = PairReceiver(engine, worker, key)
+
+    def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> PlannedStream:
+        try:
+            arguments, plan = read_arguments(update.plan)
+        except ValueError as error:
+            raise deadline.error(str(error)) from error
+        layout = plan_buckets(arguments.specs, arguments.bucket_bytes)
+        return PlannedStream(update, layout, deadline, self._pairs, plan, rank)
+
+
+class PlannedStream(Stream):
+    """Stream of the whole weights of one update."""
+
+    def __init__(
+        self,
+        update: WeightUpdate,
+        layout: BucketPlan,
+        deadline: Deadline,
+        pairs: PairReceiver,
+        plan: TransferPlan,
+        rank: int,
+    ) -> None:
+        """layout: places of the whole weights in memory, in pieces that are yielded. plan: the plan of the update.
+        rank: number of the receiver in it."""
+        super().__init__(update, layout, deadline)
+        self._pairs, self._transfer, self._rank = pairs, plan, rank
+        self._memory: torch.Tensor | None = None
+        self._arrived: queue.SimpleQueue[Bucket | Exception | None] = queue.SimpleQueue()
+        """Buckets that are at their places; at the end an error, or None if all have come."""
+        self._thread: threading.Thread | None = None
+
+    def receive_into(self, memory: torch.Tensor) -> None:
+        if memory.device.type == "cpu":
+            self._memory = memory
+
+    def __iter__(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
+        """Yield the pieces of the memory in order, each once it is complete. Every byte was verified in the bucket in
+        which it came, and the last piece is yielded only when all buckets have come."""
+        for frame, payload in self._arrivals():
+            yield frame, payload
+            self.deadline.moved()
+
+    def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
+        offsets = bucket_offsets(self.plan)
+        memory = torch.empty(offsets[-1], dtype=torch.uint8) if self._memory is None else self._memory
+        tensors = BucketViews().all(self.plan, memory)
+        self._thread = threading.Thread(target=self._receive, args=(tensors,), name="headrace-pairs", daemon=True)
+        self._thread.start()
+        left, under_way, ready = _Left(self.plan), True, 0
+        while under_way or ready < len(self.plan.sizes):
+            arrived = self._next()
+            under_way = arrived is not None
+            if arrived is not None:
+                left.take(arrived)
+            while ready < len(self.plan.sizes) - under_way and left.is_whole(ready):
+                size = self.plan.sizes[ready]
+                yield BucketFrame(ready, "whole", size, 0), memory[offsets[ready] : offsets[ready] + size]
+                ready += 1
+            if not under_way and ready < len(self.plan.sizes):
+                raise self.deadline.error(f"piece {ready} of {len(self.plan.sizes)} never came")
+
+    def _receive(self, tensors: dict[str, torch.Tensor]) -> None:
+        try:
+            self._pairs.receive(self.update, self._transfer, self._rank, tensors, self._arrived.put)
+            self._arrived.put(None)
+        except Exception as error:  # The stream's own thread raises it.
+            self._arrived.put(error)
+
+    def _next(self) -> Bucket | None:
+        while True:
+            self.check_open()
+            try:
+                arrived = self._arrived.get(timeout=_SLICE_S)
+            except queue.Empty:  # The receiver itself notices when nothing comes in time.
+                continue
+            self.deadline.moved()
+            if isinstance(arrived, Exception):
+                raise arrived
+            return arrived
+
+    def _close(self) -> None:
+        if self._thread is not None:
+            self._pairs.stop()
+            self._thread.join(_STOP_S)
+
+
+class _Left:
+    """Counts the bytes of each weight that have not come yet."""
+
+    def __init__(self, layout: BucketPlan) -> None:
+        self._bytes: dict[str, int] = defaultdict(int)
+        self._names: dict[int, list[str]] = defaultdict(list)
+        for entry in layout.entries:
+            self._bytes[entry.name] += entry.nbytes
+            self._names[entry.bucket].append(entry.name)
+
+    def take(self, bucket: Bucket) -> None:
+        """Count the parts of a bucket that has come."""
+        for move in bucket.moves:
+            self._bytes[move.tensor] -= move.end - move.at
+
+    def is_whole(self, piece: int) -> bool:
+        """Return whether all weights that a piece of the memory has a part of are complete."""
+        return not any(self._bytes[name] for name in self._names[piece])

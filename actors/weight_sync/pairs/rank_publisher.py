@@ -1,0 +1,112 @@
+"""`RankPublisher` publishes versions of the weights from every train rank at once, without gathering them.
+
+rank 0       open -> announcement, with the addresses of all ranks and the arguments of the plan
+every rank   send -> the plan of the announcement -> this rank's buckets to all receivers
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ....codecs.integers import ALIGN
+from ....codecs.weights.buckets import plan_buckets
+from ....codecs.weights.parameter_digests import DigestTaker, ParameterDigests, sampled_names
+from ..config import SyncConfig
+from ..plan.arguments import LocalTensors, PlanArguments, read_arguments
+from ..plan.layouts import held
+from ..plan.regions import Party, Region, Specs
+from ..stream import SendReport
+from ..transports.protocol import ReceiverGroup, WeightUpdate
+from .pair_sender import KIND, SLOTS, PairSender, location_of
+
+
+class RankPublisher:
+    """One train rank's end of the updates. One thread at a time may call it, except that any thread may call
+    `abort`."""
+
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        key: bytes,
+        sync: SyncConfig,
+        bucket_bytes: int,
+        specs: Specs,
+        regions: Sequence[Sequence[Region]],
+    ) -> None:
+        """Listen on `host` for receivers. key: the run's key. bucket_bytes: memory for buckets in transit, a multiple
+        of ALIGN. specs: dtype and shape of all weights. regions: what each rank has of them, by rank. Raises OSError
+        when listening fails."""
+        self._rank, self._sync, self._bucket_bytes = rank, sync, bucket_bytes
+        self._specs, self._regions = specs, regions
+        self._sender = PairSender(host, key, sync.timeout_s)
+        self.addresses = [self._sender.address]
+        """Addresses at which receivers reach the ranks, by rank."""
+        self._number = 0
+        self._digests: ParameterDigests | None = None
+        """Digests of the last version; None before the first, with `sync.verify=off`, and on all ranks but 0."""
+
+    def meet(self) -> None:
+        """Exchange the ranks' addresses. Collective over the default process group; not needed for one rank."""
+        found: list[str] = [""] * len(self._regions)
+        dist.all_gather_object(found, self._sender.address)
+        self.addresses = found
+
+    @property
+    def sent(self) -> int:
+        """Number of times that this rank has made progress since the start. Any thread may read it."""
+        return self._sender.num_moves
+
+    def open(self, version: int, receivers: Sequence[ReceiverGroup]) -> WeightUpdate:
+        """Return the announcement of an update that all ranks will send. Only rank 0 is called."""
+        self._number += 1
+        senders = tuple(Party(f"rank {rank}", tuple(regions)) for rank, regions in enumerate(self._regions))
+        whole = tuple(region for name, (_, shape) in self._specs.items() for region in held(name, shape))
+        workers = [f"{group.engine} {worker}" for group in receivers for worker in range(group.num_workers)]
+        # Every worker is its own host here, and so takes a copy of its own, until workers of a host pass buckets on.
+        parties = tuple(Party(worker, whole) for worker in workers)
+        limit = max(self._bucket_bytes // SLOTS, ALIGN) // ALIGN * ALIGN
+        plan = PlanArguments.of(self._specs, senders, parties, limit).message
+        num_bytes = plan_buckets(self._specs, self._bucket_bytes).num_bytes
+        location, timeout_s = location_of(self._number, self.addresses), self._sync.timeout_s
+        return WeightUpdate(version, None, KIND, location, num_bytes, tuple(receivers), timeout_s, plan=plan)
+
+    def send(self, update: WeightUpdate, read: Callable[[str], torch.Tensor]) -> SendReport:
+        """Send this rank's part of the version, and wait until the receivers have all parts.
+
+        read: function that returns this rank's part of a weight, contiguous, in any dtype. Raises WeightTransferError
+        that names the receivers at fault.
+        """
+        started = time.perf_counter()
+        _, plan = read_arguments(update.plan)
+        buckets = int((plan.buckets.sender == self._rank).sum())
+        planned = time.perf_counter()
+        nbytes = self._sender.send(update, plan, self._rank, LocalTensors(read, self._regions[self._rank]))
+        ended = time.perf_counter()
+        return SendReport(update.num_bytes, nbytes, 0.0, planned - started, ended - planned, buckets, 0, 0)
+
+    def take_digests(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Take the digests that `sync.verify` wants compared, from gathered weights. Every rank is called."""
+        names = frozenset(self._specs if self._sync.verify == "full" else sampled_names(tuple(self._specs), version))
+        taker = DigestTaker(version, names if self._rank == 0 else ())
+        for name, tensor in weights:
+            taker.take(name, tensor)
+        self._digests = taker.result()
+
+    def digests(self, version: int) -> ParameterDigests:
+        """Return the digests of the weights of `version`. Raises ValueError if it is not the last one sent."""
+        if self._digests is None or self._digests.version != version:
+            raise ValueError(f"weights: no digests of version {version} are kept")
+        return self._digests
+
+    def abort(self, reason: str) -> None:
+        """End the open update. Idempotent; any thread may call it."""
+        self._sender.abort(reason)
+
+    def close(self) -> None:
+        """End the open update and stop listening. Idempotent."""
+        self._sender.close()

@@ -1,0 +1,178 @@
+"""Checks `RankPublisher`: several ranks send parts of the weights to several inboxes over TCP on one host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from headrace.actors.weight_sync.config import SyncConfig
+from headrace.actors.weight_sync.inbox import WeightInbox
+from headrace.actors.weight_sync.pairs.rank_publisher import RankPublisher
+from headrace.actors.weight_sync.plan.layouts import held
+from headrace.actors.weight_sync.stream import SendReport
+from headrace.actors.weight_sync.transports.protocol import (
+    ReceiverConfig,
+    ReceiverGroup,
+    WeightTransferError,
+    WeightUpdate,
+)
+
+KEY = b"k" * 32
+SPECS = {
+    "a": (torch.bfloat16, (37, 300)),
+    "norm": (torch.float32, (5,)),
+    "big": (torch.bfloat16, (700, 1024)),
+    "scale": (torch.float32, ()),
+}
+BUCKET_BYTES = 1 << 20
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, (dtype, shape) in SPECS.items()}
+
+
+class Ranks:
+    """Ranks that hold shards of float32 weights, as fsdp does, and the engines' inboxes."""
+
+    def __init__(self, num: int, engines: Sequence[str], timeout_s: float = 20.0) -> None:
+        sync = SyncConfig(timeout_s=timeout_s)
+        self.regions = [
+            [
+                part
+                for name, (_, shape) in SPECS.items()
+                for part in held(name, shape, [(0, num, rank)] if shape else [])
+            ]
+            for rank in range(num)
+        ]
+        self.senders = [
+            RankPublisher(rank, "127.0.0.1", KEY, sync, BUCKET_BYTES, SPECS, self.regions) for rank in range(num)
+        ]
+        addresses = [sender.addresses[0] for sender in self.senders]
+        for sender in self.senders:
+            sender.addresses = addresses
+        self.groups = [ReceiverGroup(name, 1) for name in engines]
+        self.inboxes = [WeightInbox(ReceiverConfig(name, sync, key=KEY), 0) for name in engines]
+        self.pool = ThreadPoolExecutor(num + len(engines))
+
+    def send(self, rank: int, update: WeightUpdate, source: dict[str, torch.Tensor]) -> Future[SendReport]:
+        local = {
+            region.tensor: source[region.weight][tuple(slice(a, b) for a, b in region.box)].float().contiguous()
+            for region in self.regions[rank]
+        }
+        return self.pool.submit(self.senders[rank].send, update, local.__getitem__)
+
+    def start(self, version: int, source: dict[str, torch.Tensor]) -> tuple[WeightUpdate, list[Future[SendReport]]]:
+        update = self.senders[0].open(version, self.groups)
+        return update, [self.send(rank, update, source) for rank in range(len(self.senders))]
+
+    def prepare(self, update: WeightUpdate) -> list[Future[None]]:
+        return [self.pool.submit(inbox.prepare, update) for inbox in self.inboxes]
+
+    def close(self) -> None:
+        for part in (*self.inboxes, *self.senders):
+            part.close()
+        self.pool.shutdown()
+
+
+@contextmanager
+def ranks(num: int, *engines: str, timeout_s: float = 20.0) -> Iterator[Ranks]:
+    made = Ranks(num, engines, timeout_s)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def staged(inbox: WeightInbox) -> dict[str, torch.Tensor]:
+    assert inbox.staged is not None
+    return inbox.staged.named
+
+
+def expect_equal(got: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -> None:
+    assert list(got) == list(source)
+    for name, tensor in source.items():
+        assert got[name].dtype == tensor.dtype and got[name].equal(tensor), name
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_all_ranks_send_what_they_hold_and_versions_follow(num: int) -> None:
+    with ranks(num, "one", "two") as run:
+        for version in (1, 2):
+            source = weights(version)
+            update, sends = run.start(version, source)
+            for prepared in run.prepare(update):
+                prepared.result(20)
+            reports = [send.result(20) for send in sends]
+            for inbox in run.inboxes:
+                expect_equal(staged(inbox), source)
+                inbox.committed(version)
+            size = sum(tensor.nbytes for tensor in source.values())
+            assert size * 2 <= sum(report.bytes_sent for report in reports) < size * 2 + 10_000
+            assert all(report.num_bytes == update.num_bytes for report in reports)
+
+
+def test_a_damaged_bucket_is_refused_and_the_next_version_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.actors.weight_sync.pairs import pair_sender
+
+    with ranks(2, "one", "two") as run:
+        with monkeypatch.context() as patched:
+            patched.setattr(pair_sender, "checksum", lambda payload: 1)
+            update, sends = run.start(1, weights(1))
+            for prepared in run.prepare(update):
+                with pytest.raises(WeightTransferError, match=r"sender \d at .*: bucket \d+ is damaged"):
+                    prepared.result(20)
+            for send in sends:
+                with pytest.raises(WeightTransferError, match="is damaged") as caught:
+                    send.result(20)
+                assert set(caught.value.engines) <= {"one", "two"}
+        assert all(inbox.staged is None for inbox in run.inboxes)
+        update, sends = run.start(2, weights(2))
+        for prepared in run.prepare(update):
+            prepared.result(20)
+        assert len([send.result(20) for send in sends]) == 2
+        expect_equal(staged(run.inboxes[1]), weights(2))
+
+
+def test_a_receiver_that_never_joins_is_named_by_every_rank() -> None:
+    with ranks(2, "one", "two", timeout_s=1.0) as run:
+        update, sends = run.start(1, weights(1))
+        prepared = run.pool.submit(run.inboxes[0].prepare, update)
+        for send in sends:
+            with pytest.raises(WeightTransferError, match="not here: two worker 0 did not join") as caught:
+                send.result(20)
+            assert caught.value.engines == ("two",)
+        with pytest.raises(WeightTransferError):
+            prepared.result(20)
+
+
+def test_an_abort_ends_senders_and_receivers() -> None:
+    with ranks(2, "one", "two", timeout_s=3.0) as run:
+        update, sends = run.start(1, weights(1))
+        prepared = run.pool.submit(run.inboxes[0].prepare, update)
+        for sender, send in zip(run.senders, sends, strict=True):
+            while not wait([send], 0.01).done:  # An abort ends only what has begun.
+                sender.abort("the user wants it")
+        for send in sends:
+            with pytest.raises(WeightTransferError, match="aborted: the user wants it"):
+                send.result(20)
+        with pytest.raises(WeightTransferError):
+            prepared.result(20)
+
+
+def test_a_version_that_is_dropped_while_it_arrives_is_not_staged() -> None:
+    with ranks(2, "one") as run:
+        update = run.senders[0].open(1, run.groups)
+        prepared = run.pool.submit(run.inboxes[0].prepare, update)
+        send = run.send(0, update, weights(1))
+        while not run.senders[0].sent:
+            assert not prepared.done() and not send.done()
+        run.inboxes[0].drop(1)
+        with pytest.raises(WeightTransferError):
+            prepared.result(20)
+        with pytest.raises(WeightTransferError, match="one worker 0"):
+            send.result(20)
