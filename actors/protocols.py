@@ -507,8 +507,10 @@ class TrainBackend(Protocol):
         ...
 
     def own_weights(self) -> Callable[[str], torch.Tensor]:
-        """Return the function that returns this rank's part of a weight by its name, contiguous, as `weight_regions`
-        describes it. It may be the live weight. The call is not collective."""
+        """Return the function that returns this rank's part of a weight by its name, as `weight_regions` describes it.
+
+        Parts are contiguous, in any dtype, and may be live weights. The call is not collective.
+        """
         ...
 
     def save(self, path: str, *, wait: bool = True) -> None:

@@ -107,8 +107,10 @@ def rank_regions(weights: Sequence[SpreadWeight], world: int) -> tuple[tuple[Reg
 
 
 def _as_stacked(region: Region, weight: SpreadWeight) -> Iterator[Region]:
-    """Yield a region of a weight that is cut in its `boxed` shape, such as `[experts, 2, rows, columns]`, as regions of
-    its own shape, `[experts, 2 * rows, columns]`."""
+    """Yield a region in the `boxed` shape of a weight as regions in the weight's own shape.
+
+    For example, the boxed shape is `[experts, 2, rows, columns]`, and its own shape `[experts, 2 * rows, columns]`.
+    """
     if not weight.boxed:
         yield region
         return

@@ -114,7 +114,9 @@ def test_every_key_of_the_table_is_refused_where_it_has_no_effect() -> None:
             },
         }
     )
-    replayed = build_config({"run": {"replay": "runs/first"}, "validation": {"every": 0}})
+    replayed = build_config(
+        {"run": {"replay": "runs/first"}, "validation": {"every": 0}, "sync": {"transport": "pairs"}}
+    )
     for another in (other, replayed):
         idle |= {key for key, needs in EFFECTS.items() if not all(need.holds(another) for need in needs)}
     assert idle == set(EFFECTS)
