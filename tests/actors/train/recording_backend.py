@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from headrace.actors.adapters.spec import AdapterSpec
 from headrace.actors.protocols import MicroBatch, OffloadReport
+from headrace.actors.weight_sync.plan.layouts import held
+from headrace.actors.weight_sync.plan.regions import Region
 from headrace.tests.actors.train.replica_ranks import content
 
 MODEL = {"embed": torch.arange(100.0), "half": torch.arange(200).bfloat16(), "bias": torch.arange(3)}
@@ -65,6 +67,12 @@ class RecordingBackend:
                 dist.all_reduce(part)
                 tensor = part if dist.get_rank() == 0 else part[:0]
             yield name, tensor
+
+    def weight_regions(self) -> Sequence[Sequence[Region]]:
+        return [[region for name, tensor in MODEL.items() for region in held(name, tensor.shape)]]
+
+    def own_weights(self) -> Callable[[str], torch.Tensor]:
+        return MODEL.__getitem__
 
     def save(self, path: str, *, wait: bool = True) -> None:
         self.calls.append(f"save {path}")

@@ -121,7 +121,7 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("rollout.num_engines=33", "got 32, expected at least rollout.num_engines=33, because every rollout"),
         ("rollout.num_actors=33", "got 32, expected at least rollout.num_actors=33, because every rollout"),
         ("rollout.tp=2", "rollout.tp: got 2 with rollout.engine='hf', expected 1, because it has an effect only"),
-        ("sync.transport=nccl", "sync.transport: got 'nccl', expected one of auto, collective, ipc, pairs, store, disk"),
+        ("sync.transport=nccl", "got 'nccl', expected one of auto, collective, ipc, pairs, store, disk"),
         ("sync.timeout_s=400", "sync.timeout_s: got 400, expected less than resources.stage_timeout_s=300"),
         ("algorithm.chunk_groups=4", "algorithm.chunk_groups: got 4 with algorithm.mode='sync', expected it unset"),
         ("algorithm.mode=pipelined",
