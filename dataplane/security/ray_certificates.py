@@ -29,8 +29,8 @@ def certificate_mistake(connection: socket.socket) -> str:
     host = connection.getpeername()[0]
     try:
         with context.wrap_socket(connection, server_hostname=host) as secure:
-            secure.recv(1)  # A server refuses a certificate after the handshake of TLS 1.3.
-        refused = ""
+            # A server refuses a certificate after the handshake of TLS 1.3, and Ray's closes without a word then.
+            refused = "" if secure.recv(1) else "Ray closed the connection"
     except ssl.SSLError as error:
         refused = (error.reason or "").lower().replace("_", " ")
         if isinstance(error, ssl.SSLCertVerificationError):

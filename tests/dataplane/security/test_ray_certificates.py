@@ -22,8 +22,8 @@ SETTINGS_FRAME = b"\0\0\0\4\0\0\0\0\0"
 
 
 @contextlib.contextmanager
-def gcs(environment: dict[str, str]) -> Iterator[tuple[str, int]]:
-    """The address of a server that speaks as Ray's GCS with this environment."""
+def gcs(environment: dict[str, str], *, greets: bool = True) -> Iterator[tuple[str, int]]:
+    """The address of a server that speaks as Ray's GCS with this environment, or closes in place of the greeting."""
     context = None
     if environment:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -35,8 +35,9 @@ def gcs(environment: dict[str, str]) -> Iterator[tuple[str, int]]:
         with contextlib.suppress(OSError):  # The client disconnects, or the listening socket is closed.
             connection, _ = listener.accept()
             with connection if context is None else context.wrap_socket(connection, server_side=True) as spoken:
-                spoken.sendall(SETTINGS_FRAME)
-                spoken.recv(1)
+                if greets:
+                    spoken.sendall(SETTINGS_FRAME)
+                    spoken.recv(1)
 
     with socket.create_server(("127.0.0.2", 0)) as listener:
         thread = threading.Thread(target=serve)
@@ -78,6 +79,15 @@ def test_each_mistake_has_its_sentence(tmp_path: Path, monkeypatch: pytest.Monke
         with gcs(theirs) as address, socket.create_connection(address, 10) as connection:
             told = certificate_mistake(connection)
         assert re.search(expected or "^$", told), told
+
+
+@pytest.mark.processes
+def test_a_server_that_closes_without_a_word_has_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ray's GCS does when the certificate of this host has expired."""
+    for name, value in certificates(["127.0.0.2"], tmp_path).items():
+        monkeypatch.setenv(name, value)
+    with gcs(dict(os.environ), greets=False) as address, socket.create_connection(address, 10) as connection:
+        assert "certificates (Ray closed the connection), expected" in certificate_mistake(connection)
 
 
 def test_a_server_that_says_nothing_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
