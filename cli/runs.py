@@ -236,6 +236,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     from ..trainers.pool.simulation.config import is_pool_file
     from ..trainers.simulation.config import simulation_section
     from ..trainers.simulation.modes import SimulateOptions, run_simulation, simulation_table
+    from ..trainers.simulation.saturation import saturation_table
 
     if is_pool_file(sections := read_sections(arguments.config, arguments.overrides)):
         return _simulate_pool(arguments, sections)
@@ -243,7 +244,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
     options = SimulateOptions(simulation_section(config), from_run=arguments.from_run, gpus=tuple(arguments.gpus))
     with status_line("simulating") as (console, tell):
         summary = run_simulation(config, options, arguments.out, tell)
-    return show_results(console, simulation_table(summary), arguments.out)
+    print_table(console, simulation_table(summary))
+    return show_results(console, saturation_table(summary), arguments.out)
 
 
 def _simulate_pool(arguments: argparse.Namespace, sections: dict[str, Any]) -> int:

@@ -62,6 +62,8 @@ class DataPlaneStatus:
     puts_elsewhere: int = 0
     """Number of puts so far whose rows are on another host than their writer, because the writer's host had no room.
     Writers on a host without a storage unit are not counted."""
+    directory_cpu_s: float = 0.0
+    """CPU time in seconds that the directory's process has used so far."""
 
     def plus(self, other: DataPlaneStatus) -> DataPlaneStatus:
         """Return the sum of two snapshots, of partitions that two directories serve. Bytes and rows are added; the

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -449,6 +450,7 @@ class DirectoryService:
             store_kind=self._store.spec.kind,
             store_bytes=store_bytes - self._directory.allocated_credit_bytes,
             bytes_unfreed=unfreed_bytes,
+            directory_cpu_s=time.process_time(),
         ).to_bytes()
 
     def _plane(self, payload: bytes) -> bytes:

@@ -23,6 +23,7 @@ STATUS_FIELDS = (
     "waiting_claims",
     "waiting_puts",
     "puts_elsewhere",
+    "directory_cpu_s",
 )
 """Fields of the status that the data plane's directory reports. Each becomes a metric of each step,
 `dataplane/<name>`."""

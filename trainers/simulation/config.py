@@ -82,7 +82,8 @@ class SimulationConfig(Section):
     controller_s: NonNegative | None = None
     """Seconds that the controller takes in each step to plan, log and clear rows, while the trainer waits. Unset: 0."""
     sync_s: NonNegative | None = None
-    """Seconds of a weight sync, during which the trainer waits. Unset: 1."""
+    """Seconds of a weight sync, during which the trainer waits. Unset: 1, or with `simulation.weights_gb` the least
+    time in which the weights can arrive."""
     pause_s: NonNegative | None = None
     """Seconds at the end of a weight sync during which engines are paused. Unset: the whole sync."""
 
@@ -90,18 +91,68 @@ class SimulationConfig(Section):
     """Seconds that a call of the data plane takes. Unset: 0.001."""
     gib_per_s: Positive = 1.0
     """Bandwidth of the data plane in GiB/s. Each put of a rollout gets this full bandwidth; all reads of the trainer
-    share it."""
-    put_bytes: NonNegative = 21.0
-    """Bytes that a rollout writes to the data plane per token."""
-    got_bytes: NonNegative = 40.0
-    """Bytes that the trainer reads from the data plane per token, in all passes together."""
+    share it. On several hosts, the reads are not faster than `simulation.unit_gib_per_s` and
+    `simulation.link_gbit_per_s` allow."""
+    put_bytes: NonNegative | None = None
+    """Bytes that a rollout writes to the data plane per token. Unset: 21."""
+    got_bytes: NonNegative | None = None
+    """Bytes that the trainer reads from the data plane per token, in all passes together. Unset: 40."""
+    put_groups: Positive | None = None
+    """Number of groups that a rollout actor puts together. Unset: 1, as with engines that generate many groups at the
+    same time."""
+
+    directory_put_s: NonNegative | None = None
+    """CPU seconds that the directory of the data plane takes for a put, apart from `simulation.directory_row_s`. Unset:
+    0.0006, as measured with groups of 8 and of 64 rows on a CPU of two cores."""
+    directory_claim_s: NonNegative | None = None
+    """CPU seconds that the directory takes for a chunk that the trainer claims, releases and clears, with its other
+    calls of a step, apart from `simulation.directory_row_s`. Unset: 0.002, as measured in runs of the quickstart."""
+    directory_row_s: NonNegative | None = None
+    """CPU seconds that the directory takes for a row, from its put until it is cleared. Unset: 0.000006, as measured in
+    runs of the quickstart."""
+    directory_shards: Count = 1
+    """Number of processes that share the work of the directory."""
+    unit_gib_per_s: Positive = 1.5
+    """Speed in GiB/s at which one storage unit sends rows to other hosts. The default was measured by `headrace bench
+    transfer` for the store `tcp` over sockets, on a CPU of two cores."""
+
+    host_gpus: Count = 8
+    """Number of GPUs of a host. Rows and weights between processes of a host do not use a link."""
+    engine_gpus: Count | None = None
+    """Number of GPUs of an engine. Unset: `rollout.tp`."""
+    train_share: Share | None = None
+    """Share of the hosts that have train workers; the other hosts have the engines. 1 if every host has both. Unset:
+    0.5 with `resources.layout=separate`, else 1."""
+    links: Count = 1
+    """Number of network links of a host. Rows and a single sender of weights use one of them."""
+    link_gbit_per_s: Positive = 400.0
+    """Speed of a network link in Gbit/s, in each direction."""
+    link_share: Share = 0.85
+    """Share of a link's speed that rows and weights reach. The default is the least that `headrace bench hosts` asks
+    for."""
+    far_share: Share = 1.0
+    """Share of the bytes of rows that are read on another host than they were written on. It is 0 on a single
+    host."""
+    weights_gb: NonNegative | None = None
+    """Size of the weights that engines receive in a weight sync, in units of 1e9 bytes. `simulation.sync_s` then grows
+    or shrinks with the time that links need for them at each number of GPUs. Unset: a weight sync takes equally long at
+    each number of GPUs."""
+    weights_gb_per_s: Positive = 290.0
+    """Speed in units of 1e9 bytes per second at which engines of the sender's host receive weights. The default was
+    measured by `headrace bench weights` on two H200s: 4.06 GB in 13.8 ms."""
+    weights_senders: Literal["one", "all"] = "one"
+    """Train workers that send weights: only rank 0, or each the part that it holds."""
+    weights_copies: Positive = 1.0
+    """Number of copies of the weights that leave the host of a single sender. A broadcast by NCCL passes each link once
+    (not measured on several hosts); by gloo, it took 2 copies for two engines on another host."""
 
     gpus: Count = 1
     """Number of GPUs to which the values of this section apply; `--gpus` scales them to other numbers of GPUs."""
     scaling_efficiency: Share = 1.0
     """Share of each GPU's training speed that is kept when the number of GPUs doubles."""
     batch_grows: bool = False
-    """If true, `algorithm.prompts_per_step` grows with the number of GPUs."""
+    """If true, `algorithm.prompts_per_step`, the groups of a chunk and the time of the controller grow with the number
+    of GPUs."""
 
 
 class _SimulationFile(Section):

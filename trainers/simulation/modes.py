@@ -15,8 +15,10 @@ from rich.table import Column, Table
 
 from ...version import __version__
 from ..config.config import Config
+from ..config.load import load_config
 from ..errors import UserError
 from .config import SimulationConfig
+from .saturation import saturation
 from .scenario import MODES, Mode, Scenario, build_scenario, measure_run
 from .simulate import SimulatedRun, simulate
 
@@ -56,7 +58,7 @@ def run_simulation(
             f"simulate: got modes {list(options.modes)} and gpus {list(options.gpus)}, "
             f"expected some of {', '.join(MODES)}, and numbers of GPUs of at least 1"
         )
-    measured = {} if options.from_run is None else measure_run(options.from_run, config, options.section)
+    measured = {} if options.from_run is None else _measured(options.from_run, config, options.section)
     base = build_scenario(config, options.section, measured)
     scenarios = {"simulate": base}
     scenarios |= {f"simulate.gpus{number}": base.scaled(options.section, number) for number in options.gpus}
@@ -92,6 +94,12 @@ def run_simulation(
     return summary
 
 
+def _measured(run_dir: Path, config: Config, section: SimulationConfig) -> dict[str, float]:
+    """Measure a run with its own configuration, which its folder has, because sizes of the simulated run may differ."""
+    path = run_dir / "config.yaml"
+    return measure_run(run_dir, load_config(path, of_old_run=True) if path.is_file() else config, section)
+
+
 def summarise(name: str, scenario: Scenario, runs: dict[Mode, SimulatedRun]) -> dict[str, float]:
     """Return the summary of a scenario's runs, one for each mode: name of the metric -> value.
 
@@ -113,7 +121,9 @@ def summarise(name: str, scenario: Scenario, runs: dict[Mode, SimulatedRun]) -> 
             f"{name}.{mode}.staleness_max": float(max(step.staleness_max for step in run.steps)),
             f"{name}.{mode}.groups_ready_mean": depth,
             f"{name}.{mode}.dropped_share": run.dropped / run.started,
+            f"{name}.{mode}.directory_wait_s": run.directory_wait_s,
         }
+        summary |= saturation(name, scenario, mode, summary[f"{name}.{mode}.seconds"])
     if "sync" in runs:
         sync_s = summary[f"{name}.sync.seconds"]
         summary |= {f"{name}.{mode}_vs_sync": sync_s / summary[f"{name}.{mode}.seconds"] for mode in runs}

@@ -16,6 +16,7 @@ from ..config.config import Config
 from ..config.staleness import Mode
 from ..errors import UserError
 from ..observe.metrics import read_metrics
+from .cluster import GIB, Cluster
 from .config import SimulationConfig
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -24,7 +25,8 @@ DEFAULT_SAMPLERS: Mapping[Mode, Sampler] = {
     "sync": "in_order", "async": "in_order", "streaming": "ready_first", "async_streaming": "in_order",
 }  # fmt: skip
 MAX_STEPS = 100
-GIB = float(1 << 30)
+DIRECTORY_S = {"directory_put_s": 6e-4, "directory_claim_s": 2e-3, "directory_row_s": 6e-6}
+"""CPU seconds of the directory for a put, for a claimed chunk and for a row, by the name of their key."""
 ANY_NUMBER = 1 << 40
 """Value of `engine_rows` for an engine without a limit on its number of rows."""
 
@@ -77,6 +79,12 @@ class Scenario:
     gib_per_s: float
     put_bytes: float
     got_bytes: float
+    put_groups: float
+    directory_put_s: float
+    directory_claim_s: float
+    directory_row_s: float
+    directory_shards: int
+    cluster: Cluster
     seed: int
 
     def __post_init__(self) -> None:
@@ -134,22 +142,40 @@ class Scenario:
         """Return the seconds that the trainer takes to compute a chunk of `rows` rows with `tokens` tokens in total."""
         return self.chunk_s + rows * self.train_row_s + tokens * (self.train_token_s + self.logprob_token_s)
 
+    @property
+    def directory_group_s(self) -> float:
+        """CPU seconds that the directory takes for a group, without the claim of its chunk."""
+        return self.directory_put_s / self.put_groups + self.group_size * self.directory_row_s
+
+    def chunks(self, mode: Mode) -> int:
+        """Return the number of chunks into which a step of `mode` is divided."""
+        return math.ceil(self.prompts_per_step / self.chunk_groups) if mode.endswith("streaming") else 1
+
     def scaled(self, section: SimulationConfig, gpus: int) -> Scenario:
         """Return the scenario of the same run on `gpus` GPUs instead of `section.gpus`.
 
-        More GPUs mean more engines, a faster trainer and more bandwidth.
+        More GPUs mean more engines, a faster trainer and more bandwidth, as far as units and links allow it. A weight
+        sync takes as much longer or shorter as the weights take on the links.
         """
         ratio = gpus / section.gpus
         speed = ratio * max(section.scaling_efficiency, 1e-9) ** math.log2(ratio)
         prompts = max(1, round(self.prompts_per_step * ratio)) if section.batch_grows else self.prompts_per_step
+        growth, cluster = prompts / self.prompts_per_step, replace(self.cluster, gpus=gpus)
+        sync_s = max(0.0, self.sync_s + cluster.weights_s() - self.cluster.weights_s())
         return replace(
             self,
             num_engines=max(1, round(self.num_engines * ratio)),
             prompts_per_step=prompts,
+            chunk_groups=max(1, round(self.chunk_groups * growth)),
+            plan_s=self.plan_s * growth,
+            controller_s=self.controller_s * growth,
+            sync_s=sync_s,
+            pause_s=self.pause_s * (sync_s / self.sync_s if self.sync_s else 1.0),
+            cluster=cluster,
             train_token_s=self.train_token_s / speed,
             logprob_token_s=self.logprob_token_s / speed,
             train_row_s=self.train_row_s / speed,
-            gib_per_s=self.gib_per_s * ratio,
+            gib_per_s=min(self.gib_per_s * ratio, max(self.gib_per_s, cluster.most_gib_per_s())),
         )
 
 
@@ -169,7 +195,8 @@ def build_scenario(config: Config, section: SimulationConfig, measured: Mapping[
     latency_s = value("latency_s", scripted.latency_s if timed else 0.0)
     train_token_s = value("train_token_s", 1e-5 if trains else 0.0)
     passes = config.loss.kl_coef > 0
-    sync_s, prompts = value("sync_s", 1.0), algorithm.prompts_per_step
+    cluster = _cluster(config, section, value("weights_gb", 0.0))
+    sync_s, prompts = value("sync_s", cluster.weights_s() or 1.0), algorithm.prompts_per_step
     return Scenario(
         steps=section.steps or min(algorithm.steps, MAX_STEPS),
         prompts_per_step=prompts,
@@ -206,9 +233,31 @@ def build_scenario(config: Config, section: SimulationConfig, measured: Mapping[
         pause_s=min(value("pause_s", sync_s), sync_s) if section.pause_s is None else section.pause_s,
         call_s=value("call_s", 0.001),
         gib_per_s=section.gib_per_s,
-        put_bytes=section.put_bytes,
-        got_bytes=section.got_bytes,
+        put_bytes=value("put_bytes", 21.0),
+        got_bytes=value("got_bytes", 40.0),
+        put_groups=value("put_groups", 1.0),
+        **{name: value(name, seconds) for name, seconds in DIRECTORY_S.items()},
+        directory_shards=section.directory_shards,
+        cluster=cluster,
         seed=config.run.seed,
+    )
+
+
+def _cluster(config: Config, section: SimulationConfig, weights_gb: float) -> Cluster:
+    train_share = section.train_share or (0.5 if config.resources.layout == "separate" else 1.0)
+    return Cluster(
+        gpus=section.gpus,
+        host_gpus=section.host_gpus,
+        engine_gpus=section.engine_gpus or config.rollout.tp,
+        train_share=train_share,
+        links=section.links,
+        link_bytes_s=section.link_gbit_per_s * 1e9 / 8 * max(section.link_share, 1e-9),
+        unit_gib_per_s=section.unit_gib_per_s,
+        far_share=section.far_share,
+        weights_bytes=weights_gb * 1e9,
+        weights_bytes_s=section.weights_gb_per_s * 1e9,
+        weights_senders=section.weights_senders,
+        weights_copies=section.weights_copies,
     )
 
 
@@ -246,10 +295,14 @@ def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dic
         raise UserError(f"--from {run_dir}: the run's steps generated nothing, expected lengths and times of rollouts")
     stages = ("rollout", "plan", "logprob", "train", "sync")
     others = [record["time/step_s"] - sum(record.get(f"time/{name}_s") or 0.0 for name in stages) for record in records]
-    measured = {
+    costs = _data_plane_costs(records, config, tokens)
+    put_s, claim_s, row_s = (costs.get(name, seconds) for name, seconds in DIRECTORY_S.items())
+    # The directory's answers to the last put and to the claim are part of the rollout's time, but count separately.
+    calls_s = put_s + claim_s + row_s * config.algorithm.group_size * costs.get("put_groups", 1.0)
+    measured = costs | {
         "response_tokens": mean,
         "response_sigma": sigma_of(mean, longest, rows),
-        "decode_s": max(1e-9, (median("time/rollout_s") - (section.request_s or 0.0)) / (longest * waves)),
+        "decode_s": max(1e-9, (median("time/rollout_s") - calls_s - (section.request_s or 0.0)) / (longest * waves)),
         "train_token_s": max(0.0, median("time/train_s") - median("time/data_wait_s")) / tokens,
         "logprob_token_s": median("time/logprob_s") / tokens,
         "controller_s": max(0.0, statistics.median(others)),
@@ -259,17 +312,42 @@ def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dic
     }
     if config.rollout.engine == config.trainer.backend == "scripted":
         scenario = build_scenario(config, SimulationConfig(), {})
-        measured |= _scripted_overheads(records, scenario, config.scripted, config.trainer.dp)
+        measured |= _scripted_overheads(records, scenario, config.scripted, config.trainer.dp, calls_s)
     return measured
 
 
+def _data_plane_costs(records: Sequence[Mapping[str, float]], config: Config, tokens: float) -> dict[str, float]:
+    """Return what a run in the mode `sync` shows of its data plane: bytes per token, groups per put, gigabytes of a
+    weight sync, and the directory's CPU seconds. tokens: number of tokens of a step.
+
+    The three keys of the directory are their defaults, times one factor with which they give the CPU time of a step.
+    """
+    names = {"put_bytes": "bytes_put", "got_bytes": "bytes_got", "put_groups": "put/calls"}
+    found = {
+        name: statistics.median(record.get(f"dataplane/{metric}") or 0.0 for record in records)
+        for name, metric in names.items()
+    }
+    prompts, puts = config.algorithm.prompts_per_step, found.pop("put_groups")
+    costs = {name: count / tokens for name, count in found.items() if count}
+    if puts:
+        costs["put_groups"] = prompts / puts
+    costs["weights_gb"] = statistics.median(record.get("sync/bytes") or 0.0 for record in records) / 1e9
+    spent = [record["dataplane/directory_cpu_s"] for record in records if "dataplane/directory_cpu_s" in record]
+    if puts and len(spent) > 1:
+        numbers = (puts, 1, config.rows_per_step)
+        expected_s = sum(number * seconds for number, seconds in zip(numbers, DIRECTORY_S.values(), strict=True))
+        factor = statistics.median(np.diff(spent).tolist()) / expected_s
+        costs |= {name: seconds * factor for name, seconds in DIRECTORY_S.items()}
+    return costs
+
+
 def _scripted_overheads(
-    records: Sequence[Mapping[str, float]], scenario: Scenario, scripted: ScriptedConfig, dp: int
+    records: Sequence[Mapping[str, float]], scenario: Scenario, scripted: ScriptedConfig, dp: int, calls_s: float
 ) -> dict[str, float]:
     """Return the overheads of a run with scripted engine and backend: the seconds beyond the configured sleeps.
-    scenario: result of `build_scenario` for the run without measurements. dp: number of replicas. The run must be in
-    the mode `sync`. The result maps keys of the section `simulation` to seconds; `train_step_s` includes the configured
-    time of a step.
+    scenario: result of `build_scenario` for the run without measurements. dp: number of replicas. calls_s: seconds of
+    the directory for a put and a claim. The run must be in the mode `sync`. The result maps keys of the section
+    `simulation` to seconds; `train_step_s` includes the configured time of a step.
     """
     prompts = scenario.prompts_per_step
     longest = scenario.draw_latencies(prompts * int(records[-1]["step"])).reshape(-1, prompts).max(axis=1)
@@ -282,7 +360,7 @@ def _scripted_overheads(
     return {
         "call_s": call_s,
         # The time includes a put and a claim, which count separately.
-        "request_s": max(0.0, statistics.median(around) - 2 * call_s),
+        "request_s": max(0.0, statistics.median(around) - 2 * call_s - calls_s),
         "train_token_s": 0.0,
         "chunk_s": overhead,
         "train_step_s": scripted.train_step_s + overhead,

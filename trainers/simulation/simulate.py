@@ -148,6 +148,10 @@ class SimulatedRun:
     index of `depth_times` until the next time."""
     started: int = 0
     trained: int = 0
+    directory_busy_s: float = 0.0
+    """Seconds for which the directory worked, summed over its shards."""
+    directory_wait_s: float = 0.0
+    """Longest time for which a call waited until the directory had answered earlier calls."""
     dropped: int = 0
     """Number of groups that were dropped because they became too old for training."""
     ready: int = 0
@@ -194,6 +198,8 @@ class Simulation:
         take them."""
         self._progress = StreamProgress()
         """Positions in the prompt stream whose groups the trainer may take or that were dropped."""
+        self._shards = [0.0] * scenario.directory_shards
+        """Heap of the times at which the directory's shards have answered all calls so far."""
         self._training: list[int] = []
         self._step_groups = 0
         self._step_busy_s = 0.0
@@ -283,12 +289,26 @@ class Simulation:
         """
         ended = self._engines[number].take_ended(self._now)
         for group in ended:
-            self._at(self._now + self._scenario.put_s(self._tokens((group,))), self._became_ready, group)
+            self._at(self._now + self._scenario.put_s(self._tokens((group,))), self._put, group)
         self._decoding -= len(ended)
         if self._draining and not self._decoding:
             self._sync()
 
     # ---------------- These methods simulate groups.
+
+    def _put(self, group: int) -> None:
+        self._at(self._directory_answers(self._scenario.directory_group_s), self._became_ready, group)
+
+    def _directory_answers(self, cpu_s: float) -> float:
+        """Return the time at which the directory has answered a call of now that takes `cpu_s` seconds of its CPU.
+
+        The shards of the directory answer one call at a time, in the order of arrival, each by the next free shard.
+        """
+        start_s = max(self._now, self._shards[0])
+        heapq.heapreplace(self._shards, start_s + cpu_s)
+        self.run.directory_busy_s += cpu_s
+        self.run.directory_wait_s = max(self.run.directory_wait_s, start_s - self._now)
+        return start_s + cpu_s
 
     def _became_ready(self, group: int) -> None:
         self.run.in_flight -= 1
@@ -358,7 +378,7 @@ class Simulation:
         self._step_staleness += [self._version - self._begun.pop(group) for group in groups]
         tokens = self._tokens(groups)
         compute_s = scenario.compute_s(len(groups) * scenario.group_size, tokens)
-        wait_s = scenario.read_s(tokens)
+        wait_s = scenario.read_s(tokens) + self._directory_answers(scenario.directory_claim_s) - self._now
         if len(groups) == missing:
             compute_s += scenario.train_step_s
             wait_s += scenario.controller_s

@@ -53,13 +53,15 @@ def test_figures_of_a_run_stand_in_for_what_is_left_open(tmp_path: Path) -> None
     sizes = {"steps": 12, "prompts_per_step": 32, "group_size": 8}
     config = build_config({"algorithm": sizes, "rollout": {"max_new_tokens": 4000, "max_batch": 512}})
     truth = build_scenario(config, SECTION, {})
+    calls_s = truth.directory_group_s + truth.directory_claim_s
     lengths = truth.draw_lengths(12 * 32).reshape(12, -1)
     records = [
         {
             "step": number + 1, "rollout/response_length_mean": float(of_step.mean()),
             "rollout/response_length_max": float(of_step.max()),
-            "time/rollout_s": float(of_step.max()) * truth.decode_s,
-            "time/step_s": float(of_step.max()) * truth.decode_s + (float(of_step.sum()) + 256 * 10) * 1e-3 + 1.75,
+            "time/rollout_s": float(of_step.max()) * truth.decode_s + calls_s,
+            "time/step_s": float(of_step.max()) * truth.decode_s + calls_s
+            + (float(of_step.sum()) + 256 * 10) * 1e-3 + 1.75,
             "time/train_s": (float(of_step.sum()) + 256 * 10) * 1e-3 + 0.25, "time/data_wait_s": 0.25,
             "time/logprob_s": 0.0, "time/sync_s": 0.5, "sync/pause_s": 0.1,
         }

@@ -14,7 +14,7 @@ from headrace.actors.engines.scripted import request_latency
 from headrace.actors.rollout.prompts import base36
 from headrace.trainers.config.load import build_config
 from headrace.trainers.simulation.config import SimulationConfig
-from headrace.trainers.simulation.scenario import Scenario, build_scenario, measure_run
+from headrace.trainers.simulation.scenario import DIRECTORY_S, Scenario, build_scenario, measure_run
 from headrace.trainers.simulation.simulate import simulate
 
 STEPS, PROMPTS, ROWS = 12, 8, 2
@@ -29,7 +29,7 @@ CONFIG = build_config(
     }
 )
 LATENCIES = np.array([request_latency(base36(at), 5, 2.0, 1.0) for at in range(STEPS * PROMPTS)]).reshape(STEPS, -1)
-BARE: dict[str, Any] = {"call_s": 0.0, "put_bytes": 0.0, "got_bytes": 0.0, "sync_s": 0.0}
+BARE: dict[str, Any] = dict.fromkeys(("call_s", "put_bytes", "got_bytes", "sync_s", *DIRECTORY_S), 0.0)
 TRAIN_S = PROMPTS * ROWS * 0.5 + 1.0
 
 

@@ -21,7 +21,7 @@ PLAIN = replace(
     engine_rows=8, sampler=dict.fromkeys(MODES, "in_order"), in_flight="keep", response_tokens=100.0,
     response_sigma=0.0, prompt_tokens=0.0, max_response_tokens=1e9, decode_s=0.1, train_token_s=0.0,
     logprob_token_s=0.0, train_step_s=7.0, chunk_groups=1, controller_s=0.0, sync_s=2.0, pause_s=0.0, call_s=0.0,
-    put_bytes=0.0, got_bytes=0.0,
+    put_bytes=0.0, got_bytes=0.0, directory_put_s=0.0, directory_claim_s=0.0, directory_row_s=0.0,
 )  # fmt: skip
 """A scenario in which generating a step takes 10 s, training 7 s and the sync 2 s."""
 
