@@ -81,6 +81,9 @@ class SimulationConfig(Section):
 
     controller_s: NonNegative | None = None
     """Seconds that the controller takes in each step to plan, log and clear rows, while the trainer waits. Unset: 0."""
+    controller_row_s: NonNegative = 2e-6
+    """Seconds by which `simulation.controller_s` grows with each row that `simulation.batch_grows` adds to a step. The
+    default was measured in runs of the quickstart with 256 and 1024 rows a step."""
     sync_s: NonNegative | None = None
     """Seconds of a weight sync, during which the trainer waits. Unset: 1, or with `simulation.weights_gb` the least
     time in which the weights can arrive."""
@@ -97,10 +100,10 @@ class SimulationConfig(Section):
     """Bytes that a rollout writes to the data plane per token. Unset: 21."""
     got_bytes: NonNegative | None = None
     """Bytes that the trainer reads from the data plane per token, in all passes together. Unset: 40."""
-    put_groups: Positive | None = None
-    """Number of groups that a rollout actor puts together. Unset: 1, as with engines that generate many groups at the
-    same time."""
 
+    put_groups: Positive | None = None
+    """Least number of groups that a rollout actor usually puts together. Groups that finish during a put are put
+    together in the next one, too. Unset: 1."""
     directory_put_s: NonNegative | None = None
     """CPU seconds that the directory of the data plane takes for a put, apart from `simulation.directory_row_s`. Unset:
     0.0006, as measured with groups of 8 and of 64 rows on a CPU of two cores."""
@@ -151,8 +154,7 @@ class SimulationConfig(Section):
     scaling_efficiency: Share = 1.0
     """Share of each GPU's training speed that is kept when the number of GPUs doubles."""
     batch_grows: bool = False
-    """If true, `algorithm.prompts_per_step`, the groups of a chunk and the time of the controller grow with the number
-    of GPUs."""
+    """If true, `algorithm.prompts_per_step` and the groups of a chunk grow with the number of GPUs."""
 
 
 class _SimulationFile(Section):

@@ -123,7 +123,7 @@ def summarise(name: str, scenario: Scenario, runs: dict[Mode, SimulatedRun]) -> 
             f"{name}.{mode}.dropped_share": run.dropped / run.started,
             f"{name}.{mode}.directory_wait_s": run.directory_wait_s,
         }
-        summary |= saturation(name, scenario, mode, summary[f"{name}.{mode}.seconds"])
+        summary |= saturation(name, scenario, mode, run, summary[f"{name}.{mode}.seconds"])
     if "sync" in runs:
         sync_s = summary[f"{name}.sync.seconds"]
         summary |= {f"{name}.{mode}_vs_sync": sync_s / summary[f"{name}.{mode}.seconds"] for mode in runs}

@@ -1,6 +1,7 @@
 """Computes how much of its capacity each part of the data plane uses, to say which part saturates first.
 
-Each share is the part's work in a step, by a closed formula, divided by the simulated seconds of the step.
+Each share is the part's work in a step, by a closed formula, divided by the simulated seconds of the step. The work of
+the directory is simulated, because rollout actors put more groups together when it is slow; its formula is a bound.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from rich.table import Column, Table
 
 from ..config.staleness import Mode
 from .scenario import MODES, Scenario
+from .simulate import SimulatedRun
 
 PARTS: Mapping[str, str] = {
     "directory": "directory",
@@ -25,15 +27,15 @@ PARTS: Mapping[str, str] = {
 def part_seconds(scenario: Scenario, mode: Mode) -> dict[str, float]:
     """Return the seconds for which each part works in a step of `mode`: name of the part -> seconds.
 
-    The directory is the busiest of its shards; unit and link are those of the busiest host. The trainer waits for
-    the driver and the weight sync.
+    Those of the directory, divided by its shards, are the most that it can take: no groups wait for a slow put, to be
+    put together. Unit and link are those of the busiest host. The trainer waits for the driver and the weight sync.
     """
     cluster, rows = scenario.cluster, scenario.prompts_per_step * scenario.group_size
     chunks = scenario.chunks(mode)
-    groups_s = scenario.prompts_per_step * scenario.directory_group_s
+    puts_s = scenario.prompts_per_step * scenario.directory_groups_s()
     read_bytes = rows * (scenario.response_tokens + scenario.prompt_tokens) * scenario.got_bytes
     return {
-        "directory": (groups_s + chunks * scenario.directory_claim_s) / scenario.directory_shards,
+        "directory": (puts_s + chunks * scenario.directory_claim_s) / scenario.directory_shards,
         "unit": cluster.unit_s(read_bytes),
         "link": cluster.rows_link_s(read_bytes) + cluster.weights_link_s(),
         "driver": chunks * scenario.plan_s + scenario.controller_s,
@@ -41,12 +43,13 @@ def part_seconds(scenario: Scenario, mode: Mode) -> dict[str, float]:
     }
 
 
-def saturation(name: str, scenario: Scenario, mode: Mode, step_s: float) -> dict[str, float]:
-    """Return the part of the summary about a scenario in one mode, whose steps take `step_s` seconds.
+def saturation(name: str, scenario: Scenario, mode: Mode, run: SimulatedRun, step_s: float) -> dict[str, float]:
+    """Return the part of the summary about a run in one mode, whose steps take `step_s` seconds.
 
     The keys are `{name}.{mode}.{part}_share`, for each of `PARTS`, and `{name}.{mode}.rows_per_s`.
     """
     shares = {part: seconds / step_s for part, seconds in part_seconds(scenario, mode).items()}
+    shares["directory"] = run.directory_busy_s / (run.steps[-1].end_s * scenario.directory_shards)
     rows = scenario.prompts_per_step * scenario.group_size
     summary = {f"{name}.{mode}.{part}_share": share for part, share in shares.items()}
     return summary | {f"{name}.{mode}.rows_per_s": rows / step_s}

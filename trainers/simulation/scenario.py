@@ -126,11 +126,8 @@ class Scenario:
         return np.array([request_latency(uid, self.seed, self.latency_s, self.latency_sigma) for uid in ids])
 
     def put_s(self, tokens: float) -> float:
-        """Return the seconds from a group's last token until the group is ready, for environment, reward and put.
-
-        `tokens` is the number of tokens of the group.
-        """
-        return self.request_s + self.call_s + tokens * self.put_bytes / (self.gib_per_s * GIB)
+        """Return the seconds of a put of `tokens` tokens, without the directory's part."""
+        return self.call_s + tokens * self.put_bytes / (self.gib_per_s * GIB)
 
     def read_s(self, tokens: float) -> float:
         """Return the seconds that the trainer waits for the data of a ready chunk: the time for claim, plan and get. A
@@ -142,10 +139,10 @@ class Scenario:
         """Return the seconds that the trainer takes to compute a chunk of `rows` rows with `tokens` tokens in total."""
         return self.chunk_s + rows * self.train_row_s + tokens * (self.train_token_s + self.logprob_token_s)
 
-    @property
-    def directory_group_s(self) -> float:
-        """CPU seconds that the directory takes for a group, without the claim of its chunk."""
-        return self.directory_put_s / self.put_groups + self.group_size * self.directory_row_s
+    def directory_groups_s(self, groups: int = 1) -> float:
+        """Return the CPU seconds that the directory takes for groups that are put together, without their claim."""
+        puts = min(1.0, groups / self.put_groups)
+        return puts * self.directory_put_s + groups * self.group_size * self.directory_row_s
 
     def chunks(self, mode: Mode) -> int:
         """Return the number of chunks into which a step of `mode` is divided."""
@@ -160,15 +157,15 @@ class Scenario:
         ratio = gpus / section.gpus
         speed = ratio * max(section.scaling_efficiency, 1e-9) ** math.log2(ratio)
         prompts = max(1, round(self.prompts_per_step * ratio)) if section.batch_grows else self.prompts_per_step
-        growth, cluster = prompts / self.prompts_per_step, replace(self.cluster, gpus=gpus)
+        new_rows = (prompts - self.prompts_per_step) * self.group_size
+        cluster = replace(self.cluster, gpus=gpus)
         sync_s = max(0.0, self.sync_s + cluster.weights_s() - self.cluster.weights_s())
         return replace(
             self,
             num_engines=max(1, round(self.num_engines * ratio)),
             prompts_per_step=prompts,
-            chunk_groups=max(1, round(self.chunk_groups * growth)),
-            plan_s=self.plan_s * growth,
-            controller_s=self.controller_s * growth,
+            chunk_groups=max(1, round(self.chunk_groups * prompts / self.prompts_per_step)),
+            controller_s=self.controller_s + new_rows * section.controller_row_s,
             sync_s=sync_s,
             pause_s=self.pause_s * (sync_s / self.sync_s if self.sync_s else 1.0),
             cluster=cluster,
@@ -298,7 +295,7 @@ def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dic
     costs = _data_plane_costs(records, config, tokens)
     put_s, claim_s, row_s = (costs.get(name, seconds) for name, seconds in DIRECTORY_S.items())
     # The directory's answers to the last put and to the claim are part of the rollout's time, but count separately.
-    calls_s = put_s + claim_s + row_s * config.algorithm.group_size * costs.get("put_groups", 1.0)
+    calls_s = put_s + claim_s + row_s * rows / max(1.0, median("dataplane/put/calls"))
     measured = costs | {
         "response_tokens": mean,
         "response_sigma": sigma_of(mean, longest, rows),
@@ -317,23 +314,25 @@ def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dic
 
 
 def _data_plane_costs(records: Sequence[Mapping[str, float]], config: Config, tokens: float) -> dict[str, float]:
-    """Return what a run in the mode `sync` shows of its data plane: bytes per token, groups per put, gigabytes of a
-    weight sync, and the directory's CPU seconds. tokens: number of tokens of a step.
+    """Return what a run in the mode `sync` shows of its data plane: bytes per token, gigabytes of a weight sync, groups
+    per put, and the directory's CPU seconds. tokens: number of tokens of a step.
 
     The three keys of the directory are their defaults, times one factor with which they give the CPU time of a step.
     """
-    names = {"put_bytes": "bytes_put", "got_bytes": "bytes_got", "put_groups": "put/calls"}
-    found = {
-        name: statistics.median(record.get(f"dataplane/{metric}") or 0.0 for record in records)
-        for name, metric in names.items()
+
+    def median(name: str) -> float:
+        return statistics.median(record.get(name) or 0.0 for record in records)
+
+    costs = {
+        "put_bytes": median("dataplane/bytes_put") / tokens,
+        "got_bytes": median("dataplane/bytes_got") / tokens,
+        "weights_gb": median("sync/bytes") / 1e9,
     }
-    prompts, puts = config.algorithm.prompts_per_step, found.pop("put_groups")
-    costs = {name: count / tokens for name, count in found.items() if count}
-    if puts:
-        costs["put_groups"] = prompts / puts
-    costs["weights_gb"] = statistics.median(record.get("sync/bytes") or 0.0 for record in records) / 1e9
+    costs = {name: value for name, value in costs.items() if value}
+    if puts := median("dataplane/put/calls"):
+        costs["put_groups"] = max(1.0, config.algorithm.prompts_per_step / puts)
     spent = [record["dataplane/directory_cpu_s"] for record in records if "dataplane/directory_cpu_s" in record]
-    if puts and len(spent) > 1:
+    if len(spent) > 1:
         numbers = (puts, 1, config.rows_per_step)
         expected_s = sum(number * seconds for number, seconds in zip(numbers, DIRECTORY_S.values(), strict=True))
         factor = statistics.median(np.diff(spent).tolist()) / expected_s

@@ -148,6 +148,7 @@ class SimulatedRun:
     index of `depth_times` until the next time."""
     started: int = 0
     trained: int = 0
+    puts: int = 0
     directory_busy_s: float = 0.0
     """Seconds for which the directory worked, summed over its shards."""
     directory_wait_s: float = 0.0
@@ -198,6 +199,10 @@ class Simulation:
         take them."""
         self._progress = StreamProgress()
         """Positions in the prompt stream whose groups the trainer may take or that were dropped."""
+        self._unput: list[list[int]] = [[] for _ in self._engines]
+        """Groups that wait for their put, by the number of their engine."""
+        self._putting: set[int] = set()
+        """Numbers of the engines whose rollout actor has a put in progress."""
         self._shards = [0.0] * scenario.directory_shards
         """Heap of the times at which the directory's shards have answered all calls so far."""
         self._training: list[int] = []
@@ -289,15 +294,36 @@ class Simulation:
         """
         ended = self._engines[number].take_ended(self._now)
         for group in ended:
-            self._at(self._now + self._scenario.put_s(self._tokens((group,))), self._put, group)
+            self._at(self._now + self._scenario.request_s, self._finished, number, group)
         self._decoding -= len(ended)
         if self._draining and not self._decoding:
             self._sync()
 
     # ---------------- These methods simulate groups.
 
-    def _put(self, group: int) -> None:
-        self._at(self._directory_answers(self._scenario.directory_group_s), self._became_ready, group)
+    def _finished(self, number: int, group: int) -> None:
+        """Let the rollout actor of engine `number` put a group. Groups that finish during a put are put together in the
+        next one."""
+        self._unput[number].append(group)
+        if number not in self._putting:
+            self._putting.add(number)
+            self._at(self._now, self._put, number)
+
+    def _put(self, number: int) -> None:
+        groups, self._unput[number] = self._unput[number], []
+        self._at(self._now + self._scenario.put_s(self._tokens(groups)), self._commit, number, *groups)
+
+    def _commit(self, number: int, *groups: int) -> None:
+        self.run.puts += 1
+        self._at(self._directory_answers(self._scenario.directory_groups_s(len(groups))), self._stored, number, *groups)
+
+    def _stored(self, number: int, *groups: int) -> None:
+        if self._unput[number]:
+            self._put(number)
+        else:
+            self._putting.remove(number)
+        for group in groups:
+            self._became_ready(group)
 
     def _directory_answers(self, cpu_s: float) -> float:
         """Return the time at which the directory has answered a call of now that takes `cpu_s` seconds of its CPU.

@@ -53,7 +53,7 @@ def test_figures_of_a_run_stand_in_for_what_is_left_open(tmp_path: Path) -> None
     sizes = {"steps": 12, "prompts_per_step": 32, "group_size": 8}
     config = build_config({"algorithm": sizes, "rollout": {"max_new_tokens": 4000, "max_batch": 512}})
     truth = build_scenario(config, SECTION, {})
-    calls_s = truth.directory_group_s + truth.directory_claim_s
+    calls_s = truth.directory_groups_s(32) + truth.directory_claim_s
     lengths = truth.draw_lengths(12 * 32).reshape(12, -1)
     records = [
         {

@@ -29,22 +29,19 @@ HOSTS = Cluster(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shards", [1, 2])
 def test_directorys_work_is_what_the_formula_says(mode: Mode, shards: int) -> None:
-    section = SECTION.model_copy(update={"directory_shards": shards, "num_engines": 4})
+    section = SECTION.model_copy(update={"directory_shards": shards, "num_engines": 8, "directory_claim_s": 1e-4})
     case = build_scenario(CONFIG, section, {})
     run = simulate(case, mode)
     expected = part_seconds(case, mode)["directory"] * shards * case.steps
-    least = case.steps * (16 * case.directory_group_s + case.directory_claim_s)
-    # Rows of later steps are put, too, and `async_streaming` takes all ready groups together, in fewer chunks.
-    assert least * 0.999 < run.directory_busy_s <= expected * (run.started / run.trained) * 1.001
-    if mode in ("sync", "streaming"):
-        assert run.directory_busy_s == pytest.approx(expected)
+    # Rows of later steps are put, too, groups can be put together, and chunks can have more groups than asked for.
+    assert 0.8 * expected < run.directory_busy_s <= expected * (run.started / run.trained) * 1.001
 
 
 @pytest.mark.parametrize("mode", ["async", "async_streaming"])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_saturated_directory_makes_the_step_as_long_as_its_work(mode: Mode, shards: int) -> None:
-    changes = {"directory_put_s": 1.0, "directory_shards": shards, "sync_s": 0.01, "async_staleness": 3}
-    case = build_scenario(CONFIG, SECTION.model_copy(update=changes), {})
+    changes = {"directory_row_s": 0.25, "directory_shards": shards, "sync_s": 0.01, "async_staleness": 3}
+    case = build_scenario(CONFIG, SECTION.model_copy(update=changes | {"num_engines": 16}), {})
     run = simulate(case, mode)
     seconds = (run.steps[-1].end_s - run.steps[3].end_s) / (len(run.steps) - 4)
     assert seconds == pytest.approx(part_seconds(case, mode)["directory"], rel=0.05)
@@ -79,6 +76,7 @@ def test_a_larger_cluster_syncs_over_links() -> None:
     large = base.scaled(section, 64)
     assert (base.sync_s, large.sync_s) == pytest.approx((1.5, 1.5 - 1.0 + 10.0)), "425 GB over 0.85 of 400 Gbit/s"
     assert large.pause_s == pytest.approx(large.sync_s / 3)
+    assert large.controller_s == pytest.approx(base.controller_s + (8 - 1) * 16 * 4 * section.controller_row_s)
     assert large.scaled(section, 8) != large and base.scaled(section, 8) == base
     unset = section.model_copy(update={"sync_s": None, "pause_s": None})
     assert build_scenario(CONFIG, unset, {}).sync_s == 1.0
@@ -100,11 +98,11 @@ def test_a_runs_cpu_time_gives_the_costs_of_the_directory(tmp_path: Path) -> Non
     assert (measured["put_groups"], measured["weights_gb"]) == (4.0, 2.0)
     assert (measured["put_bytes"], measured["got_bytes"]) == pytest.approx((20.0, 30.0))
     case = build_scenario(CONFIG, SECTION, measured)
-    assert part_seconds(case, "sync")["directory"] == pytest.approx(3 * once)
+    assert 16 * case.directory_groups_s() + case.directory_claim_s == pytest.approx(3 * once)
 
 
 def test_table_names_the_part_that_saturates_first(tmp_path: Path) -> None:
-    section = SECTION.model_copy(update={"directory_put_s": 0.1, "steps": 4})
+    section = SECTION.model_copy(update={"directory_row_s": 0.025, "steps": 4})
     summary = run_simulation(CONFIG, SimulateOptions(section, gpus=(32,)), tmp_path)
     assert summary["simulate.gpus32.async.directory_share"] > summary["simulate.async.directory_share"] > 0.2
     table = saturation_table(summary)

@@ -88,7 +88,7 @@ def test_data_plane_and_tokens_cost_what_they_should() -> None:
         train_row_s=0.1, chunk_s=0.25, plan_s=0.125, prompt_tokens=50.0, request_s=1.5, controller_s=0.75,
     )  # fmt: skip
     group, rows = 2 * 150.0, 8
-    put = 1.5 + 0.5 + group * 2.0 / 100
+    put = 1.5 + 0.5 + 4 * group * 2.0 / 100  # Groups that end at the same time are put together.
     read = 0.125 + 2 * 0.5 + 4 * group * 3.0 / 100
     train = 0.25 + rows * 0.1 + 4 * group * 0.015 + TRAIN
     step = simulate(case, "sync").steps[-1]
