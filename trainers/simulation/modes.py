@@ -112,6 +112,7 @@ def summarise(name: str, scenario: Scenario, runs: dict[Mode, SimulatedRun]) -> 
         seconds = math.fsum(step.seconds for step in kept)
         trainer = math.fsum(step.trainer_busy_s for step in kept) / seconds
         engines = math.fsum(step.engines_busy_s for step in kept) / (seconds * scenario.num_engines)
+        directory_s = math.fsum(step.directory_busy_s for step in kept)
         depth = _mean_depth(run, run.steps[-1].end_s - seconds, run.steps[-1].end_s)
         summary |= {
             f"{name}.{mode}.seconds": seconds / len(kept),
@@ -123,7 +124,7 @@ def summarise(name: str, scenario: Scenario, runs: dict[Mode, SimulatedRun]) -> 
             f"{name}.{mode}.dropped_share": run.dropped / run.started,
             f"{name}.{mode}.directory_wait_s": run.directory_wait_s,
         }
-        summary |= saturation(name, scenario, mode, run, summary[f"{name}.{mode}.seconds"])
+        summary |= saturation(name, scenario, mode, seconds / len(kept), directory_s / len(kept))
     if "sync" in runs:
         sync_s = summary[f"{name}.sync.seconds"]
         summary |= {f"{name}.{mode}_vs_sync": sync_s / summary[f"{name}.{mode}.seconds"] for mode in runs}

@@ -12,7 +12,6 @@ from rich.table import Column, Table
 
 from ..config.staleness import Mode
 from .scenario import MODES, Scenario
-from .simulate import SimulatedRun
 
 PARTS: Mapping[str, str] = {
     "directory": "directory",
@@ -43,15 +42,15 @@ def part_seconds(scenario: Scenario, mode: Mode) -> dict[str, float]:
     }
 
 
-def saturation(name: str, scenario: Scenario, mode: Mode, run: SimulatedRun, step_s: float) -> dict[str, float]:
+def saturation(name: str, scenario: Scenario, mode: Mode, step_s: float, directory_s: float) -> dict[str, float]:
     """Return the part of the summary about a run in one mode, whose steps take `step_s` seconds.
 
-    The keys are `{name}.{mode}.{part}_share`, for each of `PARTS`, and `{name}.{mode}.rows_per_s`.
+    The keys are `{name}.{mode}.{part}_share`, for each of `PARTS`, and `{name}.{mode}.rows_per_s`. directory_s:
+    simulated seconds of the directory's work in a step.
     """
-    shares = {part: seconds / step_s for part, seconds in part_seconds(scenario, mode).items()}
-    shares["directory"] = run.directory_busy_s / (run.steps[-1].end_s * scenario.directory_shards)
+    seconds = part_seconds(scenario, mode) | {"directory": directory_s / scenario.directory_shards}
     rows = scenario.prompts_per_step * scenario.group_size
-    summary = {f"{name}.{mode}.{part}_share": share for part, share in shares.items()}
+    summary = {f"{name}.{mode}.{part}_share": worked_s / step_s for part, worked_s in seconds.items()}
     return summary | {f"{name}.{mode}.rows_per_s": rows / step_s}
 
 

@@ -129,6 +129,8 @@ class SimulatedStep:
     """Seconds during which the trainer computed, excluding waits, reads and weight syncs."""
     engines_busy_s: float
     """Seconds during which engines decoded, summed over the engines."""
+    directory_busy_s: float
+    """Seconds of work that arrived at the directory, summed over its shards."""
     staleness_mean: float
     staleness_max: int
     """Largest number of weight versions between the start of a group and the step that trained on it."""
@@ -149,8 +151,6 @@ class SimulatedRun:
     started: int = 0
     trained: int = 0
     puts: int = 0
-    directory_busy_s: float = 0.0
-    """Seconds for which the directory worked, summed over its shards."""
     directory_wait_s: float = 0.0
     """Longest time for which a call waited until the directory had answered earlier calls."""
     dropped: int = 0
@@ -210,6 +210,7 @@ class Simulation:
         self._step_busy_s = 0.0
         self._step_staleness: list[int] = []
         self._engines_busy_s = 0.0
+        self._directory_busy_s = 0.0
         self.run = SimulatedRun()
 
     def result(self) -> SimulatedRun:
@@ -332,7 +333,7 @@ class Simulation:
         """
         start_s = max(self._now, self._shards[0])
         heapq.heapreplace(self._shards, start_s + cpu_s)
-        self.run.directory_busy_s += cpu_s
+        self._directory_busy_s += cpu_s
         self.run.directory_wait_s = max(self.run.directory_wait_s, start_s - self._now)
         return start_s + cpu_s
 
@@ -454,11 +455,11 @@ class Simulation:
         self.run.steps.append(
             SimulatedStep(
                 self._now, self._now - before, self._step_busy_s, busy - self._engines_busy_s,
-                float(np.mean(lag)), max(lag),
+                self._directory_busy_s, float(np.mean(lag)), max(lag),
             )
         )  # fmt: skip
         self._engines_busy_s = busy
-        self._step_groups, self._step_busy_s, self._step_staleness = 0, 0.0, []
+        self._step_groups, self._step_busy_s, self._directory_busy_s, self._step_staleness = 0, 0.0, 0.0, []
 
     # ---------------- These methods draw the workload, schedule events and keep records.
 
