@@ -78,5 +78,7 @@ class Cluster:
         return max(arriving, leaving) / (self.links * self.link_bytes_s)
 
     def weights_s(self) -> float:
-        """Return the least seconds in which all engines receive the weights."""
-        return max(self.weights_link_s(), self.weights_bytes / self.weights_bytes_s)
+        """Return the least seconds in which all engines receive the weights. With all senders, each GPU receives only
+        its part of an engine's weights."""
+        parts = 1 if self.weights_senders == "one" else self.engine_gpus
+        return max(self.weights_link_s(), self.weights_bytes / parts / self.weights_bytes_s)

@@ -59,6 +59,7 @@ def test_weights_take_the_time_of_the_busiest_link() -> None:
     assert one.weights_link_s() == pytest.approx(2 * 1e12 / 50e9), "one link of rank 0's host"
     alone = replace(one, gpus=8)
     assert (alone.weights_link_s(), alone.weights_s()) == (0.0, 1.0)
+    assert replace(alone, weights_senders="all").weights_s() == pytest.approx(1 / 8), "each GPU its part"
 
 
 def test_rows_cross_hosts_by_units_and_links() -> None:
