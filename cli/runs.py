@@ -235,8 +235,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     from ..trainers.config.load import load_config, read_sections
     from ..trainers.pool.simulation.config import is_pool_file
     from ..trainers.simulation.config import simulation_section
-    from ..trainers.simulation.modes import SimulateOptions, run_simulation, simulation_table
-    from ..trainers.simulation.saturation import saturation_table
+    from ..trainers.simulation.modes import SimulateOptions, run_simulation, simulation_tables
 
     if is_pool_file(sections := read_sections(arguments.config, arguments.overrides)):
         return _simulate_pool(arguments, sections)
@@ -244,8 +243,9 @@ def _simulate(arguments: argparse.Namespace) -> int:
     options = SimulateOptions(simulation_section(config), from_run=arguments.from_run, gpus=tuple(arguments.gpus))
     with status_line("simulating") as (console, tell):
         summary = run_simulation(config, options, arguments.out, tell)
-    print_table(console, simulation_table(summary))
-    return show_results(console, saturation_table(summary), arguments.out)
+    steps, shares = simulation_tables(summary)
+    print_table(console, steps)
+    return show_results(console, shares, arguments.out)
 
 
 def _simulate_pool(arguments: argparse.Namespace, sections: dict[str, Any]) -> int:

@@ -83,7 +83,7 @@ class SimulationConfig(Section):
     """Seconds that the controller takes in each step to plan, log and clear rows, while the trainer waits. Unset: 0."""
     controller_row_s: NonNegative = 2e-6
     """Seconds by which `simulation.controller_s` grows with each row that `simulation.batch_grows` adds to a step. The
-    default was measured in runs of the quickstart with 256 and 1024 rows a step."""
+    default was measured in runs of the quickstart with 256 and 1024 rows per step."""
     sync_s: NonNegative | None = None
     """Seconds of a weight sync, during which the trainer waits. Unset: 1, or with `simulation.weights_gb` the least
     time in which the weights can arrive."""

@@ -18,7 +18,7 @@ from ..config.config import Config
 from ..config.load import load_config
 from ..errors import UserError
 from .config import SimulationConfig
-from .saturation import saturation
+from .saturation import saturation, saturation_table
 from .scenario import MODES, Mode, Scenario, build_scenario, measure_run
 from .simulate import SimulatedRun, simulate
 
@@ -58,7 +58,11 @@ def run_simulation(
             f"simulate: got modes {list(options.modes)} and gpus {list(options.gpus)}, "
             f"expected some of {', '.join(MODES)}, and numbers of GPUs of at least 1"
         )
-    measured = {} if options.from_run is None else _measured(options.from_run, config, options.section)
+    measured = {}
+    if options.from_run is not None:  # Sizes of the simulated run may differ from those of the measured run.
+        path = options.from_run / "config.yaml"
+        of_run = load_config(path, of_old_run=True) if path.is_file() else config
+        measured = measure_run(options.from_run, of_run, options.section)
     base = build_scenario(config, options.section, measured)
     scenarios = {"simulate": base}
     scenarios |= {f"simulate.gpus{number}": base.scaled(options.section, number) for number in options.gpus}
@@ -94,12 +98,6 @@ def run_simulation(
     return summary
 
 
-def _measured(run_dir: Path, config: Config, section: SimulationConfig) -> dict[str, float]:
-    """Measure a run with its own configuration, which its folder has, because sizes of the simulated run may differ."""
-    path = run_dir / "config.yaml"
-    return measure_run(run_dir, load_config(path, of_old_run=True) if path.is_file() else config, section)
-
-
 def summarise(name: str, scenario: Scenario, runs: dict[Mode, SimulatedRun]) -> dict[str, float]:
     """Return the summary of a scenario's runs, one for each mode: name of the metric -> value.
 
@@ -130,6 +128,11 @@ def summarise(name: str, scenario: Scenario, runs: dict[Mode, SimulatedRun]) -> 
         summary |= {f"{name}.{mode}_vs_sync": sync_s / summary[f"{name}.{mode}.seconds"] for mode in runs}
         del summary[f"{name}.sync_vs_sync"]
     return summary
+
+
+def simulation_tables(summary: dict[str, float]) -> tuple[Table, Table]:
+    """Format the summary as two tables: the steps in each mode, and the shares of capacity that parts use."""
+    return simulation_table(summary), saturation_table(summary)
 
 
 def simulation_table(summary: dict[str, float]) -> Table:

@@ -25,6 +25,7 @@ DEFAULT_SAMPLERS: Mapping[Mode, Sampler] = {
     "sync": "in_order", "async": "in_order", "streaming": "ready_first", "async_streaming": "in_order",
 }  # fmt: skip
 MAX_STEPS = 100
+TRAFFIC = {"put_bytes": 21.0, "got_bytes": 40.0, "put_groups": 1.0}
 DIRECTORY_S = {"directory_put_s": 6e-4, "directory_claim_s": 2e-3, "directory_row_s": 6e-6}
 """CPU seconds of the directory for a put, for a claimed chunk and for a row, by the name of their key."""
 ANY_NUMBER = 1 << 40
@@ -188,11 +189,11 @@ def build_scenario(config: Config, section: SimulationConfig, measured: Mapping[
         return float(measured.get(name, default) if given is None else given)
 
     algorithm, rollout, scripted = config.algorithm, config.rollout, config.scripted
-    timed, trains = rollout.engine == "scripted", config.trainer.backend != "scripted"
-    latency_s = value("latency_s", scripted.latency_s if timed else 0.0)
+    trains = config.trainer.backend != "scripted"
+    latency_s = value("latency_s", scripted.latency_s if rollout.engine == "scripted" else 0.0)
     train_token_s = value("train_token_s", 1e-5 if trains else 0.0)
-    passes = config.loss.kl_coef > 0
-    cluster = _cluster(config, section, value("weights_gb", 0.0))
+    separate = config.resources.layout == "separate"
+    cluster = _cluster(section, value("weights_gb", 0.0), config.rollout.tp, 0.5 if separate else 1.0)
     sync_s, prompts = value("sync_s", cluster.weights_s() or 1.0), algorithm.prompts_per_step
     return Scenario(
         steps=section.steps or min(algorithm.steps, MAX_STEPS),
@@ -219,7 +220,7 @@ def build_scenario(config: Config, section: SimulationConfig, measured: Mapping[
         latency_sigma=value("latency_sigma", scripted.latency_sigma),
         request_s=value("request_s", 0.0),
         train_token_s=train_token_s,
-        logprob_token_s=value("logprob_token_s", train_token_s / 3 if passes else 0.0),
+        logprob_token_s=value("logprob_token_s", train_token_s / 3 if config.loss.kl_coef > 0 else 0.0),
         train_row_s=value("train_row_s", 0.0 if trains else scripted.train_row_s / config.trainer.dp),
         chunk_s=value("chunk_s", 0.0),
         plan_s=value("plan_s", 0.0),
@@ -230,23 +231,19 @@ def build_scenario(config: Config, section: SimulationConfig, measured: Mapping[
         pause_s=min(value("pause_s", sync_s), sync_s) if section.pause_s is None else section.pause_s,
         call_s=value("call_s", 0.001),
         gib_per_s=section.gib_per_s,
-        put_bytes=value("put_bytes", 21.0),
-        got_bytes=value("got_bytes", 40.0),
-        put_groups=value("put_groups", 1.0),
-        **{name: value(name, seconds) for name, seconds in DIRECTORY_S.items()},
+        **{name: value(name, default) for name, default in (TRAFFIC | DIRECTORY_S).items()},
         directory_shards=section.directory_shards,
         cluster=cluster,
         seed=config.run.seed,
     )
 
 
-def _cluster(config: Config, section: SimulationConfig, weights_gb: float) -> Cluster:
-    train_share = section.train_share or (0.5 if config.resources.layout == "separate" else 1.0)
+def _cluster(section: SimulationConfig, weights_gb: float, tp: int, train_share: float) -> Cluster:
     return Cluster(
         gpus=section.gpus,
         host_gpus=section.host_gpus,
-        engine_gpus=section.engine_gpus or config.rollout.tp,
-        train_share=train_share,
+        engine_gpus=section.engine_gpus or tp,
+        train_share=section.train_share or train_share,
         links=section.links,
         link_bytes_s=section.link_gbit_per_s * 1e9 / 8 * max(section.link_share, 1e-9),
         unit_gib_per_s=section.unit_gib_per_s,
@@ -292,7 +289,7 @@ def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dic
         raise UserError(f"--from {run_dir}: the run's steps generated nothing, expected lengths and times of rollouts")
     stages = ("rollout", "plan", "logprob", "train", "sync")
     others = [record["time/step_s"] - sum(record.get(f"time/{name}_s") or 0.0 for name in stages) for record in records]
-    costs = _data_plane_costs(records, config, tokens)
+    costs = _data_plane_costs(records, config.algorithm.prompts_per_step, rows, tokens)
     put_s, claim_s, row_s = (costs.get(name, seconds) for name, seconds in DIRECTORY_S.items())
     # The directory's answers to the last put and to the claim are part of the rollout's time, but count separately.
     calls_s = put_s + claim_s + row_s * rows / max(1.0, median("dataplane/put/calls"))
@@ -313,11 +310,14 @@ def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dic
     return measured
 
 
-def _data_plane_costs(records: Sequence[Mapping[str, float]], config: Config, tokens: float) -> dict[str, float]:
-    """Return what a run in the mode `sync` shows of its data plane: bytes per token, gigabytes of a weight sync, groups
-    per put, and the directory's CPU seconds. tokens: number of tokens of a step.
+def _data_plane_costs(
+    records: Sequence[Mapping[str, float]], prompts: int, rows: int, tokens: float
+) -> dict[str, float]:
+    """Return what a run in the mode `sync` shows of its data plane, by the names of the keys.
 
-    The three keys of the directory are their defaults, times one factor with which they give the CPU time of a step.
+    The result has bytes per token, gigabytes of a weight sync, groups per put, and the directory's CPU seconds: their
+    three defaults, times one factor with which they give the CPU time of a step. prompts, rows, tokens: numbers of a
+    step.
     """
 
     def median(name: str) -> float:
@@ -330,10 +330,10 @@ def _data_plane_costs(records: Sequence[Mapping[str, float]], config: Config, to
     }
     costs = {name: value for name, value in costs.items() if value}
     if puts := median("dataplane/put/calls"):
-        costs["put_groups"] = max(1.0, config.algorithm.prompts_per_step / puts)
+        costs["put_groups"] = max(1.0, prompts / puts)
     spent = [record["dataplane/directory_cpu_s"] for record in records if "dataplane/directory_cpu_s" in record]
     if len(spent) > 1:
-        numbers = (puts, 1, config.rows_per_step)
+        numbers = (puts, 1, rows)
         expected_s = sum(number * seconds for number, seconds in zip(numbers, DIRECTORY_S.values(), strict=True))
         factor = statistics.median(np.diff(spent).tolist()) / expected_s
         costs |= {name: seconds * factor for name, seconds in DIRECTORY_S.items()}

@@ -1,5 +1,4 @@
-"""Tests the closed formulas for the parts of the data plane against the simulation and against cases worked out by
-hand."""
+"""Tests the closed formulas for parts of the data plane against the simulation and cases worked out by hand."""
 
 from __future__ import annotations
 
