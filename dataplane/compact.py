@@ -220,7 +220,7 @@ def _few_heads(block: list[int], row: list[int], start: list[int] | None, length
     return heads
 
 
-def unpack_source(parts: list, lengths: np.ndarray, names: Sequence[str]) -> RowSource:
+def unpack_source(parts: list, lengths: np.ndarray, names: tuple[str, ...]) -> RowSource:
     """Decode the result of `pack_source`, given the same lengths. names: names of the fields, by number."""
     fields = tuple(names[number] for number in parts[0])
     block, row, counts, *start = map(ints_of, parts[1:])

@@ -91,7 +91,10 @@ class PlaneText:
             if found != _checksum(data):
                 raise ValueError
             parts = msgspec.msgpack.decode(data, type=list[tuple[str, str, str, int, bytes]])
-            first, *others = [PlaneText(run_id, DirectoryAddress(*at), unpacked(key)) for run_id, *at, key in parts]
+            first, *others = [
+                PlaneText(run_id, DirectoryAddress(local, host, port), unpacked(key))
+                for run_id, local, host, port, key in parts
+            ]
         except (ValueError, binascii.Error, msgspec.MsgspecError):
             raise ValueError(
                 f"handle: got a text of {len(text)} characters, whose checksum is wrong or missing, expected what "

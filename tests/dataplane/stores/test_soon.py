@@ -68,9 +68,9 @@ def test_a_unit_frees_blocks_without_a_thread(
         meta = client.put("p", ["fourth"], {"x": torch.zeros(1)})
         os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: " T " in Path(f"/proc/{pid}/stat").read_text())
+        again = threading.Timer(0.3, os.kill, (pid, signal.SIGCONT))
+        again.start()
         try:
-            again = threading.Timer(0.3, os.kill, (pid, signal.SIGCONT))
-            again.start()
             client.clear("p", ["fourth"])
         finally:
             again.join()
