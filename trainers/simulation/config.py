@@ -143,8 +143,9 @@ class SimulationConfig(Section):
     weights_gb_per_s: Positive = 290.0
     """Speed in units of 1e9 bytes per second at which engines of the sender's host receive weights. The default was
     measured by `headrace bench weights` on two H200s: 4.06 GB in 13.8 ms."""
-    weights_senders: Literal["one", "all"] = "one"
-    """Train workers that send weights: only rank 0, or each the part that it holds."""
+    weights_senders: Literal["one", "all"] | None = None
+    """Train workers that send weights: only rank 0, or each the part that it holds. Unset: `all` with
+    `sync.transport=pairs`, else `one`."""
     weights_copies: Positive = 1.0
     """Number of copies of the weights that leave the host of a single sender. A broadcast by NCCL passes each link once
     (not measured on several hosts); by gloo, it took 2 copies for two engines on another host."""

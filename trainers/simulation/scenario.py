@@ -192,8 +192,8 @@ def build_scenario(config: Config, section: SimulationConfig, measured: Mapping[
     trains = config.trainer.backend != "scripted"
     latency_s = value("latency_s", scripted.latency_s if rollout.engine == "scripted" else 0.0)
     train_token_s = value("train_token_s", 1e-5 if trains else 0.0)
-    separate = config.resources.layout == "separate"
-    cluster = _cluster(section, value("weights_gb", 0.0), config.rollout.tp, 0.5 if separate else 1.0)
+    separate, pairs = config.resources.layout == "separate", config.sync.transport == "pairs"
+    cluster = _cluster(section, value("weights_gb", 0.0), config.rollout.tp, separate=separate, pairs=pairs)
     sync_s, prompts = value("sync_s", cluster.weights_s() or 1.0), algorithm.prompts_per_step
     return Scenario(
         steps=section.steps or min(algorithm.steps, MAX_STEPS),
@@ -238,19 +238,19 @@ def build_scenario(config: Config, section: SimulationConfig, measured: Mapping[
     )
 
 
-def _cluster(section: SimulationConfig, weights_gb: float, tp: int, train_share: float) -> Cluster:
+def _cluster(section: SimulationConfig, weights_gb: float, tp: int, *, separate: bool, pairs: bool) -> Cluster:
     return Cluster(
         gpus=section.gpus,
         host_gpus=section.host_gpus,
         engine_gpus=section.engine_gpus or tp,
-        train_share=section.train_share or train_share,
+        train_share=section.train_share or (0.5 if separate else 1.0),
         links=section.links,
         link_bytes_s=section.link_gbit_per_s * 1e9 / 8 * max(section.link_share, 1e-9),
         unit_gib_per_s=section.unit_gib_per_s,
         far_share=section.far_share,
         weights_bytes=weights_gb * 1e9,
         weights_bytes_s=section.weights_gb_per_s * 1e9,
-        weights_senders=section.weights_senders,
+        weights_senders=section.weights_senders or ("all" if pairs else "one"),
         weights_copies=section.weights_copies,
     )
 

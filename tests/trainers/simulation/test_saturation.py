@@ -7,7 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from headrace.actors.weight_sync.plan.layouts import held
+from headrace.actors.weight_sync.plan.regions import Party
+from headrace.actors.weight_sync.plan.transfer_plan import plan_transfer
 from headrace.trainers.config.load import build_config
 from headrace.trainers.simulation.cluster import Cluster
 from headrace.trainers.simulation.config import SimulationConfig
@@ -61,6 +65,34 @@ def test_weights_take_the_time_of_the_busiest_link() -> None:
     assert replace(alone, weights_senders="all").weights_s() == pytest.approx(1 / 8), "each GPU its part"
 
 
+def test_all_senders_keep_to_the_formula_with_a_trillion_parameters() -> None:
+    """The transfer plan sends experts from 256 train ranks to eight engines of 16 GPUs, one bucket at a time per link.
+
+    The formula is the bound of the links.
+    """
+    shape, names = (384, 6144, 7168), [f"{layer}.experts" for layer in range(60)]
+
+    def party(rank: int, kind: str, num: int) -> Party:
+        return Party(
+            f"{kind}{rank // 8}", tuple(r for name in names for r in held(name, shape, [(0, num, rank % num)]))
+        )
+
+    senders = [party(rank, "trainer", 128) for rank in range(256)]
+    receivers = [party(rank, "engine", 16) for rank in range(128)]
+    specs = dict.fromkeys(names, (torch.bfloat16, shape))
+    buckets = plan_transfer(specs, senders, receivers, 1 << 30).buckets
+    free = [0.0] * 384
+    for sender, receiver, nbytes in zip(
+        *(c.tolist() for c in (buckets.sender, buckets.receiver, buckets.nbytes)), strict=True
+    ):
+        free[sender] = free[256 + receiver] = max(free[sender], free[256 + receiver]) + nbytes / 50e9
+    weights_bytes = 60 * 2.0 * 384 * 6144 * 7168
+    hosts = replace(HOSTS, gpus=384, engine_gpus=16, train_share=2 / 3, weights_bytes=weights_bytes)
+    assert weights_bytes > 2e12 and (hosts.train_hosts, hosts.rollout_hosts) == (32, 16)
+    assert hosts.weights_link_s() == pytest.approx(2.54, abs=0.01)
+    assert hosts.weights_link_s() * 0.999 < max(free) < 1.3 * hosts.weights_link_s()
+
+
 def test_rows_cross_hosts_by_units_and_links() -> None:
     gib = float(1 << 30)
     assert HOSTS.unit_s(8 * gib) == pytest.approx(8 / 2 / 2.0), "two hosts hold the rows"
@@ -81,6 +113,8 @@ def test_a_larger_cluster_syncs_over_links() -> None:
     assert large.scaled(section, 8) != large and base.scaled(section, 8) == base
     unset = section.model_copy(update={"sync_s": None, "pause_s": None})
     assert build_scenario(CONFIG, unset, {}).sync_s == 1.0
+    pairs = CONFIG.model_copy(update={"sync": CONFIG.sync.model_copy(update={"transport": "pairs"})})
+    assert [build_scenario(c, section, {}).cluster.weights_senders for c in (CONFIG, pairs)] == ["one", "all"]
 
 
 def test_a_runs_cpu_time_gives_the_costs_of_the_directory(tmp_path: Path) -> None:
