@@ -114,7 +114,8 @@ class SimulationConfig(Section):
     """CPU seconds that the directory takes for a row, from its put until it is cleared. Unset: 0.000006, as measured in
     runs of the quickstart."""
     directory_shards: Count = 1
-    """Number of processes that share the work of the directory."""
+    """Number of processes that share the work of the directory evenly. This is an assumption: the rows of a run's step
+    are in one partition, which `dataplane.directory_shards` does not divide."""
     unit_gib_per_s: Positive = 1.5
     """Speed in GiB/s at which one storage unit sends rows to other hosts. The default was measured by `headrace bench
     transfer` for the store `tcp` over sockets, on a CPU of two cores."""
