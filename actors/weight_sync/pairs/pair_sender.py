@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ SLOTS = 4
 """Number of buckets that a sender, or a receiver, holds in memory."""
 _TICK_S = 1e-3
 _SLICE_S = 0.05
+_WORD_S = 1.0
+"""Seconds that a sender whose payload connection broke waits for the receiver to tell why."""
 
 
 def location_of(number: int, addresses: list[str]) -> str:
@@ -188,12 +191,16 @@ class PairSender:
         for lane in lanes.values():
             lane.buckets.put(None)
         look = self._look(lanes, tracker, deadline)
+        broken: dict[int, float] = {}
 
         def over() -> bool:
             look()
             for rank, sent in running.items():
                 if sent.done() and (error := sent.exception()) is not None:
-                    tracker.failed.setdefault(rank, f"is lost: {error}")
+                    # The receiver's own word, which is on its way, says more.
+                    if time.monotonic() > broken.setdefault(rank, time.monotonic()) + _WORD_S:
+                        if rank not in tracker.gave_up:
+                            tracker.failed.setdefault(rank, f"is lost: {error}")
             return tracker.over
 
         deadline.wait(over, lambda: tracker.blame("not confirmed"), _TICK_S)
