@@ -161,8 +161,8 @@ class DataPlaneConfig(Section):
     """Seconds after which a writer that has not committed its put is considered dead and its space is freed."""
     directory_shards: Count = 1
     """Number of directories, each in its own process with its own part of the store. A partition is served by one of
-    them, chosen by its name, so more than one helps only programs with several busy partitions. A training run puts the
-    rows of a step into one partition. Each part of the store gets an equal part of `store.capacity_mib`."""
+    them, chosen by its name, so more than one helps only programs with several busy partitions. A run, whose rows are
+    in one partition, refuses more than one. Each part of the store gets an equal part of `store.capacity_mib`."""
     block_rows: Annotated[int, pydantic.Field(ge=1, le=MAX_BLOCK_ROWS)] | None = None
     """Largest number of rows in a block, the piece of data that the store keeps and frees as a whole. A group (the rows
     of one prompt) is split over several blocks only when it has more rows than this. With the group size as the value,

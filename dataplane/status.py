@@ -74,7 +74,7 @@ class DataPlaneStatus:
             mine, theirs = getattr(self, one.name), getattr(other, one.name)
             if isinstance(mine, dict):
                 total[one.name] = {name: mine.get(name, 0) + theirs.get(name, 0) for name in mine | theirs}
-            elif isinstance(mine, int):
+            elif one.name not in total and isinstance(mine, int | float):
                 total[one.name] = mine + theirs
         return dataclasses.replace(self, **total)
 

@@ -45,6 +45,7 @@ def contradictions(config: Config) -> list[str]:
         *pool_problems(config),
         *elastic_problems(config.resources, config.sync, config.dataplane.store.kind),
         *StoreDemand.of(config).problems(config.dataplane.store.capacity_mib),
+        *shard_problems(config.dataplane.directory_shards),
         *meaning_problems(config),
     ]
 
@@ -293,6 +294,15 @@ def optimizer_problems(trainer: TrainerConfig) -> Iterator[str]:
         yield (
             f"trainer.freeze: got {list(trainer.freeze)} with trainer.lora.rank={trainer.lora.rank}, expected [], "
             "because all weights of the base are frozen; trainer.lora.targets chooses the layers with an adapter"
+        )
+
+
+def shard_problems(count: int) -> Iterator[str]:
+    """Yield a sentence for a data plane of more than one directory. count: number of its directories."""
+    if count > 1:
+        yield (
+            f"dataplane.directory_shards: got {count}, expected 1 in a run, because a run's rows are in one partition, "
+            "which one directory serves; more are for programs that open a data plane themselves"
         )
 
 

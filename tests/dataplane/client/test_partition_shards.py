@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ def test_processes_that_join_by_text_reach_every_directory() -> None:
             assert (status.partitions, status.rows, status.leases) == ({"train": 1, "eval": 1}, 2, 2)
             assert (status.bytes_capacity, status.store_kind, status.oldest_lease[:6]) == (8 << 20, "tcp", "task '")
             assert reader.status("eval").rows == 1 and reader.forget_unit() == {}
+
+
+def test_the_status_of_directories_is_their_sum() -> None:
+    with open_plane(directory_shards=2) as plane, connect(plane.handle) as client:
+        one = client.status()
+    first, second = (dataclasses.replace(one, directory_cpu_s=s, oldest_lease_s=s) for s in (1.5, 2.0))
+    both = first.plus(second)
+    assert (both.directory_cpu_s, both.oldest_lease_s, both.bytes_capacity) == (3.5, 2.0, 2 * one.bytes_capacity)
 
 
 def test_rows_are_saved_and_loaded_across_directories(tmp_path: Path) -> None:

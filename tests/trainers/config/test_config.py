@@ -277,6 +277,11 @@ def test_the_data_plane_may_import_the_samplers_that_the_configuration_names(tmp
     assert both.dataplane.with_sampler(both.resolved_sampler).samplers == ("my:first",)
 
 
+def test_a_run_has_one_directory() -> None:
+    problem = only_problem({"dataplane": {"directory_shards": 2}})
+    assert problem.startswith("dataplane.directory_shards: got 2, expected 1 in a run")
+
+
 def test_a_sleeping_process_keeps_less_on_the_gpus_of_a_pool() -> None:
     """An engine of a model with experts kept 2210 MiB asleep, which the limit of a run with its own GPUs allows."""
     gpus: dict[str, Any] = {"trainer_gpus": [0], "rollout_gpus": [0, 1]}
