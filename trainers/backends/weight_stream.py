@@ -72,6 +72,8 @@ class SpreadWeight:
     """Pieces that together cover each element of the weight once."""
     boxed: tuple[int, ...] = ()
     """Shape to which the weight is reshaped, as a view, before it is cut; () when it is cut in its own `shape`."""
+    copies: tuple[int, ...] = (0,)
+    """Offsets from the rank of a piece to all ranks that have the same piece, 0 among them."""
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +104,8 @@ def rank_regions(weights: Sequence[SpreadWeight], world: int) -> tuple[tuple[Reg
         for piece in weight.pieces:
             box = tuple((part.start, part.stop) for part in cut_box(weight.boxed or weight.shape, piece.cuts))
             if all(start < stop for start, stop in box):
-                found[piece.rank] += _as_stacked(place(weight.name, box), weight)
+                for offset in weight.copies:
+                    found[piece.rank + offset] += _as_stacked(place(weight.name, box), weight)
     return tuple(map(tuple, found))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from headrace.tests.trainers.backends.backend_ranks import run_on_ranks
 from headrace.tests.trainers.backends.live_bytes import LiveBytes
 from headrace.trainers.backends import weight_stream
-from headrace.trainers.backends.weight_stream import Cut, Piece, SpreadWeight, stream_weights
+from headrace.trainers.backends.weight_stream import Cut, Piece, SpreadWeight, rank_regions, stream_weights
 
 pytestmark = pytest.mark.processes
 
@@ -151,3 +152,23 @@ def test_one_rank_needs_no_process_group_and_makes_no_copies() -> None:
     for name, tensor in stream_weights(weights, lambda weight: live[weight.name], 0, CPU):
         assert tensor.data_ptr() == live.pop(name).data_ptr()
     assert not live
+
+
+def test_regions_name_what_each_rank_returns() -> None:
+    """The region of a weight that is cut in another shape than its own is several regions."""
+    weights = [replace(weight, copies=(0, 3)) for weight in some_weights(0)]
+    regions = rank_regions(weights, 6)
+    assert regions[:3] == regions[3:]
+    for rank in range(3):
+        found = {region.weight for region in regions[rank]}
+        for weight in weights:
+            if all(piece.rank != rank for piece in weight.pieces):
+                assert weight.name not in found
+                continue
+            local = own_pieces(rank)(weight).contiguous()
+            filled = torch.full_like(local, -1)
+            for region in [region for region in regions[rank] if region.weight == weight.name]:
+                box = tuple(slice(start, stop) for start, stop in region.box)
+                values = whole(weight)[box]
+                filled.as_strided(values.shape, region.strides, region.offset).copy_(values)
+            assert filled.equal(local), weight.name

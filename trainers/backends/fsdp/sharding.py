@@ -134,18 +134,21 @@ def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtyp
     Tied parameters are listed once. `dtype` is the dtype in which floating-point parameters are streamed; biases keep
     their own.
     """
+    every, one = tuple(range(topology.world)), (Piece(0),)
     found = [
-        SpreadWeight(name, bias.dtype, tuple(bias.shape), (Piece(0),)) for name, bias in router_biases(model).items()
+        SpreadWeight(name, bias.dtype, tuple(bias.shape), one, copies=every)
+        for name, bias in router_biases(model).items()
     ]
     for name, layer in rounded_layers(model).items():
-        found.append(SpreadWeight(name, dtype, (layer.out_features, layer.in_features), (Piece(0),)))
+        found.append(SpreadWeight(name, dtype, (layer.out_features, layer.in_features), one, copies=every))
     for name, param in model.named_parameters():
         alike = split_dim(param) is None and not holds_experts(param)
         replicas = [(dp, cp) for dp in range(topology.dp) for cp in range(topology.cp)]
         places = [Place(dp, tp, cp) for tp in range(1 if alike else topology.tp) for dp, cp in replicas]
         pieces = tuple(Piece(topology.rank(place), own_cuts(param, topology, place)) for place in places)
         kind = dtype if param.is_floating_point() else param.dtype
-        found.append(SpreadWeight(name, kind, tuple(param.shape), pieces))
+        copies = tuple(range(topology.tp if alike else 1))
+        found.append(SpreadWeight(name, kind, tuple(param.shape), pieces, copies=copies))
     return found
 
 

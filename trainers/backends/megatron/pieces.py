@@ -8,7 +8,7 @@ distributed optimizer keeps flat pieces of each parameter on the data-parallel r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -51,7 +51,9 @@ def spread_weights(source: HfSource, topology: Topology, dtype: torch.dtype) -> 
             stage = layer // (config.num_hidden_layers // topology.pp)
         first = topology.rank(Place(0, pp=stage))
         split, shape = split_of(name, config.model_type), tuple(state[name].shape)
-        found.append(spread_weight(name, split, shape, one, first, topology.tp, etp, topology.ep))
+        weight = spread_weight(name, split, shape, one, first, topology.tp, etp, topology.ep)
+        copies = tuple(range(0, topology.world // topology.pp, len(weight.pieces)))
+        found.append(replace(weight, copies=copies))
     return found
 
 
