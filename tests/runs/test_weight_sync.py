@@ -32,13 +32,17 @@ CASES = {
         "moe", (*HF, *MEGATRON, "trainer.dp=2", "trainer.ep=2", "sync.transport=ipc"), 20,
     ),
     "fsdp dp2 -> 2 hf, pairs": (
-        "untied", (*HF, "trainer.dp=2", "rollout.num_engines=2", "sync.transport=pairs"), SHORT,
+        "untied", (*HF, "trainer.dp=2", "rollout.num_engines=2", "sync.transport=pairs", "sync.verify=full"), SHORT,
+    ),
+    "fsdp tp2 -> hf, pairs": ("tied", (*HF, "trainer.tp=2", "sync.transport=pairs", "sync.verify=full"), 20),
+    "megatron dp2 -> hf, pairs": (
+        "untied", (*HF, *MEGATRON, "trainer.dp=2", "sync.transport=pairs", "sync.verify=full"), 20,
     ),
     "fsdp dp2 ep2 moe -> hf, pairs": (
         "moe", (*HF, "trainer.dp=2", "trainer.ep=2", "sync.transport=pairs", "sync.verify=full"), 20,
     ),
     "megatron tp2 -> vllm tp2, pairs": (
-        "tied", (*VLLM, *MEGATRON, "trainer.tp=2", "rollout.tp=2", "sync.transport=pairs"), 20,
+        "tied", (*VLLM, *MEGATRON, "trainer.tp=2", "rollout.tp=2", "sync.transport=pairs", "sync.verify=full"), 20,
     ),
     "fsdp -> vllm, ipc": ("tied", (*VLLM, "sync.transport=ipc"), SHORT),
     "fsdp dp2 -> vllm tp2, collective": (
