@@ -417,9 +417,16 @@ class TrainWorker:
         return 0 if publisher is None else publisher.sent
 
     @in_thread_of("abort")
-    def abort_update(self, reason: str) -> None:
-        """End the open update, whichever thread is sending it. Only ranks that send are called. Idempotent."""
-        (self._ranks or self._publishes()).abort(reason)
+    def abort_update(self, reason: str, update: WeightUpdate | None) -> None:
+        """End the open update, whichever thread is sending it. Only ranks that send are called. Idempotent.
+
+        update: announcement of the update, which ends it even on a rank that has not begun to send it; None for the
+        one that the rank sends.
+        """
+        if self._ranks is not None:
+            self._ranks.abort(reason, update)
+        else:
+            self._publishes().abort(reason)
 
     def save(self, path: str) -> None:
         """Start a sharded checkpoint at `path`. It is written in the background while training continues, and appears

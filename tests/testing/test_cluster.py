@@ -67,7 +67,7 @@ def test_a_trainer_runs_each_group_in_a_thread_of_its_own(cluster: FakeCluster) 
             while not self.stopped:
                 await asyncio.sleep(0.001)
 
-        def abort_update(self, reason: str) -> None:
+        def abort_update(self, reason: str, update: object) -> None:
             self.stopped = reason
 
         def save(self, path: str) -> None:
@@ -78,7 +78,7 @@ def test_a_trainer_runs_each_group_in_a_thread_of_its_own(cluster: FakeCluster) 
 
     worker = cluster.trainer(trainer := Trainer())
     working = worker.export_model("/b")
-    assert gather([worker.abort_update("enough")], "abort", 5.0) == [None]
+    assert gather([worker.abort_update("enough", None)], "abort", 5.0) == [None]
     [done, refused] = gather_each([working, worker.save("/a")], "train", 5.0)
     assert not isinstance(done, ActorFailed) and trainer.stopped == "enough"
     assert isinstance(refused, ActorFailed) and isinstance(refused.cause, OSError) and not refused.died

@@ -230,7 +230,8 @@ class WeightSync:
         joined = [engine for engine in ready if engine.joins]
         if failures and joined:
             # Engines that have only joined the transfer would otherwise load an incomplete version.
-            gather_each([sender.abort_update("an engine failed") for sender in self._senders], "abort", HEALTH_S)
+            aborts = [sender.abort_update("an engine failed", update) for sender in self._senders]
+            gather_each(aborts, "abort", HEALTH_S)
             self._drop(version, joined)
             ready = [engine for engine in ready if not engine.joins]
         failures |= self._serve(version, ready, sends, tally)

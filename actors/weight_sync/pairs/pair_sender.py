@@ -65,13 +65,13 @@ class PairSender:
         """Listen on `host` for receivers. key: the run's key, which receivers must know. Raises OSError when listening
         fails."""
         self._timeout_s = timeout_s
-        self._links = LinkListener(host, key)
+        self._links = LinkListener(host, key, turns_away=True)
         self._payloads = PayloadListener(host, key)
         self.address = f"{host}|{self._links.port}|{self._payloads.port}"
         """Address of the sender, as `location_of` takes it."""
         self._tracker: ReceiverTracker | None = None
-        self._ended = ""
-        """Why the open update was aborted; "" while it goes on."""
+        self._number = 0
+        """Number of the last update that has begun."""
         self._memory: list[torch.Tensor] = []
         self.num_moves = 0
         """Number of times that progress was seen since the start. Any thread may read it."""
@@ -83,12 +83,11 @@ class PairSender:
         meanwhile. Returns the number of bytes sent. Raises WeightTransferError naming the receivers that did not get
         the version; those that did can serve it.
         """
-        self._ended = ""
         deadline = Deadline(f"sender {rank}", update.version, self._timeout_s - min(1.0, 0.1 * self._timeout_s))
         buckets = plan.sending(rank)
         ranks = {bucket.receiver + 1 for bucket in buckets}
-        tracker = ReceiverTracker(number_of(update), update.receivers, self._links, self._timeout_s, ranks)
-        self._tracker = tracker
+        self._number = number_of(update)
+        self._tracker = tracker = ReceiverTracker(self._number, update.receivers, self._links, self._timeout_s, ranks)
         lanes: dict[int, _Lane] = {}
         try:
             self._meet(update, tracker, deadline, lanes)
@@ -107,6 +106,7 @@ class PairSender:
                 raise deadline.error(*tracker.blame("not received"))
         except BaseException as error:
             self.abort(f"{type(error).__name__}: {error}")
+            tracker.end(self._links.ended(self._number))  # An abort just before the start did not know the tracker.
             raise
         finally:
             self._tracker = None
@@ -115,12 +115,18 @@ class PairSender:
                 lane.connection.close()
         return sum(bucket.nbytes for bucket in buckets)
 
-    def abort(self, reason: str) -> None:
-        """End the open update, if there is one; its receivers learn the reason. Idempotent."""
-        tracker = self._tracker
-        if tracker is not None and not self._ended:
-            self._ended = reason or "aborted"
-            tracker.end(self._ended)
+    def abort(self, reason: str, number: int | None = None) -> None:
+        """End an update; its receivers learn the reason, also those that connect later. Idempotent.
+
+        number: number of the update, which may not have begun yet; None for the one that is open, if there is one.
+        """
+        tracker, begun = self._tracker, self._number
+        if number is None and tracker is not None:
+            number = begun
+        if number is not None and not self._links.ended(number):
+            self._links.end(number, reason or "aborted")
+            if tracker is not None and number == begun:
+                tracker.end(reason or "aborted")
 
     def close(self) -> None:
         """End the open update and stop listening. Idempotent."""
@@ -225,8 +231,8 @@ class PairSender:
         return look
 
     def _check(self, deadline: Deadline) -> None:
-        if self._ended:
-            raise deadline.error(f"aborted: {self._ended}")
+        if reason := self._links.ended(self._number):
+            raise deadline.error(f"aborted: {reason}")
 
     def _run(self, lane: _Lane) -> None:
         """Send the buckets of a lane. After an error, the rest is discarded, so that their buffers are free for the
@@ -235,8 +241,8 @@ class PairSender:
 
         def look(moved: bool) -> None:
             lane.num_moves += moved
-            if self._ended:
-                raise ConnectionError(self._ended)
+            if reason := self._links.ended(self._number):
+                raise ConnectionError(reason)
 
         while (item := lane.buckets.get()) is not None:
             frame, buffer = item

@@ -21,7 +21,7 @@ from ..plan.layouts import held
 from ..plan.regions import Party, Region, Specs
 from ..stream import SendReport
 from ..transports.protocol import ReceiverGroup, WeightUpdate
-from .pair_sender import KIND, SLOTS, PairSender, location_of
+from .pair_sender import KIND, SLOTS, PairSender, location_of, number_of
 
 
 class RankPublisher:
@@ -103,9 +103,10 @@ class RankPublisher:
             raise ValueError(f"weights: no digests of version {version} are kept")
         return self._digests
 
-    def abort(self, reason: str) -> None:
-        """End the open update. Idempotent; any thread may call it."""
-        self._sender.abort(reason)
+    def abort(self, reason: str, update: WeightUpdate | None = None) -> None:
+        """End an update, which this rank may not have begun to send yet; None for the open one. Idempotent; any thread
+        may call it."""
+        self._sender.abort(reason, None if update is None else number_of(update))
 
     def close(self) -> None:
         """End the open update and stop listening. Idempotent."""

@@ -32,6 +32,10 @@ _CHUNK = 1 << 18
 _MAX_WAITING = 1024
 """Largest number of connections that a sender keeps for `LinkListener.accept`. Above this number, the oldest connection
 is closed."""
+_HELLO_S = 10.0
+"""Seconds that a receiver may take for its first message, or to read one, if the listener turns receivers away."""
+_EVERY = 1 << 62
+"""Number that is larger than that of every update."""
 _NOTES_AT_ONCE = 256
 """Largest number of messages of one receiver that are read before the next receiver's."""
 
@@ -140,6 +144,11 @@ class Link:
                 raise ConnectionError("the connection was closed by the other end")
             self._pending += data
 
+    def put_back(self, message: Hello | Note) -> None:
+        """Make a message that was received the next one that `receive` returns."""
+        body = messages.encode(message)
+        self._pending[:0] = _LENGTH.pack(len(body)) + body
+
     def _take(self) -> bytes | None:
         if len(self._pending) < _LENGTH.size:
             return None
@@ -167,15 +176,55 @@ class LinkListener:
     """Listens for a sender's receivers. A thread carries out the handshakes, so that only clients that know the run's
     key reach the sender's own thread."""
 
-    def __init__(self, host: str, key: bytes) -> None:
-        """Listen on `host`. key: the run's key. Raises ValueError when the key is empty, and OSError when listening
+    def __init__(self, host: str, key: bytes, *, turns_away: bool = False) -> None:
+        """Listen on `host`. key: the run's key. turns_away: whether receivers of updates that have ended are turned
+        away, even while no update is open. Raises ValueError when the key is empty, and OSError when listening
         fails."""
-        self._waiting: deque[socket.socket] = deque()
+        self._waiting: deque[socket.socket | Link] = deque()
         """Connections whose clients have proved that they know the run's key, and that `accept` has not returned."""
+        self._turns_away = turns_away
+        self._lock = threading.Lock()
+        self._ended = 0, ""
+        """Number of the last update that has ended early, and the reason."""
         self._listener = AuthenticatedListener(listen(host), key, SERVICE, self._admit)
         self.port = self._listener.port
 
     def _admit(self, connection: socket.socket) -> None:
+        if self._turns_away:
+            link = Link(connection, _HELLO_S, MAX_REPORT_BYTES)
+            threading.Thread(target=self._introduce, args=(link,), daemon=True, name="headrace-links").start()
+        else:
+            self._keep(connection)
+
+    def _introduce(self, link: Link) -> None:
+        """Read a receiver's first message, and keep the link if the receiver's update can still come."""
+        try:
+            hello = link.receive(Hello, _HELLO_S)
+            with self._lock:
+                reason = self.ended(hello.update) if isinstance(hello, Hello) else "a receiver sent no message"
+                if isinstance(hello, Hello) and not reason:
+                    link.put_back(hello)
+                    return self._keep(link)
+            link.send(Note("abort", reason))
+        except OSError:  # The connection broke before the receiver identified itself.
+            pass
+        link.close()
+
+    def ended(self, number: int) -> str:
+        """Return why an update has ended early; "" if it has not."""
+        return self._ended[1] if number <= self._ended[0] else ""
+
+    def end(self, number: int, reason: str) -> None:
+        """Turn away the receivers of the update `number`, and of earlier ones, that have connected or will."""
+        with self._lock:
+            if number > self._ended[0]:
+                self._ended = number, reason
+            waiting, self._waiting = self._waiting, deque()
+        for link in waiting:
+            assert isinstance(link, Link)
+            self._introduce(link)
+
+    def _keep(self, connection: socket.socket | Link) -> None:
         self._waiting.append(connection)
         if len(self._waiting) > _MAX_WAITING:
             with contextlib.suppress(IndexError):  # The sender's thread has just taken the last connection.
@@ -185,13 +234,19 @@ class LinkListener:
         """Return the link to the receiver that has connected first, or None when there is none; never waits. timeout_s:
         seconds after which the link's `send` fails if the receiver does not read."""
         try:
-            return Link(self._waiting.popleft(), timeout_s, MAX_REPORT_BYTES)
+            first = self._waiting.popleft()
         except IndexError:
             return None
+        if isinstance(first, Link):
+            first._socket.settimeout(timeout_s)
+            return first
+        return Link(first, timeout_s, MAX_REPORT_BYTES)
 
     def close(self) -> None:
         """Stop listening, and close the connections that were not accepted. Idempotent."""
         self._listener.close()
+        if self._turns_away:
+            self.end(_EVERY, "the sender has closed")
         while self._waiting:
             self._waiting.popleft().close()
 

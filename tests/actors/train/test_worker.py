@@ -116,7 +116,7 @@ def _sync(worker: TrainWorker, rank: int, sender: MemorySender) -> dict[str, Any
         late = worker.open_cached(1, receivers[:1])
         found["update"] = late
         found["late"] = worker.send_cached(late)
-        worker.abort_update("nothing is open")
+        worker.abort_update("nothing is open", None)
         found["arrived"] = {name: tensor.tolist() for name, tensor in sender.named(1).items()}
         found["aborts"] = sender.aborts
     return found
@@ -386,7 +386,7 @@ def test_weights_are_sent_again_by_an_actor_that_trains(
         training = worker.accumulate()
         assert (tmp_path / "started").read_text() == "train"
         report = got(worker.send_cached(got(worker.open_cached(1, [ReceiverGroup("late", 1)]))))
-        got(worker.abort_update("no receiver is there"))
+        got(worker.abort_update("no receiver is there", None))
         assert report.bytes_sent == report.num_bytes > 0
         assert ended([training], "test", 0) == []
         (tmp_path / "go").write_text("")

@@ -39,7 +39,7 @@ def test_a_call_is_two_messages_which_are_counted_by_their_bytes() -> None:
     assert gather([worker.finish()], "train", 1.0) == [report]
     assert meter.take() == 1 + len(messages.encode(report)) and meter.num_bytes == 0
     assert {group, actor.sent[-1].group} == {"main"}
-    gather([worker.abort_update("why")], "abort", 1.0)
+    gather([worker.abort_update("why", None)], "abort", 1.0)
     assert actor.sent[-1].group == "abort", "beside the main thread, as TrainWorker says"
 
 

@@ -98,7 +98,7 @@ class Trainer:
             self.on_weight(name)
             yield name, tensor * self.scale
 
-    def abort_update(self, reason: str) -> None:
+    def abort_update(self, reason: str, update: WeightUpdate | None) -> None:
         self._publisher.abort(reason)
 
     def sent(self) -> int:

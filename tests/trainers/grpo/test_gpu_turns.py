@@ -154,7 +154,7 @@ def test_catching_up_never_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="no version is kept .*none was sent yet"):
             sync.catch_up(engine)
         it.it.trainer.offloaded = False
-        it.it.trainer.on_weight = lambda name: it.it.trainer.abort_update("by the test")
+        it.it.trainer.on_weight = lambda name: it.it.trainer.abort_update("by the test", None)
         with pytest.raises(NoEngineLeft, match="by the test"):
             sync.sync(1)
         assert engine.version == 0 and sync.kept is None

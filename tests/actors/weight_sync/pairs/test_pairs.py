@@ -21,6 +21,7 @@ from headrace.actors.weight_sync.transports.protocol import ReceiverGroup, Weigh
 from headrace.codecs.weights.buckets import checksum
 from headrace.dataplane.security.handshake import new_key
 from headrace.dataplane.security.run_key import RunKey
+from headrace.tests.waiting import wait_until
 
 SPECS = {"w": (torch.float32, (64, 40)), "odd": (torch.bfloat16, (7, 3)), "scalar": (torch.float32, ())}
 SENDERS, ENGINES, TP = 3, 2, 2
@@ -69,10 +70,13 @@ class Fleet:
     def _columns(self, whole: Mapping[str, torch.Tensor], worker: int) -> Tensors:
         return {name: cut(one, 1, TP, worker).clone() for name, one in whole.items()}
 
+    def announced(self, version: int, number: int) -> WeightUpdate:
+        location = location_of(number, [sender.address for sender in self.senders])
+        return WeightUpdate(version, None, KIND, location, 0, GROUPS, self.timeout_s)
+
     def update(self, version: int, during: Callable[[], None] = lambda: None) -> tuple[list[str], list[str]]:
         """What sending in each rank, and receiving in each worker, came to; "" when it went well."""
-        location = location_of(next(self._number), [sender.address for sender in self.senders])
-        announced = WeightUpdate(version, None, KIND, location, 0, GROUPS, self.timeout_s)
+        announced = self.announced(version, next(self._number))
         rows = [{name: cut(one, 0, SENDERS, rank) for name, one in weights(version).items()} for rank in range(SENDERS)]
 
         def outcome(call: Callable[..., object], *args: object) -> str:
@@ -200,6 +204,31 @@ def test_an_abort_tells_its_reason(fleet: Callable[..., Fleet], monkeypatch: pyt
         sent, got = ranks.update(1)
     assert "sender 0: aborted: the optimizer failed" in sent[0] and all(got)
     assert any("has ended the update: the optimizer failed" in error for error in got), got
+    ranks.expect_whole(2)
+
+
+def test_an_abort_that_comes_before_the_sending_is_not_lost(fleet: Callable[..., Fleet]) -> None:
+    """Receivers that come before, while or after the ranks learn of it are all told the reason."""
+    ranks = fleet()
+
+    def receive(number: int) -> None:
+        with pytest.raises(WeightTransferError, match="has ended the update: an engine failed"):
+            ranks.receivers[0].receive(ranks.announced(1, number), ranks.plan, 0, ranks.staged[0])
+
+    for sender in ranks.senders:
+        sender.abort("an engine failed", 1)
+    receive(1)
+    sent, got = ranks.update(1)
+    assert all("aborted: an engine failed" in error for error in sent), sent
+    assert all("has ended the update: an engine failed" in error for error in got), got
+    receive(1)
+    with ThreadPoolExecutor() as pool:
+        early = pool.submit(receive, 2)
+        wait_until(lambda: bool(ranks.senders[0]._links._waiting))
+        for sender in ranks.senders:
+            sender.abort("an engine failed", 2)
+        early.result()
+    assert next(ranks._number) == 2
     ranks.expect_whole(2)
 
 

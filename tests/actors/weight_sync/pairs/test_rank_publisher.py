@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -151,14 +151,13 @@ def test_a_receiver_that_never_joins_is_named_by_every_rank() -> None:
 
 
 def test_an_abort_ends_senders_and_receivers() -> None:
-    with ranks(2, "one", "two", timeout_s=3.0) as run:
+    with ranks(2, "one", "two") as run:
         update, sends = run.start(1, weights(1))
         prepared = run.pool.submit(run.inboxes[0].prepare, update)
-        for sender, send in zip(run.senders, sends, strict=True):
-            while not wait([send], 0.01).done:  # An abort ends only what has begun.
-                sender.abort("the user wants it")
-        for send in sends:
-            with pytest.raises(WeightTransferError, match="aborted: the user wants it"):
+        for sender in run.senders:
+            sender.abort("the user wants it", update)
+        for send in sends:  # The second one may hear first that the receiver gave up.
+            with pytest.raises(WeightTransferError, match="aborted: the user wants it|gave up waiting"):
                 send.result(20)
         with pytest.raises(WeightTransferError):
             prepared.result(20)
