@@ -90,7 +90,9 @@ class _FirstProcess:
         """Kill all processes of the namespaces, and wait until they are gone. Idempotent."""
         self._kill()
         if self._ended >= 0:
-            select.select([self._ended], [], [], TIMEOUT_S)
+            poll = select.poll()  # `select` refuses descriptors above 1023.
+            poll.register(self._ended, select.POLLIN)
+            poll.poll(TIMEOUT_S * 1000)
             os.close(self._ended)
             self._ended = -1
 

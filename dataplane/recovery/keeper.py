@@ -54,7 +54,9 @@ class Keeper:
         try:
             self._fork(ready)
             os.close(ready)
-            if not select.select([served], [], [], timeout_s)[0] or not os.read(served, 1):
+            poll = select.poll()  # `select` refuses descriptors above 1023.
+            poll.register(served, select.POLLIN)
+            if not poll.poll(timeout_s * 1000) or not os.read(served, 1):
                 self._kill()
                 os.waitpid(self._pid, 0)
                 raise DirectoryLost("the directory's process did not start; its output says why", op="open")

@@ -191,8 +191,13 @@ class MooncakeSegment:
         self._closed = False
         try:
             with os.fdopen(told) as answers:
-                ready, _, _ = select.select([answers], [], [], START_TIMEOUT_S)
-                answer = answers.readline() if ready else "the segment's process did not start in time"
+                poll = select.poll()  # `select` refuses descriptors above 1023.
+                poll.register(answers, select.POLLIN)
+                answer = (
+                    answers.readline()
+                    if poll.poll(START_TIMEOUT_S * 1000)
+                    else "the segment's process did not start in time"
+                )
             if answer != "ready\n":
                 peer, elapsed = f"{master.name} segment pid={self.pid}", time.monotonic() - started
                 text = answer.strip() or "the segment's process ended when it started"

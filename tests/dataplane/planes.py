@@ -38,6 +38,12 @@ def as_seen(kind: str, plane: DataPlane) -> DataPlane:
     return plane
 
 
+def store_of(client: Any, partition: str) -> Any:
+    """Return the store of a client in which the rows of a partition are."""
+    operations = client._operations
+    return operations.of(partition).store if hasattr(operations, "shards") else operations.store
+
+
 def put_one(text: str, key: str) -> None:
     """Put a row of three tokens into the partition `train`, in a process that has only the handle's text."""
     with connect(text) as client:

@@ -33,7 +33,9 @@ def expect_whole(run_dir: Path, steps: int) -> list[dict]:
     done = runs.steps_of(run_dir)
     assert [step["step"] for step in done] == list(range(1, steps + 1))
     assert all(step["rollout/failed_rows"] == 0 and step["train/sequences"] == 64 for step in done)
-    assert done[-1]["pool/lost_tokens"] == 0 and max(step["staleness/max"] for step in done) <= 1
+    # The line of a step that was interrupted after its update has only what was known then.
+    lost = [step["pool/lost_tokens"] for step in done if "pool/lost_tokens" in step]
+    assert len(lost) >= steps - 1 and lost[-1] == 0 and max(step["staleness/max"] for step in done) <= 1
     return done
 
 

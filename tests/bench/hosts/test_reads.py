@@ -10,6 +10,7 @@ import pytest
 
 from headrace.bench.hosts import benchmark
 from headrace.bench.hosts.benchmark import HostOptions, HostReport, hosts_table, run_hosts, write_report
+from headrace.bench.hosts.directory_cost import CostResult
 from headrace.bench.hosts.reads import RAW, SHM, ReadOptions, ReadResult, summarise
 from headrace.bench.transfer.workloads import LoadSpec
 from headrace.cli import main
@@ -26,7 +27,8 @@ def test_the_slowest_link_is_the_figure_of_all(tmp_path: Path) -> None:
     assert summary["hosts.read_same_host.vs_shm"] == 0.5
     assert summary["hosts.read_other_host.vs_raw_tcp"] == summary["hosts.read_other_host.10gbit.rl-256.vs_raw_tcp"]
     assert summary["hosts.read_other_host.vs_raw_tcp"] == pytest.approx(0.8)
-    report = HostReport(results, {"cores": 2}, {"hosts.tls_cost": 1.25}, [0.25, 0.5])
+    costs = [CostResult(90.0, {}, 50.0)]
+    report = HostReport(results, {"cores": 2}, {"hosts.tls_cost": 1.25}, [0.25, 0.5], costs, [4000.0])
     assert hosts_table(report).row_count == 3
     text = write_report(report, HostOptions(tmp_path), "headrace bench hosts").read_text()
     assert "| other host, 10gbit | rl-256, 1.0 MB | raw TCP | 100.00 | 80.00 | 0.08 | 0.10 | 0.80 | 0.85 |" in text

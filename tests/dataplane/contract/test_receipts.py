@@ -16,7 +16,7 @@ from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.owned_folder import process_start
 from headrace.dataplane.stores.registry import store_entry
 from headrace.testing.data_plane import assert_rows
-from headrace.tests.dataplane.planes import LENDING, OTHER_STORES, SOCKETS, catch_reads
+from headrace.tests.dataplane.planes import LENDING, OTHER_STORES, SOCKETS, catch_reads, store_of
 from headrace.tests.dataplane.rows import BYTES, FIRST, block_of, columns, keys_of
 
 
@@ -115,7 +115,7 @@ def test_rows_overwritten_while_they_are_read_are_never_torn(
             with written:
                 assert written.wait_for(lambda: latest[0] >= upto or stop.is_set(), 30)
 
-    catch_reads(reader._operations.store, kind, pause)
+    catch_reads(store_of(reader, partition), kind, pause)
     thread = threading.Thread(target=overwrite)
     thread.start()
     refused = 0
@@ -163,7 +163,7 @@ def test_rows_replaced_between_two_bytes_of_a_read(client: Any, plane: DataPlane
                     overwritten.append(number)
                     break
 
-    catch_reads(reader._operations.store, kind, replace)
+    catch_reads(store_of(reader, raw), kind, replace)
     try:
         assert reader.get(meta).tensor("x").unique().tolist() == [1], "views that pinned the old bytes"
     except RowsCleared as error:
@@ -193,7 +193,7 @@ def test_damaged_bytes_are_refused_and_told_from_cleared_ones(
         return views
 
     meta = client.put(raw, ["r.0", "r.1"], block_of(1, 2))
-    catch_reads(reader._operations.store, kind, damage)
+    catch_reads(store_of(reader, raw), kind, damage)
     with pytest.raises(IntegrityError, match="r.0"):
         reader.get(meta)
     clear_first = kind in LENDING  # the others' views are their own copy, or pin the block

@@ -30,7 +30,7 @@ from headrace.dataplane.errors import (
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.testing.data_plane import SCHEMA, assert_rows, fresh_run_id
-from headrace.tests.dataplane.planes import OTHER_STORES, store_config
+from headrace.tests.dataplane.planes import OTHER_STORES, store_config, store_of
 from headrace.tests.dataplane.rows import BYTES, FIRST, LATER, block_of, columns, keys_of, stop_after_first_block
 from headrace.tests.waiting import wait_until
 
@@ -186,7 +186,7 @@ def test_put_that_fails_between_two_blocks_shows_nothing(client: Any, partition:
         failed.append(client.status().store_bytes)
         raise StoreLost("the store is lost", op="put", peer="a test")
 
-    undo = stop_after_first_block(writer._operations.store, fail)
+    undo = stop_after_first_block(store_of(writer, partition), fail)
     keys = keys_of(range(8))
     try:
         with pytest.raises(StoreLost, match="a test"):

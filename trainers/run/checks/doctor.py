@@ -96,6 +96,7 @@ EXTRAS = {
     "datasets": ("datasets",),
     "trackers": ("wandb", "trackio", "mlflow"),
     "math": ("math_verify",),
+    "tls": ("cryptography",),
     "endpoint": ("renderers", "openai", "starlette", "uvicorn"),
     "verifiers": ("verifiers",),
     "textarena": ("textarena",),

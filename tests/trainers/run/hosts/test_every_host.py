@@ -225,6 +225,7 @@ def _sleep(seconds: Any) -> None:
 def test_a_host_that_does_not_answer_is_told() -> None:
     process_pool.start_ray()
     sleep: Any = ray.remote(num_cpus=0, max_retries=0)(_sleep)
+    ray.get([sleep.remote(0.5) for _ in range(3)])  # Ray starts the processes, which takes seconds on a busy machine.
     calls = {sleep.remote(600): "slow", sleep.remote("no number"): "failing", sleep.remote(0): "well"}
     answers = gathered(calls, 4)
     ray.cancel(next(iter(calls)), force=True)
