@@ -114,10 +114,12 @@ def lost_only_rows(error: Exception, run: Run) -> bool:
 
     The directory and all train workers answer, and the workers drop the gradients of the open step. A worker that waits
     for another does not answer. False if engines and train workers take turns in memory, because no engine could make
-    the rows again now.
+    the rows again now, and on one host, where only a start of the whole run starts another storage unit.
     """
     cause = error.cause if isinstance(error, ActorFailed) else error
     if not isinstance(cause, StoreLost) or not isinstance(run.roles, BothResident):
+        return False
+    if len(run.actors.placement.hosts) == 1:
         return False
     try:
         run.client.status(timeout_s=HEALTH_S)

@@ -28,6 +28,7 @@ from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.grpo.checkpoints import State
+from headrace.trainers.grpo.gpu_turns import BothResident
 from headrace.trainers.run import launch, processes, restarts
 from headrace.trainers.run.restarts import lost_process, root_cause
 
@@ -195,3 +196,13 @@ def test_a_start_that_was_possible_once_is_no_mistake_of_the_user(
     training._patience = Patience((), 1.0, lambda line: None) if starts_again else None
     with pytest.raises(NoRoom if starts_again else UserError, match="sync.transport: got 'ipc'"):
         next(training._attempt(State()))
+
+
+def test_rows_lost_on_the_only_host_send_the_run_back() -> None:
+    """Nothing would start another storage unit there, so the rows could not be made again."""
+    weights: Any = None
+    client = SimpleNamespace(status=lambda timeout_s: None)
+    for hosts, only_rows in ((("a", "b"), True), (("a",), False)):
+        actors = SimpleNamespace(placement=SimpleNamespace(hosts=hosts), workers=[])
+        run: Any = SimpleNamespace(roles=BothResident(weights), actors=actors, client=client)
+        assert restarts.lost_only_rows(StoreLost("gone", op="put"), run) is only_rows
