@@ -300,7 +300,7 @@ _PLAIN_EXPECTATIONS = {
     "less_than_equal": "a number <= {le:.10g}",
     "too_short": "at least {min_length} entries",
     "too_long": "at most {max_length} entries",
-    "string_too_short": "text of at least {min_length} characters",
+    "string_too_short": "text that is not empty",  # No key asks for more than one character.
     "string_too_long": "text of at most {max_length} characters",
     "string_pattern_mismatch": "text that matches {pattern}",
 }

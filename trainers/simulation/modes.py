@@ -52,12 +52,10 @@ def run_simulation(
     step` uses. steps.jsonl has one line per step; depth.jsonl has the numbers of ready and in-flight groups over time.
     `tell` receives a line of progress before each simulated run.
     """
-    unknown = [mode for mode in options.modes if mode not in MODES]
-    if unknown or not options.modes or any(number < 1 for number in options.gpus):
-        raise UserError(
-            f"simulate: got modes {list(options.modes)} and gpus {list(options.gpus)}, "
-            f"expected some of {', '.join(MODES)}, and numbers of GPUs of at least 1"
-        )
+    if not options.modes or any(mode not in MODES for mode in options.modes):
+        raise UserError(f"simulate: got modes {list(options.modes)}, expected some of {', '.join(MODES)}")
+    if any(number < 1 for number in options.gpus):
+        raise UserError(f"--gpus: got {min(options.gpus)}, expected whole numbers >= 1")
     measured = {}
     if options.from_run is not None:  # Sizes of the simulated run may differ from those of the measured run.
         path = options.from_run / "config.yaml"

@@ -166,7 +166,7 @@ class Scenario:
             num_engines=max(1, round(self.num_engines * ratio)),
             prompts_per_step=prompts,
             chunk_groups=max(1, round(self.chunk_groups * prompts / self.prompts_per_step)),
-            controller_s=self.controller_s + new_rows * section.controller_row_s,
+            controller_s=max(0.0, self.controller_s + new_rows * section.controller_row_s),
             sync_s=sync_s,
             pause_s=self.pause_s * (sync_s / self.sync_s if self.sync_s else 1.0),
             cluster=cluster,

@@ -102,7 +102,7 @@ def test_no_comment_begins_in_an_override(empty: Path) -> None:
         ("data: " + "[" * 2000, "its values are nested too deeply"),
         ("run: {seed: !!int abc}", "invalid literal for int"),
         ("run: {seed: !!python/name:os.system }", "could not determine a constructor"),
-        ("run: {dir: ''}", "run.dir: got '', expected text of at least 1 characters"),
+        ("run: {dir: ''}", "run.dir: got '', expected text that is not empty"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, text: str, sentence: str) -> None:
