@@ -173,8 +173,8 @@ class DataPlaneConfig(Section):
     def _key_before_tls(self) -> DataPlaneConfig:
         if self.tls and self.key_file is None:
             raise ValueError(
-                "tls: got true with key_file=None, expected key_file set, because otherwise Ray sends the run's "
-                "key over its own connections, where it can be read"
+                "got tls=true without key_file, expected key_file=PATH, where the run makes a file if there is none, "
+                "because Ray would otherwise send the run's key, and others could read it"
             )
         return self
 

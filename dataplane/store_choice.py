@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
-import os
 from collections.abc import Sequence
 
 from .block_store import StartsUnits, StoreHost, StoreSpec
@@ -15,7 +14,7 @@ from .config import DataPlaneConfig
 from .imports import MissingExtra
 from .listen_address import ray_address
 from .security.ray_certificates import USE_TLS, ray_uses_tls
-from .security.run_key import key_from_file, opens_with
+from .security.run_key import check_key_file, key_from_file, opens_with
 from .stores.registry import store_entry
 from .stores.shm_folder import check_room
 
@@ -65,8 +64,8 @@ def check_store(config: DataPlaneConfig, *, one_host: bool = True) -> None:
     check_trust(config, kind, one_host=one_host)
     if config.tls:
         check_tls(kind)
-    if config.key_file is not None and os.path.exists(config.key_file):
-        key_from_file(config.key_file, "", tls=False)
+    if config.key_file is not None:
+        check_key_file(config.key_file)
     if kind == "shm" and not one_host:
         raise ValueError(
             "dataplane.store.kind: got 'shm' for a run on several hosts, whose processes share no memory; expected "

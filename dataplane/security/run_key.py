@@ -67,9 +67,23 @@ def key_from_file(path: str, run_id: str, *, tls: bool, makes: bool = True) -> R
     except OSError as error:
         raise ValueError(
             f"{_KEY_FILE}: {path} on {platform.node()} cannot be {'read or made' if makes else 'read'} "
-            f"({error.strerror}), expected a file that all hosts of the run see, on a folder that they share or copied"
+            f"({error.strerror}), expected a file that each host of the run has, in a folder that they share, or "
+            "a copy"
         ) from None
     return RunKey.make(hmac.digest(secret, b"headrace run " + run_id.encode(), "sha256"), path, run_id, tls=tls)
+
+
+def check_key_file(path: str) -> None:
+    """Raise ValueError unless the file `path` contains a key, or can be made. Makes nothing."""
+    path = os.path.abspath(path)
+    folder = os.path.dirname(path)
+    if os.path.exists(path):
+        key_from_file(path, "", tls=False, makes=False)
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"{_KEY_FILE}: {path} on {platform.node()} does not exist and cannot be made, expected a file, or a path "
+            f"in a folder that exists and can be written to, unlike {folder}"
+        )
 
 
 def _read(path: str) -> bytes:
@@ -81,13 +95,17 @@ def _read(path: str) -> bytes:
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ValueError(
             f"{where} has mode {stat.S_IMODE(found.st_mode):04o} and belongs to user {found.st_uid}, expected mode "
-            f"0600 and user {os.geteuid()}, because its readers can join the run"
+            f"0600 and user {os.geteuid()}, because its readers can join the run; if others may have read it, "
+            "remove it, and the next run makes another"
         )
     with contextlib.suppress(ValueError):
         secret = bytes.fromhex(text.decode("ascii"))
         if len(secret) == KEY_BYTES:
             return secret
-    raise ValueError(f"{where} is no key, expected a file that Headrace made, with {2 * KEY_BYTES} hexadecimal digits")
+    raise ValueError(
+        f"{where} is no key, expected a file that Headrace made, with {2 * KEY_BYTES} hexadecimal digits, or a path at "
+        "which there is no file yet"
+    )
 
 
 def _make(path: str) -> None:
@@ -111,7 +129,7 @@ def _read_again(path: str, run_id: str, tls: bool, expected: str) -> RunKey:
     if fingerprint(key) != expected:
         raise ValueError(
             f"{_KEY_FILE}: {path} on {platform.node()} has another key than on the host that opened the data plane, "
-            "expected the same file on all hosts"
+            "expected the same file on all hosts; copy it from there"
         )
     return key
 

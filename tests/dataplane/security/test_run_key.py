@@ -14,6 +14,7 @@ from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import connect, open_data_plane
 from headrace.dataplane.handle import PlaneText
 from headrace.dataplane.security.run_key import RunKey, fingerprint, key_error, key_from_file, packed, unpacked
+from headrace.dataplane.store_choice import check_store
 from headrace.testing.data_plane import fresh_run_id
 
 
@@ -51,7 +52,7 @@ def test_files_that_are_no_secret_of_this_run_are_refused(tmp_path: Path) -> Non
         key_from_file(str(path), "run", tls=True)
     path.unlink()
     data = pickle.dumps(key)
-    with pytest.raises(ValueError, match="cannot be read .No such file.*expected a file that all hosts of the run see"):
+    with pytest.raises(ValueError, match="cannot be read .No such file.*expected a file that each host of the run has"):
         pickle.loads(data)  # As on a host that does not share the folder.
     assert key_error(str(path), fingerprint(key_from_file(str(path), "", tls=False))) == "", "this makes a new file"
     with pytest.raises(ValueError, match="has another key than on the host that opened the data plane"):
@@ -65,6 +66,14 @@ def test_files_that_are_no_secret_of_this_run_are_refused(tmp_path: Path) -> Non
         key_from_file(str(tmp_path / "absent" / "key"), "run", tls=False)
 
 
+def test_a_dry_run_refuses_a_path_at_which_no_key_can_be_made(tmp_path: Path) -> None:
+    absent, possible = tmp_path / "absent" / "key", tmp_path / "key"
+    with pytest.raises(ValueError, match=r"absent/key on .* cannot be made, expected .* unlike .*/absent$"):
+        check_store(DataPlaneConfig(store=StoreConfig(kind="local"), key_file=str(absent)))
+    check_store(DataPlaneConfig(store=StoreConfig(kind="local"), key_file=str(possible)))
+    assert not possible.exists(), "nothing is made"
+
+
 def test_a_packed_key_keeps_what_belongs_to_it() -> None:
     for key in (b"k" * 32, RunKey.make(b"k" * 32, "", "run", tls=True), RunKey.make(b"k" * 32, "f", "run", tls=False)):
         found = unpacked(packed(key))
@@ -74,5 +83,5 @@ def test_a_packed_key_keeps_what_belongs_to_it() -> None:
 
 
 def test_encryption_needs_a_key_that_ray_does_not_carry() -> None:
-    with pytest.raises(ValueError, match="tls: got true with key_file=None, expected key_file set"):
+    with pytest.raises(ValueError, match="got tls=true without key_file, expected key_file=PATH"):
         DataPlaneConfig(tls=True)
