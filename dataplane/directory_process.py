@@ -349,7 +349,7 @@ def _start_kept(config: DataPlaneConfig, run_id: str, at: str, host: Any) -> tup
         raise
 
     def close() -> None:
-        keeper.close(END_TIMEOUT_S / 2)
+        keeper.close(END_TIMEOUT_S / 4)  # The parent kills this process after twice the time.
         kept.listeners.close()
         host.close()
 

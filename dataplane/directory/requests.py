@@ -343,18 +343,27 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 
-def repeated(request: bytes, op: str, payload: bytes) -> tuple[str, bytes]:
+def repeated(request: bytes, op: str, payload: bytes, waited_s: float) -> tuple[str, bytes]:
     """Return the (op, payload) that repeats a request, which may be a repetition itself. request: its identity.
+    waited_s: seconds since it was sent first, which count towards its time limit.
 
     The directory gives its first reply if the request had effects then, and carries it out otherwise."""
     if op == AGAIN:
-        return op, payload
-    return AGAIN, request + msgspec.msgpack.encode((op, payload))
+        request, op, payload, _ = read_repeated(payload)
+    return AGAIN, request + msgspec.msgpack.encode((op, payload, waited_s))
 
 
-def read_repeated(payload: bytes) -> tuple[bytes, str, bytes]:
-    """Return the identity, op and payload of a repeated request. Raises ValueError for anything else."""
-    return payload[:ID_BYTES], *msgspec.msgpack.decode(payload[ID_BYTES:], type=tuple[str, bytes])
+def read_repeated(payload: bytes) -> tuple[bytes, str, bytes, float]:
+    """Return what `repeated` was called with first, and `waited_s` of its last call. Raises ValueError for anything
+    else."""
+    return payload[:ID_BYTES], *msgspec.msgpack.decode(payload[ID_BYTES:], type=tuple[str, bytes, float])
+
+
+def after(request: Any, waited_s: float) -> Any:
+    """Return a request whose time limit, if it has one, is shorter by the seconds that it has waited already."""
+    name = "wait_s" if isinstance(request, Lookup) else "timeout_s"
+    left_s = getattr(request, name, None)
+    return request if left_s is None else msgspec.structs.replace(request, **{name: max(0.0, left_s - waited_s)})
 
 
 def reply(body: bytes) -> bytes:

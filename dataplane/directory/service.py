@@ -130,9 +130,9 @@ class DirectoryService:
         """Type of the request and the method that answers it, by the request's name. A request of type bytes is passed
         on without decoding."""
 
-    def answer(self, op: str, payload: bytes, request: bytes = b"") -> Answer:
+    def answer(self, op: str, payload: bytes, request: bytes = b"", waited_s: float = 0.0) -> Answer:
         """Return the encoded reply to one request, or what returns it later. request: identity of the request; b"" for
-        one that is not repeated.
+        one that is not repeated. waited_s: seconds that a repeated request has waited before.
 
         DataPlaneErrors and ValueErrors are sent in the reply. Any other error is a bug and is raised.
         """
@@ -143,7 +143,8 @@ class DirectoryService:
             if op not in self._handlers:
                 raise ValueError(f"request {op!r}: expected one of {sorted(self._handlers)}")
             kind, handler = self._handlers[op]
-            body = handler(payload if kind is bytes else messages.decode(payload, kind))
+            decoded = payload if kind is bytes else messages.decode(payload, kind)
+            body = handler(requests.after(decoded, waited_s) if waited_s else decoded)
         except (DataPlaneError, ValueError) as error:
             self._arm()
             return self._reply(requests.reply_error(error))
@@ -167,7 +168,7 @@ class DirectoryService:
         self._directory.answered(_REQUEST.get(), reply)
         return reply
 
-    def repeat(self, op: str, payload: bytes, request: bytes) -> Answer:
+    def repeat(self, op: str, payload: bytes, request: bytes, waited_s: float) -> Answer:
         """Answer a request that may have been carried out before, as `answer` does. If it had effects then, its first
         reply is returned, or UNKNOWN if this directory does not keep replies."""
         earlier = self._directory.earlier_reply(request)
@@ -175,7 +176,7 @@ class DirectoryService:
             return earlier
         if not self._directory.repeats and (op in requests.TAKE_EFFECT or op in ("reserve", "commit")):
             return requests.UNKNOWN
-        return self.answer(op, payload, request)
+        return self.answer(op, payload, request, waited_s)
 
     async def call(self, op: str, payload: bytes) -> bytes:
         """Answer one request and return the encoded reply, waiting for it if necessary."""

@@ -8,6 +8,7 @@ modules are imported already.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import select
@@ -27,6 +28,8 @@ MOST_DEATHS = 6
 because it would die, too."""
 SHORT_S = 1.0
 _CLOSE = b"c"
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 
 class Keeper:
@@ -115,6 +118,8 @@ class Keeper:
             return
         try:
             os.close(self._control)
+            # A process that is stopped does not notice the end of `control`. It would keep its memory for ever.
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             self._serve(lambda: os.write(ready, b"r") if ready >= 0 else None, control)
         except BaseException:
             traceback.print_exc()

@@ -259,8 +259,8 @@ class _Session(asyncio.BufferedProtocol):
     def _answer(self, number: int, op: str, payload: bytes) -> None:
         try:
             if op == AGAIN:
-                request, op, payload = read_repeated(payload)
-                reply = self._service.repeat(op, payload, request)
+                request, op, payload, waited_s = read_repeated(payload)
+                reply = self._service.repeat(op, payload, request, waited_s)
             else:
                 reply = self._service.answer(op, payload, identity(self._token, number) if self._token else b"")
         except Exception as error:

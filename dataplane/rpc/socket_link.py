@@ -18,7 +18,7 @@ import ssl
 import threading
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from ..directory.requests import CANCELLED, UNKNOWN, repeated
@@ -138,7 +138,8 @@ class SocketLink:
         except OSError as error:
             connection.close()
             if _is_break(error):
-                raise _Broken(error, repeated(identity(token, number), *request)) from None
+                again = repeated(identity(token, number), *request, time.monotonic() - started)
+                raise _Broken(error, again) from None
             raise self._lost(op, error, started, unknown_outcome(op)) from None
         except BaseException:
             self._take_back(number, op, connection, undo)
@@ -169,7 +170,7 @@ class SocketLink:
                 if not request.is_open or not _is_break(error):
                     raise
                 broken = error
-                request.sent = repeated(request.identity, *request.sent)
+                request.sent = repeated(request.identity, *request.sent, time.monotonic() - request.started)
             else:
                 if reply != UNKNOWN:
                     return reply
@@ -438,6 +439,8 @@ class _Request:
     sent: tuple[str, bytes]
     """Op and payload to send."""
     undo: Undo | None
+    started: float = field(default_factory=time.monotonic)
+    """Time (`time.monotonic()`) at which the call began."""
     identity: bytes = b""
     """Identity of the request when it was sent last."""
     is_open: bool = False

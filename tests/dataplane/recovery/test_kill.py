@@ -8,14 +8,19 @@ import signal
 import threading
 import time
 
+import psutil
 import pytest
 import ray
 import torch
 
 from headrace import DataPlane, DataPlaneConfig, connect, connect_async, open_data_plane
 from headrace.codecs.schema import Field, Kind, Schema
+from headrace.dataplane.compact import pack_keys
 from headrace.dataplane.config import StoreConfig
-from headrace.dataplane.errors import ClaimTimeout, DirectoryLost
+from headrace.dataplane.directory import requests
+from headrace.dataplane.directory.calls import ClaimRows
+from headrace.dataplane.errors import ClaimTimeout, DataPlaneTimeout, DirectoryLost
+from headrace.dataplane.rpc.socket_link import SocketLink
 
 pytestmark = pytest.mark.processes
 
@@ -101,6 +106,30 @@ def test_a_call_that_waits_goes_on_waiting_over_the_death() -> None:
         client.put("p", ["k"], {"ids": torch.zeros(1, dtype=torch.int32)})
         waiting.join(30)
         assert found
+
+
+@pytest.mark.parametrize("op", ["claim", "lookup"])
+def test_the_time_before_the_death_counts_towards_the_limit_of_a_call(op: str) -> None:
+    with open_data_plane(DataPlaneConfig(), process=True) as plane, connect(plane.handle) as client:
+        client.register("p", SCHEMA, ("a",))
+        handle, claim = plane.handle, requests.Claim(ClaimRows("p", "a", ("ids",), 1), 30.0)
+        assert handle.address is not None
+        link = SocketLink(handle.address, handle.store.key, handle.peer, connect_s=20.0)
+        request = claim if op == "claim" else requests.Lookup("p", pack_keys(["k"]), None, 30.0)
+        again, payload = requests.repeated(b"client 1 002", op, requests.encode(request), 10.0)
+        again, payload = requests.repeated(b"client 1 003", again, payload, 30.0)
+        with pytest.raises(ClaimTimeout if op == "claim" else DataPlaneTimeout):
+            requests.body_of(link.call(again, payload, 0.0), op, 0.0)
+        link.detach()
+
+
+def test_a_stopped_directory_ends_with_its_keeper() -> None:
+    with open_data_plane(DataPlaneConfig(), process=True) as plane:
+        serving = psutil.Process(plane.serving_pid())
+        serving.suspend()
+        os.kill(plane.processes()["directory"], signal.SIGKILL)
+        psutil.wait_procs([serving], timeout=20)
+        assert not serving.is_running() or serving.status() == psutil.STATUS_ZOMBIE
 
 
 def test_the_end_of_the_keeper_ends_the_directory() -> None:
