@@ -119,7 +119,7 @@ def write_report(report: HostReport, options: HostOptions, command: str) -> Path
         f"The directory's process was killed {len(report.recoveries_s)} times, with {ROWS} rows: the next call "
         f"took at most {max(report.recoveries_s):.2f} s (bar: {RECOVERY_BAR_S:g})."
     )
-    step = f"A step over sockets takes longer by {costs}."
+    step = f"The time of a step over sockets, divided by that over open connections without TLS, is {costs}."
     lines = [text, "", *markdown(HEADER, _rows(report.results)), "", step, "", deaths]
     cost_text = (
         f"The directory: put, claim, get, release and clear of rows in groups of {GROUP}, medians of "
