@@ -127,9 +127,7 @@ def test_a_receiver_that_dies_on_the_way_is_missed_at_once(group: Callable[..., 
     assert re.search("engine-1 worker 0 is lost.*(after bucket|before its first bucket)", sent.error, re.DOTALL), sent
     for worker, answer in {**got, None: sent}.items():
         assert answer is None or at_once(answer), answer
-        if (
-            answer is not None and not answer.error
-        ):  # It is served by another process than the victim.
+        if answer is not None and not answer.error:  # It is served by another process than the victim.
             assert worker is not None and peers.workers[worker].call("holds", 2, ROWS).expect()
             peers.workers[worker].call("drop", 2).expect()
     peers.update(3, BUCKET_BYTES, groups=peers.groups[:1])

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -198,7 +198,7 @@ class ReceiverHost:
     def forbid_rings(self) -> None:
         """From now on, this process cannot open the memory of another, as under another user."""
 
-        def forbidden(location: str) -> None:
+        def forbidden(location: str) -> NoReturn:
             raise PermissionError(13, "Permission denied", location)
 
         HostRing.open = forbidden
