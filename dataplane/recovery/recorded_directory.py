@@ -314,11 +314,12 @@ class RecordedDirectory(Directory):
         return committed, freed
 
     def claim(self, claim: ClaimRows, now: float, holder: str = "") -> KVBatchMeta | None:
-        part, _ = self.check_claim(claim)
-        cursor = part.tasks[claim.task]
-        notes = None if isinstance(cursor.sampler, FirstInOrder) else cursor.notes.of(part.rows.live())
+        part = self._partitions[claim.partition]
+        cursor = part.tasks.get(claim.task)  # The call itself refuses an unknown task.
+        has_notes = cursor is not None and not isinstance(cursor.sampler, FirstInOrder)
+        notes = cursor.notes.of(part.rows.live()) if cursor is not None and has_notes else None
         receipt = super().claim(claim, now, holder)
-        if notes is not None:
+        if cursor is not None and notes is not None:
             rows = part.rows.live()
             found = cursor.notes.of(rows)
             changed = np.flatnonzero(found != notes)
