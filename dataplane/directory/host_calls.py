@@ -32,8 +32,8 @@ class HostCalls:
         """Names of the store's processes whose blocks `newly_dead` has reported as lost, by number."""
         self._space_freed = space_freed
         self._to_free: list[FreedBlock] = []
-        """Blocks that the next batch frees. It takes one round trip for all that were freed in the same turn of the
-        event loop, or while the batch before it was under way."""
+        """Blocks that the next batch frees. It takes one round trip for all that were freed while the batch before it
+        was under way."""
         self._next_batch: asyncio.Future[None] | None = None
         self._freeing = False
         """Whether a batch is under way."""
@@ -131,12 +131,10 @@ class HostCalls:
             self._free(self._taken())
             self._space_freed()
             return None
-        if self._next_batch is None:
-            loop = asyncio.get_running_loop()
-            self._next_batch = loop.create_future()
-            if not self._freeing:
-                loop.call_soon(self._start_batch)
-        return self._next_batch
+        batch = self._next_batch = self._next_batch or asyncio.get_running_loop().create_future()
+        if not self._freeing:
+            self._start_batch()
+        return batch
 
     def _start_batch(self) -> None:
         blocks, batch, self._next_batch = self._taken(), self._next_batch, None
@@ -170,7 +168,7 @@ class HostCalls:
             self._space_freed()  # It may free further blocks.
         self._freeing = False
         if self._next_batch is not None:
-            asyncio.get_running_loop().call_soon(self._start_batch)
+            self._start_batch()
 
     def _taken(self) -> list[tuple[int, bytes]]:
         blocks, self._to_free = self._to_free, []

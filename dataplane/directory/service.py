@@ -144,10 +144,13 @@ class DirectoryService:
                 raise ValueError(f"request {op!r}: expected one of {sorted(self._handlers)}")
             kind, handler = self._handlers[op]
             decoded = payload if kind is bytes else messages.decode(payload, kind)
+            self._directory.request = op, payload
             body = handler(requests.after(decoded, waited_s) if waited_s else decoded)
         except (DataPlaneError, ValueError) as error:
             self._arm()
             return self._reply(requests.reply_error(error))
+        finally:
+            self._directory.request = "", b""
         if isinstance(body, asyncio.Future):
             return body
         if not isinstance(body, bytes):

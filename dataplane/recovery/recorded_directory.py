@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ...codecs import messages
@@ -43,18 +44,17 @@ COMPACT_BYTES = 4 << 20
 do again what so many records say, on a busy machine."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wrote:
+class Wrote(msgspec.Struct, frozen=True, array_like=True):
     """Record of a commit."""
 
     block_ids: tuple[int, int]
     """First id of the reservation's blocks, and the number after its last one."""
     locations: tuple[bytes, ...]
-    put: PutRows
+    commit: bytes
+    """The `requests.Commit`, as its writer encoded it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leased:
+class Leased(msgspec.Struct, frozen=True, array_like=True):
     """Record of a claim."""
 
     lease_id: int
@@ -147,7 +147,8 @@ class RecordedDirectory(Directory):
     def _redo_call(self, kind: str, content: bytes, now: float) -> None:
         request = messages.decode(content, _RECORDS[kind])
         match request:
-            case Wrote(ids, locations, put):
+            case Wrote(ids, locations, commit):
+                put = messages.decode(commit, requests.Commit).put
                 part = self._partitions[put.partition]
                 nbytes = sum(layout.nbytes for layout in put.layouts)
                 reservation = Reservation(0, put.writer, range(*ids), nbytes, now, credit=False)
@@ -222,6 +223,10 @@ class RecordedDirectory(Directory):
         if not self._is_replaying:
             self._pending.append((kind, content if isinstance(content, bytes) else messages.encode(content)))
 
+    def _heard(self, op: str) -> bytes | None:
+        """Return the request that is being answered, if it has this name. Its bytes need not be encoded again."""
+        return self.request[1] if self.request[0] == op else None
+
     def _record_ids(self) -> None:
         """Record that ids of blocks and reservations are used, a good many in advance."""
         blocks = self._blocks
@@ -270,7 +275,8 @@ class RecordedDirectory(Directory):
         super().tag(partition, keys, tags)
 
     def release(self, partition: str, task: str, lease_id: int, keys: Sequence[str], outcome: Outcome) -> None:
-        self._record("release", requests.Release(partition, task, lease_id, pack_keys(keys), outcome))
+        heard = self._heard("release")
+        self._record("release", heard or requests.Release(partition, task, lease_id, pack_keys(keys), outcome))
         super().release(partition, task, lease_id, keys, outcome)
 
     def skip(self, partition: str, task: str, positions: np.ndarray) -> None:
@@ -282,7 +288,8 @@ class RecordedDirectory(Directory):
         return super().reset(partition, task, keys)
 
     def clear(self, partition: str, keys: Sequence[str] | None) -> tuple[int, list[FreedBlock]]:
-        self._record("clear", requests.SomeRows(partition, None if keys is None else pack_keys(keys)))
+        heard = self._heard("clear")
+        self._record("clear", heard or requests.SomeRows(partition, None if keys is None else pack_keys(keys)))
         return super().clear(partition, keys)
 
     def free(self, partition: str, keys: Sequence[str]) -> tuple[int, list[FreedBlock]]:
@@ -310,7 +317,8 @@ class RecordedDirectory(Directory):
     def commit(self, reservation_id: int, put: PutRows, locate: Locate) -> tuple[Committed, list[FreedBlock]]:
         ids = self.reservation(reservation_id).block_ids
         committed, freed = super().commit(reservation_id, put, locate)
-        self._record("wrote", Wrote((ids.start, ids.stop), committed.locations, put))
+        commit = self._heard("commit") or messages.encode(requests.Commit(0, False, put, None, 0, 0))
+        self._record("wrote", Wrote((ids.start, ids.stop), committed.locations, commit))
         return committed, freed
 
     def claim(self, claim: ClaimRows, now: float, holder: str = "") -> KVBatchMeta | None:

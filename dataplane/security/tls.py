@@ -200,12 +200,14 @@ class SecureSocket:
         data = bytearray(min(nbytes, _RECORD_BYTES))
         return bytes(data[: self.recv_into(memoryview(data))])
 
-    def recv_into(self, view: memoryview) -> int:
+    def recv_into(self, view: memoryview, nbytes: int = 0, flags: int = 0) -> int:
         started = time.monotonic()
         while True:
             try:
                 return self._read(view)
             except ssl.SSLWantReadError:
+                if flags & socket.MSG_DONTWAIT:
+                    raise BlockingIOError from None
                 self._wait(select.POLLIN, socket.SO_RCVTIMEO, started)
 
     def recvmsg_into(self, pieces: Sequence[memoryview], ancillary: int = 0, flags: int = 0) -> tuple[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -42,10 +43,14 @@ class SoonFreed:
         return True
 
     def _receive(self, unit: UnitLink) -> None:
-        sent = self._waiting.pop(unit)
+        sent = self._waiting[unit]
+        if not sent.connection.has_message():
+            return
+        del self._waiting[unit]
         self._loop.remove_reader(sent.connection.socket)
         try:
-            with unit.answer(sent):
+            # The deadline has passed, so that a connection that has ended in a reply is not waited for.
+            with unit.answer(dataclasses.replace(sent, deadline=0.0)):
                 pass
         except DataPlaneError:
             self._all_gone = False  # A thread asks again, and finds out what has happened to the unit.

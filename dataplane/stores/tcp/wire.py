@@ -147,6 +147,23 @@ class Connection:
             raise other_number(number, b"")
         return op.decode(), bytes(text), raw_bytes
 
+    def has_message(self) -> bool:
+        """Take what has arrived, without waiting. Returns whether `receive` now returns or raises without waiting,
+        except for raw bytes that do not fit into the buffer. Only for messages of which nothing was received before."""
+        try:
+            while self._end < HEADER_BYTES or self._end < HEADER_BYTES + read_header(self._buffer)[0]:
+                # A socket under TLS is read to the end, because its bytes would no longer make it readable.
+                count = self.socket.recv_into(self._view[self._end :], 0, socket.MSG_DONTWAIT)
+                if not count:
+                    return True
+                self._end += count
+                self.progress.count(received=count)
+        except BlockingIOError:
+            return False
+        except (OSError, ValueError):  # `receive` finds the same.
+            pass
+        return True
+
     def receive_into(self, pieces: Sequence[memoryview], deadline: float) -> None:
         """Fill pieces of memory with the next bytes. Raises TimeoutError at the deadline, and ConnectionError when the
         connection ends first."""
