@@ -62,22 +62,31 @@ def _in_tree(tree: Path) -> Any:
     """Run this script with the package of another checkout, and return what it prints."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "headrace").symlink_to(tree)
-        environment = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+        paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, __file__, *sys.argv[1:], "--child"]
         return json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
 
 
 def _measured(a: argparse.Namespace) -> dict[str, Any]:
-    """Measure the package that this process imports, with this checkout's code for measuring."""
-    spec = importlib.util.spec_from_file_location(MODULE, ROOT / "bench/hosts/directory_cost.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[MODULE] = module
-    spec.loader.exec_module(module)
+    """Measure the package that this process imports."""
+    module = _code()
     (run,) = module.measure_cost(module.CostOptions(a.connections, a.groups, 1, a.tcp))
     rate = {"rows_per_s": module.measure_rate(a.processes, shards=a.shards)} if a.rate else {}
     return dataclasses.asdict(run) | rate
 
 
+def _code() -> Any:
+    """Return this checkout's code for measuring, which uses the package that this process imports."""
+    spec = importlib.util.spec_from_file_location(MODULE, ROOT / "bench/hosts/directory_cost.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[MODULE] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__mp_main__":
+    _code()  # This is a client's process for --rate, and the package of another checkout may lack the code.
 if __name__ == "__main__":
     main()
