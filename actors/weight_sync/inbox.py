@@ -19,6 +19,7 @@ from ...codecs.weights.gpu_scatter import scatter_kernel
 from .config import Staging
 from .pairs.pair_sender import KIND as PAIRS
 from .pairs.planned_receiver import PlannedReceiver
+from .plan.regions import Region
 from .transports.ends import Receiver, Stream, bucket_offsets
 from .transports.factory import build_receiver
 from .transports.protocol import BucketFrame, ReceiverConfig, WeightTransferError, WeightUpdate
@@ -76,6 +77,9 @@ class WeightInbox:
         self._dropped: int | None = None
         self._closed = False
         self._on_received = on_received
+        self.needs: tuple[Region, ...] = ()
+        """Regions of the weights that this process needs of the versions after the next one, in tensors of the whole
+        weights' shapes; () for all. Only updates of the kind `pairs` then leave out the rest."""
         self.num_received = 0
         """Number of buckets received since the inbox was made."""
 
@@ -248,7 +252,7 @@ class WeightInbox:
         if kind not in self._receivers:
             config = self._config
             if kind == PAIRS:
-                self._receivers[kind] = PlannedReceiver(config.engine, self._worker, config.key)
+                self._receivers[kind] = PlannedReceiver(config.engine, self._worker, config.key, lambda: self.needs)
             else:
                 self._receivers[kind] = build_receiver(kind, config, self._worker)
         return self._receivers[kind]

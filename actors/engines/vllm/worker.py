@@ -17,7 +17,8 @@ from __future__ import annotations
 import copy
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,6 +29,8 @@ import torch
 from ....codecs import messages
 from ....codecs.weights.parameter_digests import ParameterDigests, compare_digests
 from ...weight_sync.inbox import WeightInbox
+from ...weight_sync.pairs.planned_receiver import missing_part
+from ...weight_sync.plan.weight_reads import WeightReads
 from ...weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from . import library
 from .adapter_slots import AdapterStore
@@ -217,9 +220,10 @@ class StagedWeightEngine(library.WeightTransferEngine):
             if adapter:
                 self._stage(version, adapter)
             else:
-                self.start_weight_update()
-                self.receive_weights(StagedVersion(version))
-                self.finish_weight_update()
+                with self._noting_needs():
+                    self.start_weight_update()
+                    self.receive_weights(StagedVersion(version))
+                    self.finish_weight_update()
             inbox, _ = self._opened()
             inbox.committed(version)
             self._update = None
@@ -232,6 +236,21 @@ class StagedWeightEngine(library.WeightTransferEngine):
                 error += f"; and on giving up {type(another).__name__}: {another}"
         way = "adapter" if adapter else self.loader.way
         return LoadReport(time.perf_counter() - started, way, error, in_transfer)
+
+    @contextmanager
+    def _noting_needs(self) -> Iterator[None]:
+        """Context manager around a load: notes, once, which parts of the weights the loaders read, so that all train
+        ranks send no more than these. Raises WeightTransferError if the loaders read more than was sent."""
+        inbox, update = self._opened()[0], self._update
+        staged = inbox.staged
+        if inbox.needs or staged is None or update is None or not update.plan or self.parallel_config.world_size == 1:
+            yield
+            return
+        with WeightReads(staged.named) as reads:
+            yield
+        if missing := missing_part(update, self._engine, self.parallel_config.rank, reads.regions):
+            raise WeightTransferError(f"weights: version {update.version}: {missing} is needed, but was not sent")
+        inbox.needs = reads.regions
 
     def _stage(self, version: int, number: int) -> None:
         """Stage a prepared adapter for vLLM, which will know it by `number`."""

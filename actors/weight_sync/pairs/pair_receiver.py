@@ -55,6 +55,8 @@ class PairReceiver:
         """key: the run's key, which the senders must know."""
         self._name = worker_name(engine, worker)
         self._key = key
+        self.needs = b""
+        """Regions that this receiver needs of later versions, as `encode_regions` returns them; empty for all."""
         self._memory: list[torch.Tensor] = []
         self._deadline: Deadline | None = None
         self._over = False
@@ -97,7 +99,7 @@ class PairReceiver:
                 finally:
                     self._over = True
             for lane in lanes:
-                self._tell(lane, Note("done"), deadline)
+                self._tell(lane, Note("done", data=self.needs), deadline)
         except WeightTransferError as error:
             note = Note("failed", str(error)) if isinstance(error, Damaged) else Note("gave up")
             for lane in lanes:

@@ -73,6 +73,8 @@ class PairSender:
         self._number = 0
         """Number of the last update that has begun."""
         self._memory: list[torch.Tensor] = []
+        self.needs: dict[int, bytes] = {}
+        """Data of the `done` messages of the last update that was sent, by number of the receiver in the plan."""
         self.num_moves = 0
         """Number of times that progress was seen since the start. Any thread may read it."""
 
@@ -113,6 +115,7 @@ class PairSender:
             tracker.close()
             for lane in lanes.values():
                 lane.connection.close()
+        self.needs = {rank - 1: data for rank, data in tracker.needs.items()}
         return sum(bucket.nbytes for bucket in buckets)
 
     def abort(self, reason: str, number: int | None = None) -> None:

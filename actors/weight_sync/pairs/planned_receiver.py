@@ -6,16 +6,19 @@ piece of the memory as soon as all weights in it are complete.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from ....codecs.weights.buckets import BucketPlan, plan_buckets
 from ..plan.arguments import read_arguments
+from ..plan.regions import Box, Region, within
 from ..plan.transfer_plan import Bucket, TransferPlan
+from ..plan.weight_reads import encode_regions
 from ..transports.ends import Receiver, Stream, bucket_offsets
 from ..transports.protocol import BucketFrame, Deadline, WeightUpdate
 from ..views import BucketViews
@@ -28,22 +31,26 @@ _STOP_S = 5.0
 class PlannedReceiver(Receiver):
     """Receiver of updates of the kind `pairs`."""
 
-    def __init__(self, engine: str, worker: int, key: bytes) -> None:
-        """key: the run's key, which the senders must know."""
+    def __init__(self, engine: str, worker: int, key: bytes, needs: Callable[[], Sequence[Region]]) -> None:
+        """key: the run's key, which the senders must know. needs: function that returns the regions that are needed of
+        later versions; none for all."""
         super().__init__(engine, worker)
         self._pairs = PairReceiver(engine, worker, key)
+        self._needs = needs
 
     def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> PlannedStream:
         try:
             arguments, plan = read_arguments(update.plan)
         except ValueError as error:
             raise deadline.error(str(error)) from error
+        self._pairs.needs = encode_regions(self._needs())
         layout = plan_buckets(arguments.specs, arguments.bucket_bytes)
         return PlannedStream(update, layout, deadline, self._pairs, plan, rank)
 
 
 class PlannedStream(Stream):
-    """Stream of the whole weights of one update."""
+    """Stream of the weights of one update, in memory for whole ones. Parts that this receiver does not need are not
+    written."""
 
     def __init__(
         self,
@@ -80,7 +87,7 @@ class PlannedStream(Stream):
         tensors = BucketViews().all(self.plan, memory)
         self._thread = threading.Thread(target=self._receive, args=(tensors,), name="headrace-pairs", daemon=True)
         self._thread.start()
-        left, under_way, ready = _Left(self.plan), True, 0
+        left, under_way, ready = _Left(self.plan, self._transfer.taking(self._rank)), True, 0
         while under_way or ready < len(self.plan.sizes):
             arrived = self._next()
             under_way = arrived is not None
@@ -121,11 +128,12 @@ class PlannedStream(Stream):
 class _Left:
     """Counts the bytes of each weight that have not come yet."""
 
-    def __init__(self, layout: BucketPlan) -> None:
+    def __init__(self, layout: BucketPlan, buckets: Sequence[Bucket]) -> None:
         self._bytes: dict[str, int] = defaultdict(int)
         self._names: dict[int, list[str]] = defaultdict(list)
+        for move in itertools.chain.from_iterable(bucket.moves for bucket in buckets):
+            self._bytes[move.tensor] += move.end - move.at
         for entry in layout.entries:
-            self._bytes[entry.name] += entry.nbytes
             self._names[entry.bucket].append(entry.name)
 
     def take(self, bucket: Bucket) -> None:
@@ -136,3 +144,14 @@ class _Left:
     def is_whole(self, piece: int) -> bool:
         """Return whether all weights that a piece of the memory has a part of are complete."""
         return not any(self._bytes[name] for name in self._names[piece])
+
+
+def missing_part(update: WeightUpdate, engine: str, worker: int, needs: Sequence[Region]) -> str:
+    """Return which of the regions `needs` of a worker an update leaves out, in words; "" if it has all of them."""
+    workers = [(group.engine, number) for group in update.receivers for number in range(group.num_workers)]
+    arguments, _ = read_arguments(update.plan)
+    sent: dict[str, list[Box]] = defaultdict(list)
+    for region in arguments.receivers[workers.index((engine, worker))].regions:
+        sent[region.weight].append(region.box)
+    lacking = (one for one in needs if not any(within(one.box, box) for box in sent[one.weight]))
+    return next((f"{one.weight}{[*map(list, one.box)]}" for one in lacking), "")

@@ -19,6 +19,7 @@ from ..config import SyncConfig
 from ..plan.arguments import LocalTensors, PlanArguments, read_arguments
 from ..plan.layouts import held
 from ..plan.regions import Party, Region, Specs
+from ..plan.weight_reads import decode_regions
 from ..stream import SendReport
 from ..transports.protocol import ReceiverGroup, WeightUpdate
 from .pair_sender import KIND, SLOTS, PairSender, location_of, number_of
@@ -47,6 +48,8 @@ class RankPublisher:
         self.addresses = [self._sender.address]
         """Addresses at which receivers reach the ranks, by rank."""
         self._number = 0
+        self._needs: dict[str, tuple[Region, ...]] = {}
+        """Regions that engines' workers have said they need, by worker. Other workers are sent everything."""
         self._digests: ParameterDigests | None = None
         """Digests of the last version; None before the first, with `sync.verify=off`, and on all ranks but 0."""
 
@@ -66,9 +69,9 @@ class RankPublisher:
         self._number += 1
         senders = tuple(Party(f"rank {rank}", tuple(regions)) for rank, regions in enumerate(self._regions))
         whole = tuple(region for name, (_, shape) in self._specs.items() for region in held(name, shape))
-        workers = [f"{group.engine} {worker}" for group in receivers for worker in range(group.num_workers)]
+        workers = _workers(receivers)
         # Every worker is its own host here, and so takes a copy of its own, until workers of a host pass buckets on.
-        parties = tuple(Party(worker, whole) for worker in workers)
+        parties = tuple(Party(worker, self._needs.get(worker, whole)) for worker in workers)
         limit = max(self._bucket_bytes // SLOTS, ALIGN) // ALIGN * ALIGN
         plan = PlanArguments.of(self._specs, senders, parties, limit).message
         num_bytes = plan_buckets(self._specs, self._bucket_bytes).num_bytes
@@ -85,7 +88,11 @@ class RankPublisher:
         _, plan = read_arguments(update.plan)
         buckets = int((plan.buckets.sender == self._rank).sum())
         planned = time.perf_counter()
+        needs, self._needs = self._needs, {}  # After an error, the next version is sent whole.
         nbytes = self._sender.send(update, plan, self._rank, LocalTensors(read, self._regions[self._rank]))
+        workers = _workers(update.receivers)
+        told = {workers[number]: decode_regions(data) for number, data in self._sender.needs.items() if data}
+        self._needs = needs | told
         ended = time.perf_counter()
         return SendReport(update.num_bytes, nbytes, 0.0, planned - started, ended - planned, buckets, 0, 0)
 
@@ -111,3 +118,7 @@ class RankPublisher:
     def close(self) -> None:
         """End the open update and stop listening. Idempotent."""
         self._sender.close()
+
+
+def _workers(receivers: Sequence[ReceiverGroup]) -> list[str]:
+    return [f"{group.engine} {worker}" for group in receivers for worker in range(group.num_workers)]

@@ -82,7 +82,8 @@ class Note:
     """In a `start` message, the port of the TCP store through which the group's members find each other; in a `through`
     message, the bucket that the receiver has finished; in a `without` message, the reader's rank; otherwise 0."""
     data: bytes = b""
-    """Encoded bucket plan in a `start` message; otherwise empty."""
+    """Encoded bucket plan in a `start` message; regions that a receiver needs of later versions in a `done` message of
+    the transport `pairs`; otherwise empty."""
     frame: BucketFrame | None = None
     """Header of the next bucket in a `frame` message; otherwise None."""
     place: GroupPlace | None = None
@@ -305,6 +306,8 @@ class ReceiverTracker:
         """Last bucket that each receiver has finished: rank -> bucket, or -1 before the first."""
         self.done: set[int] = set()
         """Ranks of the receivers that have the complete version."""
+        self.needs: dict[int, bytes] = {}
+        """Data of the `done` messages: rank -> encoded regions that the receiver needs of later versions."""
         self.failed: dict[int, str] = {}
         """Receivers that failed or were lost: rank -> reason."""
         self.gave_up: set[int] = set()
@@ -397,6 +400,7 @@ class ReceiverTracker:
             self.through[rank] = note.number
         elif note.kind == "done":
             self.done.add(rank)
+            self.needs[rank] = note.data
         elif note.kind == "failed":
             self.failed.setdefault(rank, note.text)
         elif note.kind == "gave up":

@@ -11,8 +11,10 @@ import torch
 
 from headrace.actors.weight_sync.config import SyncConfig
 from headrace.actors.weight_sync.inbox import WeightInbox
+from headrace.actors.weight_sync.pairs.planned_receiver import missing_part
 from headrace.actors.weight_sync.pairs.rank_publisher import RankPublisher
 from headrace.actors.weight_sync.plan.layouts import held
+from headrace.actors.weight_sync.plan.regions import place
 from headrace.actors.weight_sync.stream import SendReport
 from headrace.actors.weight_sync.transports.protocol import (
     ReceiverConfig,
@@ -114,6 +116,46 @@ def test_all_ranks_send_what_they_hold_and_versions_follow(num: int) -> None:
             size = sum(tensor.nbytes for tensor in source.values())
             assert size * 2 <= sum(report.bytes_sent for report in reports) < size * 2 + 10_000
             assert all(report.num_bytes == update.num_bytes for report in reports)
+
+
+def test_a_worker_that_has_said_what_it_needs_is_sent_no_more() -> None:
+    """As do the workers of a tensor-parallel engine. After an error, everything is sent, and then less again."""
+    needed = {
+        name: tensor[: max(1, len(tensor) // 2)] if tensor.ndim else tensor for name, tensor in weights(0).items()
+    }
+    boxes = {name: tuple((0, size) for size in tensor.shape) for name, tensor in needed.items()}
+    needs = tuple(place(name, boxes[name], name, shape) for name, (_, shape) in SPECS.items())
+    size, part = (sum(tensor.nbytes for tensor in some.values()) for some in (weights(0), needed))
+    with ranks(2, "one", "two") as run:
+        run.inboxes[1].needs = needs
+
+        def sync(version: int) -> int:
+            source = weights(version)
+            update, sends = run.start(version, source)
+            for prepared in run.prepare(update):
+                prepared.result(20)
+            expect_equal(staged(run.inboxes[0]), source)
+            for name, tensor in staged(run.inboxes[1]).items():
+                box = tuple(slice(*one) for one in boxes[name])
+                assert tensor.shape == source[name].shape and tensor[box].equal(source[name][box]), name
+            left_out = missing_part(update, "two", 0, held_regions)
+            assert not missing_part(update, "one", 0, held_regions) and not missing_part(update, "two", 0, needs)
+            assert left_out in ("", "a[[0, 37], [0, 300]]")
+            sent = sum(send.result(20).bytes_sent for send in sends)
+            assert bool(left_out) == (sent < 2 * size)
+            for inbox in run.inboxes:
+                inbox.committed(version)
+            return sent
+
+        held_regions = [region for name, (_, shape) in SPECS.items() for region in held(name, shape)]
+        assert 2 * size <= sync(1) < 2 * size + 10_000
+        assert size + part <= sync(2) < size + part + 10_000
+        update, sends = run.start(3, weights(3))
+        for sender in run.senders:
+            sender.abort("it failed", update)
+        assert all(send.exception(20) for send in sends)
+        assert 2 * size <= sync(4)
+        assert sync(5) < size + part + 10_000
 
 
 def test_a_damaged_bucket_is_refused_and_the_next_version_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
