@@ -239,8 +239,10 @@ class StagedWeightEngine(library.WeightTransferEngine):
 
     @contextmanager
     def _noting_needs(self) -> Iterator[None]:
-        """Context manager around a load: notes, once, which parts of the weights the loaders read, so that all train
-        ranks send no more than these. Raises WeightTransferError if the loaders read more than was sent."""
+        """Note, once, which parts of the weights the loaders read in a load.
+
+        All train ranks then send no more than these. Raises WeightTransferError if the loaders read what was not sent.
+        """
         inbox, update = self._opened()[0], self._update
         staged = inbox.staged
         if inbox.needs or staged is None or update is None or not update.plan or self.parallel_config.world_size == 1:
