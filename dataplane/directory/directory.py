@@ -72,7 +72,7 @@ class Directory:
         self._puts_elsewhere = 0
         self._leases = LeaseBook()
         self._partitions = PartitionRegistry(samplers)
-        self.request = "", b""
+        self.request: tuple[str, bytes] = "", b""
         """Name and encoding of the request that is being answered; empty once it waits, and between requests."""
         self.repeats = False
         """Whether the replies to requests with effects are known when the requests are repeated."""
