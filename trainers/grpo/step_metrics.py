@@ -61,8 +61,6 @@ def step_metrics(
         "rollout/groups_stale": float(fed.stale),
         "rollout/groups_surplus": float(fed.surplus),
         "rollout/groups_reissued": float(fed.reissued),
-        "rollout/actors_replaced": float(run.actors.replaced),
-        "engine/count": float(len(run.actors.engines.engines)),
         "time/step_s": step_s,
         "time/rollout_s": seconds.get("rollout", 0.0) + seconds.get("claim", 0.0),
         "time/plan_s": seconds["plan"],
@@ -90,6 +88,8 @@ def trained_metrics(run: Run, version: int, passes: list[WorkerReport], meta: KV
         **update_metrics([report.metrics for report in passes if report.metrics]),
         **distillation_metrics(passes),
         "policy/version": float(version),
+        "rollout/actors_replaced": float(run.actors.replaced),
+        "engine/count": float(len(run.actors.engines.engines)),
     }
 
 

@@ -225,7 +225,8 @@ def test_a_bucket_is_lost(group: Callable[..., PeerGroup], kind: str, dice: rand
             assert f"bucket {bucket} of {num_buckets} never came" in answer.error, answer.error
         if kind not in LASTING:
             assert f"bucket {bucket} of {num_buckets} never came" in sent.error
-            assert all(f"{engine} worker {worker}" in sent.error for engine, worker in peers.workers)
+            # The sender may end the update before the second receiver has told that it misses the bucket, too.
+            assert any(f"{engine} worker {worker}" in sent.error for engine, worker in peers.workers)
         peers.update(number + 1, BUCKET_BYTES, rows=ROWS)
 
 
