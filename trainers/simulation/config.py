@@ -106,12 +106,12 @@ class SimulationConfig(Section):
     together in the next one, too. Unset: 1."""
     directory_put_s: NonNegative | None = None
     """CPU seconds that the directory of the data plane takes for a put, apart from `simulation.directory_row_s`. Unset:
-    0.0006, as measured with groups of 8 and of 64 rows on a CPU of two cores."""
+    0.00036, as measured with groups of 8 rows on a CPU of two cores."""
     directory_claim_s: NonNegative | None = None
     """CPU seconds that the directory takes for a chunk that the trainer claims, releases and clears, with its other
-    calls of a step, apart from `simulation.directory_row_s`. Unset: 0.002, as measured in runs of the quickstart."""
+    calls of a step, apart from `simulation.directory_row_s`. Unset: 0.0016, as measured in runs of the quickstart."""
     directory_row_s: NonNegative | None = None
-    """CPU seconds that the directory takes for a row, from its put until it is cleared. Unset: 0.000006, as measured in
+    """CPU seconds that the directory takes for a row, from its put until it is cleared. Unset: 0.0000035, as measured in
     runs of the quickstart."""
     directory_shards: Count = 1
     """Number of processes that share the work of the directory evenly. This is an assumption: the rows of a run's step
