@@ -218,6 +218,8 @@ class BackendConfig:
     engines' model; None if they are not rounded."""
     adapter: str | None = None
     """Folder of an adapter in PEFT's format with which training starts; None for a new one."""
+    engine_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format in which engines keep the weights. Weights are sent in it if it is smaller than the trainer's."""
     sends_adapter: bool = False
     """If true, `weights` yields the adapter's matrices; otherwise those of the model with the adapter added to them."""
     attention: Attention = "auto"

@@ -10,6 +10,7 @@ import copy
 import functools
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -118,6 +119,13 @@ def _set_dtypes(content: dict[str, Any], dtype: str) -> None:
     for part in content.values():
         if isinstance(part, dict) and "dtype" in part:
             _set_dtypes(part, dtype)
+
+
+def kept_in_float32(model: Any) -> Callable[[str], bool]:
+    """Return a function that tells, by name, which weights of an HF model stay in float32 in bfloat16 models."""
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    found = re.compile("|".join(re.escape(one).replace(r"\*", ".*") for one in patterns) or "(?!)")
+    return lambda name: found.search(name) is not None
 
 
 def collect(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from ...actors.adapters.spec import AdapterSpec
 from ...actors.protocols import TOP_IDS, MicroBatch, OffloadReport
 from ...actors.weight_sync.plan.regions import Region
+from ...codecs.schema import DTYPES
+from ...codecs.weights.conversion import wire_dtype
 from ..losses.step_loss import build_loss
 from .checkpoint_files import Checkpointer
 from .config import BackendConfig
@@ -202,10 +205,10 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return the dtype and shape of each tensor that `weights` yields, by its name, in the same order.
 
-        The dtype is bfloat16 with `mixed_precision`, as in the forward pass, else float32. Names are those of the HF
-        model, in its order; those of an adapter's matrices are PEFT's.
+        The dtype is bfloat16 with `mixed_precision`, as in the forward pass, and if the engines keep the weight so;
+        else float32. Names are those of the HF model, in its order; those of an adapter's matrices are PEFT's.
         """
-        adapter, base = divided(self._weights)
+        adapter, base = divided(self._sent)
         if self.adapter is not None:
             return wire_specs(adapter)
         return {weight.name: (weight.dtype, weight.shape) for weight in base}
@@ -218,9 +221,9 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         """
         self._residence.require_onloaded("weights")
         if self.adapter is not None:
-            return on_wire(self._streamed(divided(self._weights)[0]))
+            return on_wire(self._streamed(divided(self._sent)[0]))
         if self._adapter is None:
-            return self._streamed(self._weights)
+            return self._streamed(self._sent)
         specs = self.weight_specs()
         return self._merged(lambda name: specs[name][0])
 
@@ -234,6 +237,12 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         self._residence.require_onloaded("weights")
         own, by_name = self._own_pieces(), {weight.name: weight for weight in self._weights}
         return lambda name: own(by_name[name]).contiguous()
+
+    @property
+    def _sent(self) -> list[SpreadWeight]:
+        """The weights in the dtypes in which they are sent to engines."""
+        engine = DTYPES[self._config.engine_dtype]
+        return [one if one.exact else replace(one, dtype=wire_dtype(one.dtype, engine)) for one in self._weights]
 
     def _streamed(self, weights: Sequence[SpreadWeight]) -> Generator[tuple[str, torch.Tensor], None, None]:
         return stream_weights(weights, self._own_pieces(), self._rank, self._device)

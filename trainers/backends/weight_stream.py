@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ...actors.weight_sync.plan.regions import Region, place
 from ...codecs.integers import ALIGN, ceil_div, round_up
+from ...codecs.weights.conversion import convert, converted
 
 BATCH_BYTES = 32 << 20
 """Largest number of bytes of several weights that are sent together as a batch. If the largest single weight is smaller
@@ -74,6 +75,8 @@ class SpreadWeight:
     """Shape to which the weight is reshaped, as a view, before it is cut; () when it is cut in its own `shape`."""
     copies: tuple[int, ...] = (0,)
     """Offsets from the rank of a piece to all ranks that have the same piece, 0 among them."""
+    exact: bool = False
+    """True if engines keep the weight in float32, whatever the dtype of the others."""
 
     @property
     def nbytes(self) -> int:
@@ -248,7 +251,7 @@ def _send(
         messages = []
         for weight in batch.weights:
             if any(piece.rank == rank for piece in weight.pieces):
-                piece = own(weight).to(device, weight.dtype).contiguous().view(-1)
+                piece = converted(own(weight), weight.dtype, device).contiguous().view(-1)
                 messages += [dist.P2POp(dist.isend, piece, 0)] if len(piece) else []
         transfer = _Transfer(batch, messages)
         if before is not None:
@@ -283,10 +286,11 @@ def _receive(
             for piece in weight.pieces:
                 if piece.rank == 0:
                     place = weight.place(tensor, piece)
-                    place.copy_(own(weight).reshape(place.shape))
+                    convert([place], [own(weight).reshape(place.shape)])
         for weight in batch.weights:
             if weight.is_local:
-                yield weight.name, own(weight).to(device, weight.dtype).reshape(weight.shape).contiguous()
+                whole = converted(own(weight), weight.dtype, device)
+                yield weight.name, whole.reshape(weight.shape).contiguous()
             else:
                 yield weight.name, tensors[weight]
 

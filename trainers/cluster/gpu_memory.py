@@ -174,7 +174,8 @@ def estimate(config: Config, gpu_bytes: int | None = None, size: ModelSize | Non
         held = trained_parts(trainer, params, with_reference=config.with_reference)
         held |= {"teachers": of_teachers} if (of_teachers := teacher_bytes(trainer, config.distillation)) else {}
     kept_free = neighbour_bytes(config.pool, config.rollout, sync, config.residual_mib)
-    versions = CACHED_VERSIONS * params * (2 if trainer.mixed_precision else 4) if sync.cache else 0
+    half = trainer.mixed_precision or value_bytes(config.model) == 2
+    versions = CACHED_VERSIONS * params * (2 if half else 4) if sync.cache else 0
     engine, in_turns = (
         engine_parts(
             config.rollout, config.model, size, gpu_bytes, config.engine_length, shared=shared, kept_free=kept_free

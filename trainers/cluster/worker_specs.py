@@ -9,7 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
-from ...actors.engines.config import ModelConfig
+from ...actors.engines.config import ModelConfig, engine_dtype
 from ...actors.train.microbatch_plan import Budget
 from ...actors.train.teachers import TeacherSetup
 from ...actors.train.worker import WorkerSetup
@@ -38,8 +38,9 @@ def worker_setup(
     sync, pooled = config.sync, config.pool.address is not None
     folder = sync.dir or os.path.join(config.run.dir or ".", "weights")
     sender = SenderConfig(handle.run_id, sync, folder=folder, data_plane=handle, device=device, key=handle.store.key)
-    backend, reference = backend_config(config, model), config.loss.reference_model or None
     on_gpu = device != "cpu"
+    backend = replace(backend_config(config, model), engine_dtype=engine_dtype(config.model, gpu=on_gpu))
+    reference = config.loss.reference_model or None
     return WorkerSetup(
         rank=rank,
         topology=config.trainer.topology,

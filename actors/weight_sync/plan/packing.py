@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
+from ....codecs.weights.conversion import convert
 from .transfer_plan import Bucket, Move
-
-_copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
 
 def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
@@ -27,17 +25,19 @@ def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], out: torch.Tensor)
 def unpack(bucket: Bucket, payload: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write the parts of a verified bucket that a receiver needs into its local tensors.
 
-    payload: uint8 `[bucket.nbytes]`. tensors: the receiver's local tensors by name, each contiguous.
+    payload: uint8 `[bucket.nbytes]`. tensors: the receiver's local tensors by name, each contiguous. Raises ValueError
+    for a tensor in another dtype than that on the wire.
     """
+    for move in bucket.moves:
+        if tensors[move.tensor].dtype != move.dtype:
+            raise ValueError(f"weight {move.tensor!r}: got {tensors[move.tensor].dtype}, expected {move.dtype} as sent")
     _copy(bucket, payload, tensors, into_bucket=False)
 
 
 def _copy(bucket: Bucket, payload: torch.Tensor, tensors: Mapping[str, torch.Tensor], *, into_bucket: bool) -> None:
     inside = [payload[move.at : move.end].view(move.dtype).view(move.shape) for move in bucket.moves]
     local = [_part(move, tensors[move.tensor]) for move in bucket.moves]
-    if inside:
-        with torch.no_grad():
-            _copy_all(*((inside, local) if into_bucket else (local, inside)))
+    convert(*((inside, local) if into_bucket else (local, inside)))
 
 
 def _part(move: Move, tensor: torch.Tensor) -> torch.Tensor:

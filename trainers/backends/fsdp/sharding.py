@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ....actors.engines.config import Attention
 from ....actors.train.topology import Place, Topology
-from ..hf_model import HfSource, load_causal_lm
+from ..hf_model import HfSource, kept_in_float32, load_causal_lm
 from ..lora.adapter import Adapter
 from ..lora.matrices import is_matrix
 from ..lora.rounded_layers import restored, rounded_layers
@@ -136,11 +136,12 @@ def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtyp
     """
     every, one = tuple(range(topology.world)), (Piece(0),)
     found = [
-        SpreadWeight(name, bias.dtype, tuple(bias.shape), one, copies=every)
+        SpreadWeight(name, bias.dtype, tuple(bias.shape), one, copies=every, exact=True)
         for name, bias in router_biases(model).items()
     ]
     for name, layer in rounded_layers(model).items():
         found.append(SpreadWeight(name, dtype, (layer.out_features, layer.in_features), one, copies=every))
+    exact = kept_in_float32(model)
     for name, param in model.named_parameters():
         alike = split_dim(param) is None and not holds_experts(param)
         replicas = [(dp, cp) for dp in range(topology.dp) for cp in range(topology.cp)]
@@ -148,7 +149,7 @@ def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtyp
         pieces = tuple(Piece(topology.rank(place), own_cuts(param, topology, place)) for place in places)
         kind = dtype if param.is_floating_point() else param.dtype
         copies = tuple(range(topology.tp if alike else 1))
-        found.append(SpreadWeight(name, kind, tuple(param.shape), pieces, copies=copies))
+        found.append(SpreadWeight(name, kind, tuple(param.shape), pieces, copies=copies, exact=exact(name)))
     return found
 
 

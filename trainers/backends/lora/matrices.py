@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from ....actors.adapters.spec import PREFIX, AdapterSpec
+from ....codecs.weights.conversion import converted
 from ..weight_stream import SpreadWeight
 
 Stream = Generator[tuple[str, torch.Tensor], None, None]
@@ -120,7 +121,7 @@ def merged(
                 product = pairs[name]["B"] @ pairs[name]["A"]
                 product = product.transpose(1, 2) if product.ndim == 3 and transposed else product
                 own = tensor.dtype
-                tensor = (tensor.to(torch.float32) + spec.scaling * product).to(dtype_of(name) or own)
-            yield name, tensor.to(dtype_of(name) or tensor.dtype)
+                tensor = converted(tensor.to(torch.float32) + spec.scaling * product, dtype_of(name) or own)
+            yield name, converted(tensor, dtype_of(name) or tensor.dtype)
     finally:
         stream.close()

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ....actors.train.topology import Place, Topology
 from ..checkpoint_files import STEPS
 from ..families.megatron import Split
-from ..hf_model import HfSource
+from ..hf_model import HfSource, kept_in_float32
 from ..model_split import expert_tensor_size
 from ..optimizers.lean_adamw import MOMENTS
 from ..weight_stream import Cut, Piece, SpreadWeight
@@ -42,8 +42,9 @@ def spread_weights(source: HfSource, topology: Topology, dtype: torch.dtype) -> 
     model = source.empty_model()
     state = model.state_dict(keep_vars=True)
     dtypes = {name: dtype for name, _ in model.named_parameters()}
-    dtypes |= {name: torch.float32 for name, _ in model.named_buffers() if name in state}
-    for name, one in dtypes.items():
+    biases = {name: torch.float32 for name, _ in model.named_buffers() if name in state}
+    exact = kept_in_float32(model)
+    for name, one in (dtypes | biases).items():
         layer = hf_layer(name)
         # When tied, the last stage has only a copy of the embedding.
         stage = topology.pp - 1 if name != EMBEDDING else 0
@@ -53,7 +54,7 @@ def spread_weights(source: HfSource, topology: Topology, dtype: torch.dtype) -> 
         split, shape = split_of(name, config.model_type), tuple(state[name].shape)
         weight = spread_weight(name, split, shape, one, first, topology.tp, etp, topology.ep)
         copies = tuple(range(0, topology.world // topology.pp, len(weight.pieces)))
-        found.append(replace(weight, copies=copies))
+        found.append(replace(weight, copies=copies, exact=name in biases or exact(name)))
     return found
 
 

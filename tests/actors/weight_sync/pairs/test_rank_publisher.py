@@ -22,6 +22,7 @@ from headrace.actors.weight_sync.transports.protocol import (
     WeightTransferError,
     WeightUpdate,
 )
+from headrace.codecs.weights import conversion
 
 KEY = b"k" * 32
 SPECS = {
@@ -156,6 +157,26 @@ def test_a_worker_that_has_said_what_it_needs_is_sent_no_more() -> None:
         assert all(send.exception(20) for send in sends)
         assert 2 * size <= sync(4)
         assert sync(5) < size + part + 10_000
+
+
+def test_nothing_but_the_declared_function_converts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def truncate(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            cut = source.float().contiguous().view(torch.int32) & -(1 << 16)
+            target.copy_(source if source.dtype == target.dtype else cut.view(torch.float32))
+
+    monkeypatch.setattr(conversion, "_copy_all", truncate)
+    masters = {name: torch.randn(shape) for name, (_, shape) in SPECS.items()}
+    expected = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in SPECS.items()}
+    truncate([*expected.values()], [*masters.values()])
+    assert not expected["big"].equal(masters["big"].bfloat16())
+    with ranks(2, "one") as run:
+        update, sends = run.start(1, masters)
+        [prepared] = run.prepare(update)
+        prepared.result(20)
+        expect_equal(staged(run.inboxes[0]), expected)
+        size = sum(one.nbytes for one in expected.values())
+        assert size <= sum(send.result(20).bytes_sent for send in sends) < size + 10_000
 
 
 def test_a_damaged_bucket_is_refused_and_the_next_version_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

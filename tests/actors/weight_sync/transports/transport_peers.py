@@ -182,6 +182,11 @@ class ReceiverHost:
         staged = self._inbox.staged
         return staged is not None and equal(staged.named, weights(seed, rows))
 
+    def staged(self) -> dict[str, torch.Tensor]:
+        """What is staged, copied out of the transport's memory."""
+        staged = self._inbox.staged
+        return {} if staged is None else {name: one.clone() for name, one in staged.named.items()}
+
     def holds_changed(self, seed: int, times: int) -> bool:
         """Whether what is staged is `weights(seed)` with one element raised so many times."""
         expected = weights(seed)

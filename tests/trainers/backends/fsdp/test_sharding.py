@@ -149,6 +149,21 @@ def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
         FsdpBackend(backend_config(str(tmp_path / "nowhere")), 0, 1)
 
 
+def test_weights_are_sent_in_the_engines_dtype_and_exported_in_their_own(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    masters = weights_of(FsdpBackend(backend_config(folder), 0, 1))
+    backend = FsdpBackend(backend_config(folder, engine_dtype="bfloat16"), 0, 1)
+    sent = weights_of(backend)
+    assert all(sent[name].view(torch.int16).equal(one.bfloat16().view(torch.int16)) for name, one in masters.items())
+    backend.export_model(str(tmp_path / "exported"))
+    assert all(one.dtype == torch.float32 for one in load_file(tmp_path / "exported" / "model.safetensors").values())
+    model = backend._policy.model
+    model._keep_in_fp32_modules_strict = {"norm"}  # pyright: ignore[reportAttributeAccessIssue]
+    backend._weights = sharding.spread_weights(model, Topology(1), torch.float32)
+    specs = backend.weight_specs()
+    assert {name for name, (dtype, _) in specs.items() if dtype == torch.float32} == {n for n in specs if "norm" in n}
+
+
 def half_logprobs(rank: int, world: int, folder: str) -> tuple[torch.Tensor, str, dict[str, torch.Tensor]]:
     """Log-probs of rows that every rank computes alike, the dtype between the layers, and the summed gradients."""
     mesh = Topology(world)
