@@ -25,9 +25,9 @@ from ..directory import requests
 from ..directory.block_table import FreedBlock, Reservation
 from ..directory.calls import ClaimRows, Committed, Outcome, PutRows
 from ..directory.directory import Directory, Locate
-from ..directory.partition import PartitionState
+from ..directory.partition import Partition, PartitionState
 from ..directory.samplers import FirstInOrder, TaskConfig
-from ..directory.task_cursor import Lease
+from ..directory.task_cursor import Lease, TaskCursor
 from ..errors import DataPlaneError
 from ..meta import KVBatchMeta
 from ..status import PartitionRows, TaskReset
@@ -326,18 +326,24 @@ class RecordedDirectory(Directory):
         cursor = part.tasks.get(claim.task)  # The call itself refuses an unknown task.
         has_notes = cursor is not None and not isinstance(cursor.sampler, FirstInOrder)
         notes = cursor.notes.of(part.rows.live()) if cursor is not None and has_notes else None
-        receipt = super().claim(claim, now, holder)
-        if cursor is not None and notes is not None:
-            rows = part.rows.live()
-            found = cursor.notes.of(rows)
-            changed = np.flatnonzero(found != notes)
-            if len(changed):
-                keys = pack_keys(part.rows.keys[rows[changed]].tolist())
-                self._record("noted", Noted(part.name, claim.task, keys, found[changed]))
+        try:
+            receipt = super().claim(claim, now, holder)
+        finally:  # A sampler may note numbers before it raises an error.
+            if cursor is not None and notes is not None:
+                self._record_changed(part, cursor, notes)
         if receipt is not None:
             keys = pack_keys(receipt.keys)
             self._record("leased", Leased(receipt.lease_id, part.name, claim.task, keys, holder))
         return receipt
+
+    def _record_changed(self, part: Partition, cursor: TaskCursor, notes: np.ndarray) -> None:
+        """Record the numbers of a task's rows that differ from `notes`."""
+        rows = part.rows.live()
+        found = cursor.notes.of(rows)
+        changed = np.flatnonzero(found != notes)
+        if len(changed):
+            keys = pack_keys(part.rows.keys[rows[changed]].tolist())
+            self._record("noted", Noted(part.name, cursor.config.name, keys, found[changed]))
 
     def clear_lost(self) -> tuple[dict[str, list[str]], list[FreedBlock]]:
         found, freed = super().clear_lost()

@@ -111,7 +111,7 @@ class SimulationConfig(Section):
     """CPU seconds that the directory takes for a chunk that the trainer claims, releases and clears, with its other
     calls of a step, apart from `simulation.directory_row_s`. Unset: 0.0016, as measured in runs of the quickstart."""
     directory_row_s: NonNegative | None = None
-    """CPU seconds that the directory takes for a row, from its put until it is cleared. Unset: 0.0000035, as measured in
+    """CPU seconds that the directory takes for a row, from its put until it is cleared. Unset: 3.5e-6, as measured in
     runs of the quickstart."""
     directory_shards: Count = 1
     """Number of processes that share the work of the directory evenly. This is an assumption: the rows of a run's step

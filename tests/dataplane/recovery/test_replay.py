@@ -6,11 +6,13 @@ import os
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from headrace.codecs import messages
 from headrace.dataplane.directory.calls import ClaimRows
-from headrace.dataplane.directory.samplers import TaskConfig
+from headrace.dataplane.directory.samplers import Candidates, TaskConfig
+from headrace.dataplane.errors import SamplerError
 from headrace.dataplane.recovery import recorded_directory
 from headrace.dataplane.recovery.effect_log import EffectLog, memory_files
 from headrace.dataplane.recovery.recorded_directory import RecordedDirectory
@@ -134,6 +136,28 @@ def test_replies_ids_and_notes_outlive_the_process(files: Files) -> None:
     assert after._blocks.next_block > late.block_ids.stop
     assert state(after) == state(directory)
     assert put(after, keys_of(9), FIELDS).blocks[0].block_id >= after._blocks.next_block - 1
+
+
+def test_numbers_that_a_sampler_noted_before_it_failed_outlive_the_process(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = opened(files)
+    directory.register("p", SCHEMA, (TaskConfig("a", "length_balanced", {"num_ranks": 2}),), GROUP)
+    for number in range(4):
+        put_prompt(directory, number)
+    original = Candidates.note
+
+    def note(candidates: Candidates, positions: np.ndarray, numbers: np.ndarray) -> None:
+        original(candidates, positions, numbers)
+        raise ValueError("the sampler has failed")
+
+    monkeypatch.setattr(Candidates, "note", note)
+    with pytest.raises(SamplerError, match="has failed"):
+        directory.claim(ClaimRows("p", "a", FIELDS, GROUP, whole_groups=True, arguments={"rank": 0}), 0.0)
+    directory.flush()
+    part = directory._partitions["p"]
+    assert part.tasks["a"].notes.of(part.rows.live()).any()
+    assert state(opened(files)) == state(directory)
 
 
 def test_a_log_without_room_says_so_and_is_empty(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
