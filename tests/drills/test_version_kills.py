@@ -78,8 +78,11 @@ class Kills:
         assert [peer for peer in everyone if outcomes[peer] is None] == ([] if victim is None else [victim]), outcomes
         living = [number for number, peer in enumerate(self.engines) if peer is not victim]
         whole = all(outcomes[self.engines[number]] == "" for number in living)
-        if victim is None or (victim in self.engines and self.transport == "pairs"):
-            assert whole, outcomes  # A receiver that is lost over pairs harms no other.
+        if victim is None:
+            assert whole, outcomes
+        elif victim in self.engines and self.transport == "pairs":  # Only those that read its memory are harmed.
+            told = [outcomes[self.engines[number]] or "takes buckets for this host" for number in living]
+            assert all("takes buckets for this host" in one for one in told), outcomes
         if victim in self.senders:
             assert not whole, outcomes
         digest = digest_of(weights(self.version))

@@ -1,10 +1,12 @@
 """`PairReceiver` takes an engine worker's part of a version from all senders at once, and verifies each bucket.
 
-    lane           frame -> free buffer -> payload -> verify -> unpack -> ... -> end     one thread for each sender
-    main thread    all lanes ended -> every bucket has come -> done
+    lane           frame -> free slot -> payload -> verify -> pass on -> unpack -> ... -> end    one for each sender
+    sibling        passed on -> verify -> unpack -> ...             one for each receiver that takes for this one, too
+    main thread    all of them ended -> every bucket has come -> done
 
-Buckets are unpacked into tensors that are not served yet. Only when every bucket of every sender is there and verified
-does `receive` return, so that a version is complete or not there at all.
+Receivers of one host share the work: each takes a part of what several of them need, and passes it on to the others
+(`shared_slots`). Buckets are unpacked into tensors that are not served yet. Only when every bucket of every sender is
+there and verified does `receive` return, so that a version is complete or not there at all.
 """
 
 from __future__ import annotations
@@ -12,10 +14,9 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
-from collections import defaultdict
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,11 +26,17 @@ from ..plan.packing import unpack
 from ..plan.transfer_plan import Bucket, TransferPlan
 from ..transports.collective_receiver import next_note
 from ..transports.control_link import Hello, Link, Note
-from ..transports.protocol import BucketFrame, Deadline, WeightTransferError, WeightUpdate, worker_name
-from .pair_sender import SLOTS, number_of
+from ..transports.protocol import BucketFrame, Deadline, WeightTransferError, WeightUpdate, worker_name, worker_names
+from .pair_sender import number_of
 from .payload_wire import connect_payloads, receive_payload
+from .shared_slots import LostOwner, SharedSlots, SlotMemory, SlotReader, host_name, meeting_place
 
 _SLICE_S = 0.05
+_TELL_S = 1.0
+"""Seconds after which all senders hear that this receiver moves, also those that have sent everything."""
+_PATIENCE = 0.5
+"""Part of the timeout for which receivers of one host wait for one of them that does nothing. The others then tell
+their senders before the senders' time is over, so that only the one that does nothing is blamed."""
 
 
 class Damaged(WeightTransferError):
@@ -40,11 +47,29 @@ class Damaged(WeightTransferError):
 class _Lane:
     """The connections to one sender."""
 
+    sender: int
     name: str
     link: Link
     connection: socket.socket
     buckets: list[Bucket]
     """Buckets that the sender has to send, in order."""
+
+
+@dataclass(slots=True)
+class _Share:
+    """What one receiver has to do in an update."""
+
+    update: WeightUpdate
+    rank: int
+    tensors: Mapping[str, torch.Tensor]
+    arrived: Callable[[Bucket], None]
+    deadline: Deadline
+    readers: dict[int, tuple[int, ...]]
+    """Receivers of this host that read each bucket which this one takes, by number of the bucket."""
+    by_sender: dict[int, list[Bucket]] = field(default_factory=dict[int, list[Bucket]])
+    """Buckets that this receiver takes itself. Rank 0 is always there, because it hears from all receivers."""
+    by_sibling: dict[int, list[Bucket]] = field(default_factory=dict[int, list[Bucket]])
+    """Buckets that another receiver of this host takes."""
 
 
 class PairReceiver:
@@ -57,10 +82,14 @@ class PairReceiver:
         self._key = key
         self.needs = b""
         """Regions that this receiver needs of later versions, as `encode_regions` returns them; empty for all."""
-        self._memory: list[torch.Tensor] = []
+        self.host = host_name()
+        """Space in which this receiver shares memory; "" once it was not able to read another's memory."""
+        self._memory: SlotMemory | None = None
         self._deadline: Deadline | None = None
         self._over = False
-        """True once the update has failed in this receiver, so that all lanes end."""
+        """True once the update has failed in this receiver, so that all its threads end."""
+        self._met = False
+        """True once rank 0 has sent something, so that all receivers have begun."""
 
     def receive(
         self,
@@ -74,30 +103,22 @@ class PairReceiver:
 
         rank: number of this receiver in the plan. arrived: function that is called, in several threads, with each
         bucket whose parts are at their places. Raises WeightTransferError if a bucket is missing, damaged or late,
-        or if a sender is lost; the tensors then hold a mix and must not be served.
+        or if a sender, or a receiver that takes buckets for this one, is lost; the tensors then hold a mix and must
+        not be served.
         """
         deadline = self._deadline = Deadline(self._name, update.version, update.timeout_s)
-        self._over = False
-        by_sender: dict[int, list[Bucket]] = defaultdict(list)
+        self._over = self._met = False
+        share = _Share(update, rank, tensors, arrived, deadline, plan.passing(rank), {0: []})
         for bucket in plan.taking(rank):
-            by_sender[bucket.sender].append(bucket)
-        most = max((bucket.nbytes for buckets in by_sender.values() for bucket in buckets), default=0)
-        if not self._memory or len(self._memory[0]) < most:
-            self._memory = [torch.empty(most, dtype=torch.uint8) for _ in range(SLOTS)]
-        free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for buffer in self._memory:
-            free.put(buffer)
+            own = bucket.receiver == rank
+            of, number = (share.by_sender, bucket.sender) if own else (share.by_sibling, bucket.receiver)
+            of.setdefault(number, []).append(bucket)
         lanes: list[_Lane] = []
+        slots = self._open_slots(share)
         try:
-            for sender, buckets in sorted(by_sender.items()):
+            for sender, buckets in sorted(share.by_sender.items()):
                 lanes.append(self._connect(update, sender, rank, buckets, deadline))
-            with ThreadPoolExecutor(max(1, len(lanes)), thread_name_prefix="headrace-lane") as pool:
-                running = [pool.submit(self._run, lane, tensors, free, deadline, arrived) for lane in lanes]
-                try:
-                    for ended in as_completed(running):
-                        ended.result()
-                finally:
-                    self._over = True
+            self._run_all(share, lanes, slots)
             for lane in lanes:
                 self._tell(lane, Note("done", data=self.needs), deadline)
         except WeightTransferError as error:
@@ -105,8 +126,10 @@ class PairReceiver:
             for lane in lanes:
                 with contextlib.suppress(OSError):
                     lane.link.send(note)
+            slots.close(str(error))
             raise
         finally:
+            slots.close()
             for lane in lanes:
                 lane.link.close()
                 lane.connection.close()
@@ -116,7 +139,24 @@ class PairReceiver:
         if self._deadline is not None:
             self._deadline.stop()
 
+    def close(self) -> None:
+        """Free the memory that is kept between updates. Idempotent."""
+        self._memory = None
+
     # ---------------- These methods are private.
+
+    def _open_slots(self, share: _Share) -> SharedSlots:
+        """Return this receiver's slots, which its readers can open from now on."""
+        most = max((bucket.nbytes for buckets in share.by_sender.values() for bucket in buckets), default=0)
+        readers = sorted({reader for some in share.readers.values() for reader in some})
+        places = {one: meeting_place(self._key, share.update.location, share.rank, one) for one in readers}
+        try:
+            if self._memory is None or self._memory.nbytes < most:
+                self._memory = None  # The old memory is freed before more is allocated.
+                self._memory = SlotMemory(most)
+            return SharedSlots(self._memory, places, share.deadline)
+        except OSError as error:
+            raise share.deadline.error(f"no memory for the buckets of this host: {error}") from error
 
     def _connect(
         self, update: WeightUpdate, sender: int, rank: int, buckets: list[Bucket], deadline: Deadline
@@ -127,7 +167,7 @@ class PairReceiver:
         try:
             link = Link.connect(host, int(port), self._key, max(deadline.left_s, 1e-3))
             try:
-                link.send(Hello(number, rank + 1, ""))
+                link.send(Hello(number, rank + 1, "", self.host))
                 pair = number, rank + 1
                 connection = connect_payloads(host, int(payload_port), self._key, pair, max(deadline.left_s, 1e-3))
             except OSError:
@@ -135,55 +175,117 @@ class PairReceiver:
                 raise
         except OSError as error:
             raise deadline.error(f"{name} cannot be reached: {error}") from error
-        return _Lane(name, link, connection, buckets)
+        return _Lane(sender, name, link, connection, buckets)
 
-    def _run(
-        self,
-        lane: _Lane,
-        tensors: Mapping[str, torch.Tensor],
-        free: queue.SimpleQueue[torch.Tensor],
-        deadline: Deadline,
-        arrived: Callable[[Bucket], None],
-    ) -> None:
-        """Receive, verify and unpack the buckets of one sender."""
+    def _run_all(self, share: _Share, lanes: list[_Lane], slots: SharedSlots) -> None:
+        """Run all threads to their ends. Raises the first error of any of them."""
+        deadline, patience_s = share.deadline, _PATIENCE * share.update.timeout_s
+        running: list[Future[None]] = []
+
+        def look() -> None:
+            self._look("the last bucket", "its host", deadline)
+
+        with ThreadPoolExecutor(len(lanes) + len(share.by_sibling) + 1, thread_name_prefix="headrace-lane") as pool:
+            try:
+                running += [pool.submit(self._run, lane, share, slots) for lane in lanes]
+                taken = tuple(running)
+                running += [pool.submit(self._read, share, one, patience_s) for one in share.by_sibling]
+                if share.readers:
+                    over = lambda: all(one.done() for one in taken)  # noqa: E731
+                    running.append(pool.submit(slots.serve, over, patience_s, look))
+                self._await(running, lanes, deadline)
+            finally:
+                self._over = True
+
+    def _await(self, running: list[Future[None]], lanes: list[_Lane], deadline: Deadline) -> None:
+        pending, told = set(running), 0
+        while pending:
+            ended, pending = wait(pending, _TELL_S, FIRST_COMPLETED)
+            for one in ended:
+                one.result()
+            if not ended and deadline.num_moves > told:
+                told = deadline.num_moves
+                for lane in lanes:
+                    with contextlib.suppress(OSError):  # Its own thread tells what happened.
+                        lane.link.send(Note("moves"))
+
+    def _run(self, lane: _Lane, share: _Share, slots: SharedSlots) -> None:
+        """Receive, verify, pass on and unpack the buckets of one sender."""
+        deadline = share.deadline
         for bucket in [*lane.buckets, None]:
             what = "the end" if bucket is None else f"bucket {bucket.number}"
             frame = self._next(lane, what, deadline)
+            self._met = self._met or lane.sender == 0
             if frame is None and bucket is None:
                 return
             if bucket is None or frame is None or (frame.bucket, frame.nbytes) != (bucket.number, bucket.nbytes):
-                raise self._damaged(lane, f"{what} never came", deadline)
-            buffer = self._buffer(free, what, lane, deadline)
+                raise self._damaged(lane.name, f"{what} never came", deadline)
+            slot = self._slot(slots, what, lane, deadline)
             try:
-                payload = buffer[: bucket.nbytes]
+                payload = slots.payload(slot, bucket.nbytes)
                 self._receive(lane, payload, what, deadline)
-                found = checksum(payload)
-                if found != frame.checksum:
-                    told = f"{what} is damaged: its checksum is {found:016x}, but {frame.checksum:016x} was sent"
-                    raise self._damaged(lane, told, deadline)
-                unpack(bucket, payload, tensors)
+                self._verify(frame, payload, lane.name, deadline)
+                if readers := share.readers.get(bucket.number):
+                    slots.pass_on(slot, frame, readers)
+                unpack(bucket, payload, share.tensors)
             finally:
-                free.put(buffer)
+                slots.through(slot)
             deadline.moved()
-            arrived(bucket)
+            share.arrived(bucket)
             self._tell(lane, Note("through", number=bucket.number), deadline)
+
+    def _read(self, share: _Share, sibling: int, patience_s: float) -> None:
+        """Read, verify and unpack the buckets that another receiver of this host takes."""
+        update, deadline = share.update, share.deadline
+        name = f"{worker_names(update.receivers)[sibling]}, which takes buckets for this host"
+        due = {bucket.number: bucket for bucket in share.by_sibling[sibling]}
+
+        def look() -> None:
+            self._look(f"bucket {next(iter(due))}", name, deadline)
+
+        place = meeting_place(self._key, update.location, sibling, share.rank)
+        try:
+            with contextlib.closing(SlotReader(place, patience_s, lambda: self._met, look)) as reader:
+                while due:
+                    slot, frame, payload = reader.passed(deadline.moved)
+                    bucket = due.get(frame.bucket)
+                    if bucket is None or frame.nbytes != bucket.nbytes:
+                        raise self._damaged(name, f"bucket {frame.bucket} came, which was not due", deadline)
+                    self._verify(frame, payload, name, deadline)
+                    unpack(bucket, payload, share.tensors)
+                    reader.through(slot)
+                    del due[frame.bucket]
+                    deadline.moved()
+                    share.arrived(bucket)
+        except LostOwner as error:
+            raise deadline.error(f"{name}: {error}") from error
+        except OSError as error:
+            self.host = ""  # From the next update on, this receiver gets its own copy.
+            raise self._damaged(name, f"its memory cannot be read: {error}", deadline) from error
+
+    def _verify(self, frame: BucketFrame, payload: torch.Tensor, of: str, deadline: Deadline) -> None:
+        found = checksum(payload)
+        if found != frame.checksum:
+            told = f"bucket {frame.bucket} is damaged: its checksum is {found:016x}, but {frame.checksum:016x} was sent"
+            raise self._damaged(of, told, deadline)
 
     def _next(self, lane: _Lane, what: str, deadline: Deadline) -> BucketFrame | None:
         """Return the next frame; None when the sender has sent all."""
         when = f"{lane.name}, {what}"
         while True:
-            self._look(lane, what, deadline)
+            self._look(what, lane.name, deadline)
             note = next_note(lane.link, deadline, _SLICE_S, when)
             if note is not None and note.kind in ("frame", "end"):
                 return note.frame
 
-    def _buffer(
-        self, free: queue.SimpleQueue[torch.Tensor], what: str, lane: _Lane, deadline: Deadline
-    ) -> torch.Tensor:
+    def _slot(self, slots: SharedSlots, what: str, lane: _Lane, deadline: Deadline) -> int:
         while True:
             with contextlib.suppress(queue.Empty):
-                return free.get(timeout=_SLICE_S)
-            self._look(lane, what, deadline)
+                return slots.take()
+            self._look(what, lane.name, deadline)
+            note = next_note(lane.link, deadline, 0.0, f"{lane.name}, {what}")
+            if note is not None:  # It is a frame, not an `abort`, which raises an error.
+                lane.link.put_back(note)
 
     def _receive(self, lane: _Lane, payload: torch.Tensor, what: str, deadline: Deadline) -> None:
         def look(moved: bool) -> None:
@@ -191,7 +293,7 @@ class PairReceiver:
                 deadline.moved()
             else:  # An `abort` of the sender raises an error here.
                 next_note(lane.link, deadline, 0.0, f"{lane.name}, {what}")
-            self._look(lane, what, deadline)
+            self._look(what, lane.name, deadline)
 
         try:
             receive_payload(lane.connection, payload.numpy().data, look)
@@ -199,12 +301,12 @@ class PairReceiver:
             next_note(lane.link, deadline, min(1.0, deadline.left_s), f"{lane.name}, {what}")
             raise deadline.error(f"{lane.name} is lost at {what}: {error}") from error
 
-    def _look(self, lane: _Lane, what: str, deadline: Deadline) -> None:
+    def _look(self, what: str, of: str, deadline: Deadline) -> None:
         if self._over or not deadline.left_s:
-            raise deadline.error(f"{what} did not come from {lane.name}")
+            raise deadline.error(f"{what} did not come from {of}")
 
-    def _damaged(self, lane: _Lane, told: str, deadline: Deadline) -> WeightTransferError:
-        return Damaged(str(deadline.error(f"{lane.name}: {told}")))
+    def _damaged(self, of: str, told: str, deadline: Deadline) -> WeightTransferError:
+        return Damaged(str(deadline.error(f"{of}: {told}")))
 
     def _tell(self, lane: _Lane, note: Note, deadline: Deadline) -> None:
         try:

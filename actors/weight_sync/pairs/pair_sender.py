@@ -75,6 +75,8 @@ class PairSender:
         self._memory: list[torch.Tensor] = []
         self.needs: dict[int, bytes] = {}
         """Data of the `done` messages of the last update that was sent, by number of the receiver in the plan."""
+        self.hosts: dict[int, str] = {}
+        """Space in which each receiver of that update shares memory, likewise; "" for those that share none."""
         self.num_moves = 0
         """Number of times that progress was seen since the start. Any thread may read it."""
 
@@ -87,7 +89,8 @@ class PairSender:
         """
         deadline = Deadline(f"sender {rank}", update.version, self._timeout_s - min(1.0, 0.1 * self._timeout_s))
         buckets = plan.sending(rank)
-        ranks = {bucket.receiver + 1 for bucket in buckets}
+        # Rank 0 hears from all receivers, also from those that it has nothing for.
+        ranks = {bucket.receiver + 1 for bucket in buckets} if rank else None
         self._number = number_of(update)
         self._tracker = tracker = ReceiverTracker(self._number, update.receivers, self._links, self._timeout_s, ranks)
         lanes: dict[int, _Lane] = {}
@@ -116,6 +119,7 @@ class PairSender:
             for lane in lanes.values():
                 lane.connection.close()
         self.needs = {rank - 1: data for rank, data in tracker.needs.items()}
+        self.hosts = {rank - 1: host for rank, host in tracker.hosts.items()}
         return sum(bucket.nbytes for bucket in buckets)
 
     def abort(self, reason: str, number: int | None = None) -> None:

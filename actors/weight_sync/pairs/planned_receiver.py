@@ -20,7 +20,7 @@ from ..plan.regions import Box, Region, within
 from ..plan.transfer_plan import Bucket, TransferPlan
 from ..plan.weight_reads import encode_regions
 from ..transports.ends import Receiver, Stream, bucket_offsets
-from ..transports.protocol import BucketFrame, Deadline, WeightUpdate
+from ..transports.protocol import BucketFrame, Deadline, WeightUpdate, worker_name, worker_names
 from ..views import BucketViews
 from .pair_receiver import PairReceiver
 
@@ -43,9 +43,16 @@ class PlannedReceiver(Receiver):
             arguments, plan = read_arguments(update.plan)
         except ValueError as error:
             raise deadline.error(str(error)) from error
+        host = arguments.receivers[rank].host
+        if host not in (self._pairs.host, worker_name(self.engine, self.worker)):
+            raise deadline.error("this worker is on another host than in the version before, which the plan is for")
         self._pairs.needs = encode_regions(self._needs())
         layout = plan_buckets(arguments.specs, arguments.bucket_bytes)
         return PlannedStream(update, layout, deadline, self._pairs, plan, rank)
+
+    def close(self) -> None:
+        """Free the memory that is kept between updates. Idempotent."""
+        self._pairs.close()
 
 
 class PlannedStream(Stream):
@@ -148,10 +155,10 @@ class _Left:
 
 def missing_part(update: WeightUpdate, engine: str, worker: int, needs: Sequence[Region]) -> str:
     """Return which of the regions `needs` of a worker an update leaves out, in words; "" if it has all of them."""
-    workers = [(group.engine, number) for group in update.receivers for number in range(group.num_workers)]
     arguments, _ = read_arguments(update.plan)
     sent: dict[str, list[Box]] = defaultdict(list)
-    for region in arguments.receivers[workers.index((engine, worker))].regions:
+    number = worker_names(update.receivers).index(worker_name(engine, worker))
+    for region in arguments.receivers[number].regions:
         sent[region.weight].append(region.box)
     lacking = (one for one in needs if not any(within(one.box, box) for box in sent[one.weight]))
     return next((f"{one.weight}{[*map(list, one.box)]}" for one in lacking), "")

@@ -21,8 +21,9 @@ from ..plan.layouts import held
 from ..plan.regions import Party, Region, Specs
 from ..plan.weight_reads import decode_regions
 from ..stream import SendReport
-from ..transports.protocol import ReceiverGroup, WeightUpdate
+from ..transports.protocol import ReceiverGroup, WeightUpdate, worker_names
 from .pair_sender import KIND, SLOTS, PairSender, location_of, number_of
+from .shared_slots import host_name
 
 
 class RankPublisher:
@@ -47,17 +48,22 @@ class RankPublisher:
         self._sender = PairSender(host, key, sync.timeout_s)
         self.addresses = [self._sender.address]
         """Addresses at which receivers reach the ranks, by rank."""
+        self.hosts = [host_name()] * len(regions)
+        """Host of each rank."""
         self._number = 0
+        self._places: dict[str, str] = {}
+        """Host that engines' workers have named, by worker. Other workers take a copy of their own."""
         self._needs: dict[str, tuple[Region, ...]] = {}
         """Regions that engines' workers have said they need, by worker. Other workers are sent everything."""
         self._digests: ParameterDigests | None = None
         """Digests of the last version; None before the first, with `sync.verify=off`, and on all ranks but 0."""
 
     def meet(self) -> None:
-        """Exchange the ranks' addresses. Collective over the default process group; not needed for one rank."""
-        found: list[str] = [""] * len(self._regions)
-        dist.all_gather_object(found, self._sender.address)
-        self.addresses = found
+        """Exchange the ranks' addresses and hosts. Collective over the default process group; not needed for one
+        rank."""
+        found: list[tuple[str, str]] = [("", "")] * len(self._regions)
+        dist.all_gather_object(found, (self._sender.address, host_name()))
+        self.addresses, self.hosts = [address for address, _ in found], [host for _, host in found]
 
     @property
     def sent(self) -> int:
@@ -67,11 +73,10 @@ class RankPublisher:
     def open(self, version: int, receivers: Sequence[ReceiverGroup]) -> WeightUpdate:
         """Return the announcement of an update that all ranks will send. Only rank 0 is called."""
         self._number += 1
-        senders = tuple(Party(f"rank {rank}", tuple(regions)) for rank, regions in enumerate(self._regions))
+        senders = tuple(Party(host, tuple(some)) for host, some in zip(self.hosts, self._regions, strict=True))
         whole = tuple(region for name, (_, shape) in self._specs.items() for region in held(name, shape))
-        workers = _workers(receivers)
-        # Every worker is its own host here, and so takes a copy of its own, until workers of a host pass buckets on.
-        parties = tuple(Party(worker, self._needs.get(worker, whole)) for worker in workers)
+        workers = worker_names(receivers)
+        parties = tuple(Party(self._places.get(one) or one, self._needs.get(one, whole)) for one in workers)
         limit = max(self._bucket_bytes // SLOTS, ALIGN) // ALIGN * ALIGN
         plan = PlanArguments.of(self._specs, senders, parties, limit).message
         num_bytes = plan_buckets(self._specs, self._bucket_bytes).num_bytes
@@ -88,11 +93,13 @@ class RankPublisher:
         _, plan = read_arguments(update.plan)
         buckets = int((plan.buckets.sender == self._rank).sum())
         planned = time.perf_counter()
-        needs, self._needs = self._needs, {}  # After an error, the next version is sent whole.
+        needs, self._needs = self._needs, {}  # After an error, the next version is sent whole, to each worker.
+        places, self._places = self._places, {}
         nbytes = self._sender.send(update, plan, self._rank, LocalTensors(read, self._regions[self._rank]))
-        workers = _workers(update.receivers)
+        workers = worker_names(update.receivers)
         told = {workers[number]: decode_regions(data) for number, data in self._sender.needs.items() if data}
         self._needs = needs | told
+        self._places = places | {workers[number]: host for number, host in self._sender.hosts.items()}
         ended = time.perf_counter()
         return SendReport(update.num_bytes, nbytes, 0.0, planned - started, ended - planned, buckets, 0, 0)
 
@@ -118,7 +125,3 @@ class RankPublisher:
     def close(self) -> None:
         """End the open update and stop listening. Idempotent."""
         self._sender.close()
-
-
-def _workers(receivers: Sequence[ReceiverGroup]) -> list[str]:
-    return [f"{group.engine} {worker}" for group in receivers for worker in range(group.num_workers)]

@@ -10,6 +10,7 @@ receiver's own GPU or host is preferred.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,17 @@ class TransferPlan:
         numbers = (needs | (self.buckets.receiver == receiver)).nonzero()[0]
         regions = _by_weight(self._receivers[receiver])
         return [self._bucket(int(number), regions, wanted) for number in numbers]
+
+    def passing(self, receiver: int) -> dict[int, tuple[int, ...]]:
+        """Return the other receivers that read each bucket in the memory of `receiver`, by number of the bucket.
+        Buckets without other readers are left out."""
+        found: dict[int, tuple[int, ...]] = {}
+        for number in (self.buckets.receiver == receiver).nonzero()[0].tolist():
+            rows = self.buckets.rows[self.buckets.begins[number] : self.buckets.ends[number]]
+            groups = (self._readers[group] for group in np.unique(self._cells.readers[rows]))
+            if others := {*itertools.chain.from_iterable(groups)} - {receiver}:
+                found[number] = tuple(sorted(others))
+        return found
 
     @property
     def bytes_sent(self) -> np.ndarray:

@@ -73,8 +73,8 @@ class Note:
 
     kind: str
     """Kind of the message. The sender's are `start`, `frame`, `end`, `abort` and `without` (a reader has left); a
-    receiver's are `through` (a bucket is finished), `failed`, `gave up` and `done` (the version is complete). The first
-    receiver of a host sends `ring`, which the sender passes on to the host's others."""
+    receiver's are `through` (a bucket is finished), `moves`, `failed`, `gave up` and `done` (the version is complete).
+    The first receiver of a host sends `ring`, which the sender passes on to the host's others."""
     text: str = ""
     """Name and backend of the process group in a `start` message; the reason in an `abort` or `failed` message; the
     location of the memory in a `ring` message; otherwise empty."""
@@ -297,7 +297,8 @@ class ReceiverTracker:
         self.groups: dict[int, str] = {}
         """Process group that each receiver still belonged to when it joined: rank -> name, "" for none. Only receivers
         that have joined are in it."""
-        self._hosts: dict[int, str] = {}
+        self.hosts: dict[int, str] = {}
+        """Space in which each receiver that has joined shares memory, as in `Hello`."""
         self._first_of: dict[int, int] = {}
         """Reader -> the receiver of its host whose memory it reads."""
         self.rings: set[int] = set()
@@ -344,7 +345,7 @@ class ReceiverTracker:
         becomes a member of the process group, and the host's others read its memory."""
         hosts: dict[str, list[int]] = {}
         for rank in self._names:
-            hosts.setdefault((shared and self._hosts[rank]) or str(rank), []).append(rank)
+            hosts.setdefault((shared and self.hosts[rank]) or str(rank), []).append(rank)
         places = {}
         for number, (first, *readers) in enumerate(hosts.values(), 1):
             places[first] = GroupPlace(number, len(hosts) + 1, tuple(readers))
@@ -389,7 +390,7 @@ class ReceiverTracker:
             else:
                 self._links[hello.rank] = link
                 self.groups[hello.rank] = hello.group
-                self._hosts[hello.rank] = hello.host
+                self.hosts[hello.rank] = hello.host
         except OSError:  # The connection broke before the receiver identified itself.
             link.close()
         self._arrivals.remove(link)

@@ -202,10 +202,13 @@ class Deadline:
         self.timeout_s = timeout_s
         self._started = self._moved = time.monotonic()
         self._stopped = False
+        self.num_moves = 0
+        """Number of times that progress was made."""
 
     def moved(self) -> None:
         """Restart the timeout. Call it after progress, and after time that was spent working rather than waiting."""
         self._moved = time.monotonic()
+        self.num_moves += 1
 
     def stop(self) -> None:
         """Make all waits fail at once. Meant to be called from a thread other than the waiting one."""
@@ -247,3 +250,8 @@ class Deadline:
 def worker_name(engine: str, worker: int) -> str:
     """Return the name of one worker process of an engine, for errors."""
     return f"{engine} worker {worker}"
+
+
+def worker_names(receivers: Sequence[ReceiverGroup]) -> list[str]:
+    """Return the names of all worker processes of these engines, in the order of their numbers."""
+    return [worker_name(group.engine, worker) for group in receivers for worker in range(group.num_workers)]

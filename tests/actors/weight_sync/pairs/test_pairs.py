@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
 
-from headrace.actors.weight_sync.pairs import pair_sender
+from headrace.actors.weight_sync.pairs import pair_receiver, pair_sender
 from headrace.actors.weight_sync.pairs.pair_receiver import PairReceiver
 from headrace.actors.weight_sync.pairs.pair_sender import KIND, PairSender, location_of
+from headrace.actors.weight_sync.pairs.payload_wire import receive_payload
+from headrace.actors.weight_sync.pairs.shared_slots import SharedSlots
 from headrace.actors.weight_sync.plan.layouts import held
 from headrace.actors.weight_sync.plan.regions import Party
 from headrace.actors.weight_sync.plan.transfer_plan import Bucket, TransferPlan, plan_transfer
-from headrace.actors.weight_sync.transports.protocol import ReceiverGroup, WeightTransferError, WeightUpdate
+from headrace.actors.weight_sync.transports.protocol import (
+    BucketFrame,
+    ReceiverGroup,
+    WeightTransferError,
+    WeightUpdate,
+)
 from headrace.codecs.weights.buckets import checksum
 from headrace.dataplane.security.handshake import new_key
 from headrace.dataplane.security.run_key import RunKey
@@ -53,7 +64,8 @@ def party(axis: int, num: int, index: int, host: str) -> Party:
 class Fleet:
     """Three trainer ranks with the rows of weights, and two engines of two workers with their columns."""
 
-    def __init__(self, timeout_s: float, key: bytes) -> None:
+    def __init__(self, timeout_s: float, key: bytes, shared: bool) -> None:
+        """shared: whether workers of the same number are on one host."""
         self.timeout_s = timeout_s
         self.senders = [PairSender("127.0.0.1", key, timeout_s) for _ in range(SENDERS)]
         places = [*itertools.product(range(ENGINES), range(TP))]
@@ -61,7 +73,7 @@ class Fleet:
         self.plan: TransferPlan = plan_transfer(
             SPECS,
             [party(0, SENDERS, rank, f"trainer {rank}") for rank in range(SENDERS)],
-            [party(1, TP, worker, f"{engine} {worker}") for engine, worker in places],
+            [party(1, TP, worker, f"host {worker}" if shared else f"{engine} {worker}") for engine, worker in places],
             640,
         )
         self.staged = [self._columns(weights(0), worker) for _, worker in places]
@@ -111,8 +123,8 @@ class Fleet:
 def fleet() -> Iterator[Callable[..., Fleet]]:
     with ExitStack() as stack:
 
-        def build(timeout_s: float = 20.0, key: bytes = KEY) -> Fleet:
-            made = Fleet(timeout_s, key)
+        def build(timeout_s: float = 20.0, key: bytes = KEY, *, shared: bool = False) -> Fleet:
+            made = Fleet(timeout_s, key, shared)
             for sender in made.senders:
                 stack.callback(sender.close)
             return made
@@ -240,4 +252,111 @@ def test_a_receiver_that_never_comes_is_named(fleet: Callable[..., Fleet]) -> No
     assert "cannot be reached" in got[3] and all(got)
     assert any("engine-1 worker 1 did not join" in error and error.startswith("engine-1|") for error in sent), sent
     ranks.receivers[3] = known
+    ranks.expect_whole(2)
+
+
+def test_bytes_come_over_the_link_once_for_all_receivers_of_a_host(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = fleet(shared=True)
+    taken: dict[socket.socket, int] = {}
+
+    def receive(connection: socket.socket, *args: Any) -> None:
+        receive_payload(connection, *args)
+        taken[connection] = int.from_bytes(
+            connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)[-8:], "little"
+        )
+
+    monkeypatch.setattr(pair_receiver, "receive_payload", receive)
+    before = len(os.listdir("/proc/self/fd"))
+    for version in (1, 2):
+        taken.clear()
+        ranks.expect_whole(version)
+        nbytes, handshakes = sum(one.nbytes for one in weights(0).values()), 2000 * len(taken)
+        assert nbytes <= sum(taken.values()) - int(ranks.plan.bytes_sent.sum()) + nbytes < nbytes + handshakes
+        assert int(ranks.plan.bytes_sent.sum()) < 1.1 * nbytes
+    assert all(ranks.plan.bytes_over_links)
+    for receiver in ranks.receivers:
+        receiver.close()
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+def harmed(ranks: Fleet, owner: int) -> set[int]:
+    """The owner of memory, and those that read in it."""
+    found = {owner, *itertools.chain.from_iterable(ranks.plan.passing(owner).values())}
+    assert 1 < len(found) < len(ranks.receivers)
+    return found
+
+
+@pytest.mark.parametrize("says_why", [True, False])
+def test_a_receiver_that_fails_harms_those_that_read_its_memory_in_this_version_only(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch, says_why: bool
+) -> None:
+    ranks = fleet(shared=True)
+    original = SharedSlots.pass_on
+
+    def pass_on(self: SharedSlots, *args: Any) -> None:
+        original(self, *args)
+        if self._deadline.end == "engine-0 worker 0" and self._readers:
+            if not says_why:
+                self.close()
+            raise self._deadline.error("out of order")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedSlots, "pass_on", pass_on)
+        sent, got = ranks.update(1)
+    hurt = harmed(ranks, 0)
+    assert {rank for rank, error in enumerate(got) if error} == hurt, got
+    for rank in hurt - {0}:
+        why = "it has failed: .* out of order" if says_why else "it is lost"
+        assert re.search(f"engine-0 worker 0, which takes buckets for this host: {why}", got[rank]), got
+    assert all(ranks.has(1, rank) for rank in range(len(got)) if rank not in hurt)
+    assert any(sent) and all(error.startswith("|") and "gave up waiting" in error for error in filter(None, sent))
+    ranks.expect_whole(2)
+
+
+def test_a_receiver_that_reads_too_slowly_is_not_waited_for(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused the version even if its bytes were right, because its slot could have been used again."""
+    ranks = fleet(4.0, shared=True)
+    original, done = SharedSlots.serve, threading.Event()
+
+    def serve(self: SharedSlots, *args: Any) -> None:
+        original(self, *args)
+        if self._deadline.end == "engine-0 worker 0":
+            done.set()
+
+    def verify(self: PairReceiver, frame: BucketFrame, payload: torch.Tensor, of: str, deadline: Any) -> None:
+        if self is ranks.receivers[2] and "engine-0 worker 0, which" in of:
+            assert done.wait(20)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedSlots, "serve", serve)
+        patch.setattr(PairReceiver, "_verify", verify)
+        _, got = ranks.update(1)
+    assert "engine-0 worker 0, which takes buckets for this host: it is lost, or did not wait" in got[2], got
+    assert ranks.has(1, 0) == (got[0] == "") and not any(
+        got[rank] for rank in (0, 1, 2, 3) if rank not in harmed(ranks, 2)
+    )
+    ranks.expect_whole(2)
+
+
+def test_a_receiver_that_does_nothing_is_blamed_alone(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = fleet(2.0, shared=True)
+    stuck, original = threading.Event(), PairReceiver._run_all
+
+    def run_all(self: PairReceiver, *args: Any) -> None:
+        if self is ranks.receivers[0]:
+            assert stuck.wait(20)
+        original(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PairReceiver, "_run_all", run_all)
+        sent, got = ranks.update(1, lambda: (wait_until(lambda: not ranks.senders[0]._tracker), stuck.set())[1])
+    for rank in harmed(ranks, 0) - {0}:
+        assert "engine-0 worker 0, which takes buckets for this host: it has done nothing for 1.0 s" in got[rank], got
+    assert sent[0].startswith("engine-0|") and "engine-0 worker 0 before its first bucket" in sent[0], sent
     ranks.expect_whole(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ import torch
 
 from headrace.actors.weight_sync.config import SyncConfig
 from headrace.actors.weight_sync.inbox import WeightInbox
+from headrace.actors.weight_sync.pairs import pair_receiver
 from headrace.actors.weight_sync.pairs.planned_receiver import missing_part
 from headrace.actors.weight_sync.pairs.rank_publisher import RankPublisher
 from headrace.actors.weight_sync.plan.layouts import held
@@ -114,13 +117,16 @@ def test_all_ranks_send_what_they_hold_and_versions_follow(num: int) -> None:
             for inbox in run.inboxes:
                 expect_equal(staged(inbox), source)
                 inbox.committed(version)
-            size = sum(tensor.nbytes for tensor in source.values())
-            assert size * 2 <= sum(report.bytes_sent for report in reports) < size * 2 + 10_000
+            # Before the first version, the ranks do not know that the engines share memory.
+            size = sum(tensor.nbytes for tensor in source.values()) * (2 if version == 1 else 1)
+            assert size <= sum(report.bytes_sent for report in reports) < size + 10_000
             assert all(report.num_bytes == update.num_bytes for report in reports)
 
 
-def test_a_worker_that_has_said_what_it_needs_is_sent_no_more() -> None:
+def test_a_worker_that_has_said_what_it_needs_is_sent_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """As do the workers of a tensor-parallel engine. After an error, everything is sent, and then less again."""
+    numbers = itertools.count()
+    monkeypatch.setattr(pair_receiver, "host_name", lambda: f"host {next(numbers)}")
     needed = {
         name: tensor[: max(1, len(tensor) // 2)] if tensor.ndim else tensor for name, tensor in weights(0).items()
     }
@@ -177,6 +183,50 @@ def test_nothing_but_the_declared_function_converts(monkeypatch: pytest.MonkeyPa
         expect_equal(staged(run.inboxes[0]), expected)
         size = sum(one.nbytes for one in expected.values())
         assert size <= sum(send.result(20).bytes_sent for send in sends) < size + 10_000
+
+
+def test_a_worker_that_cannot_read_the_memory_of_another_gets_a_copy_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object) -> None:
+        raise PermissionError("it must not be read")
+
+    size = sum(tensor.nbytes for tensor in weights(0).values())
+    with ranks(2, "one", "two") as run:
+
+        def sync(version: int) -> int:
+            update, sends = run.start(version, weights(version))
+            for prepared in run.prepare(update):
+                prepared.result(20)
+            for inbox in run.inboxes:
+                expect_equal(staged(inbox), weights(version))
+                inbox.committed(version)
+            return round(sum(send.result(20).bytes_sent for send in sends) / size)
+
+        assert [sync(1), sync(2)] == [2, 1]
+        with monkeypatch.context() as patched:
+            patched.setattr(pair_receiver, "SlotReader", refuse)
+            update, sends = run.start(3, weights(3))
+            prepared = run.prepare(update)
+            assert all(one.exception(20) for one in prepared)
+            told = "".join(str(send.exception(20)) for send in sends)
+        assert re.search(r"(one|two) worker 0, which takes buckets .*: its memory cannot be read: it must not", told)
+        assert [sync(4), sync(5)] == [2, 2]
+
+
+def test_a_worker_that_has_moved_to_another_host_refuses_a_plan_for_the_old_one() -> None:
+    with ranks(1, "one") as run:
+        for version in (1, 2):
+            update, [send] = run.start(version, weights(version))
+            [prepared] = run.prepare(update)
+            if version == 1:
+                prepared.result(20)
+                run.inboxes[0]._receivers["pairs"]._pairs.host = "another"  # pyright: ignore[reportAttributeAccessIssue]
+                send.result(20)
+            else:
+                with pytest.raises(WeightTransferError, match="another host than in the version before"):
+                    prepared.result(20)
+                run.senders[0].abort("an engine failed", update)
 
 
 def test_a_damaged_bucket_is_refused_and_the_next_version_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,12 +161,15 @@ def carry_out(plan: TransferPlan, senders: Sequence[Party], receivers: Sequence[
             payloads[bucket.number] = torch.full((bucket.nbytes,), 255, dtype=torch.uint8)
             pack(bucket, tensors, payloads[bucket.number])
     assert sorted(payloads) == list(range(len(plan.buckets.sender)))
+    readers: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank, party in enumerate(receivers):
         tensors, times = empty_tensors(party, -7.0), empty_tensors(party, 0.0)
         taken = plan.taking(rank)
         assert {bucket.number for bucket in taken} >= set(np.flatnonzero(plan.buckets.receiver == rank).tolist())
         for bucket in taken:
             assert receivers[bucket.receiver].host == party.host
+            if bucket.receiver != rank:
+                readers[bucket.receiver, bucket.number].append(rank)
             unpack(bucket, payloads[bucket.number], tensors)
             for move in bucket.moves:
                 times[move.tensor].as_strided(move.shape, move.strides, move.offset).add_(1)
@@ -176,6 +179,10 @@ def carry_out(plan: TransferPlan, senders: Sequence[Party], receivers: Sequence[
         for name, tensor in tensors.items():
             assert tensor.view(torch.uint8).equal(expected[name].view(torch.uint8)), name
             assert times[name].equal(once[name]), name
+    passing = {
+        (rank, number): [*ranks] for rank in range(len(receivers)) for number, ranks in plan.passing(rank).items()
+    }
+    assert passing == readers
 
 
 def needed_bytes(party_regions: Sequence[Region]) -> int:

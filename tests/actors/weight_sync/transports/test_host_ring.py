@@ -92,7 +92,7 @@ def test_a_ring_ends_with_its_process(ring: OwnRing) -> None:
 def test_the_first_receiver_of_each_host_is_a_member_of_the_group() -> None:
     listener = LinkListener("127.0.0.1", KEY)
     tracker = ReceiverTracker(1, (ReceiverGroup("a", 2), ReceiverGroup("b", 3)), listener, 1.0)
-    tracker._hosts = {1: "x", 2: "y", 3: "x", 4: "", 5: "y"}
+    tracker.hosts = {1: "x", 2: "y", 3: "x", 4: "", 5: "y"}
     assert tracker.places(shared=True) == {
         1: GroupPlace(1, 4, (3,)),
         3: GroupPlace(0, 4, (3,)),
