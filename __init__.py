@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .actors.train.microbatch_plan import Budget, ShardPlan, plan_shards
     from .actors.train.topology import Topology
     from .codecs.batch import Batch, Jagged
+    from .codecs.blobs import Blob, BlobRows, blob_field
     from .codecs.schema import Field, Kind, Schema
     from .dataplane.client.async_client import AsyncDataPlaneClient
     from .dataplane.client.client import DataPlaneClient
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .dataplane.directory.samplers import TaskConfig
     from .dataplane.errors import (
         AlreadyWritten,
+        BlobsMissing,
         CapacityExceeded,
         ClaimTimeout,
         DataPlaneError,
@@ -61,6 +63,9 @@ __all__ = [
     "AlreadyWritten",
     "AsyncDataPlaneClient",
     "Batch",
+    "Blob",
+    "BlobRows",
+    "BlobsMissing",
     "Budget",
     "Callback",
     "CapacityExceeded",
@@ -114,6 +119,7 @@ __all__ = [
     "TrainResult",
     "UserError",
     "WeightSync",
+    "blob_field",
     "connect",
     "connect_async",
     "load_config",
@@ -134,6 +140,7 @@ _MODULES = {
     "actors.train.microbatch_plan": "Budget ShardPlan plan_shards",
     "actors.train.topology": "Topology",
     "codecs.batch": "Batch Jagged",
+    "codecs.blobs": "Blob BlobRows blob_field",
     "codecs.schema": "Field Kind Schema",
     "dataplane.client.async_client": "AsyncDataPlaneClient",
     "dataplane.client.client": "DataPlaneClient",

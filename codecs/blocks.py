@@ -189,10 +189,10 @@ def _cut(piece: np.ndarray) -> list[np.ndarray]:
 
 
 def encode_block(
-    batch: Batch, start: int, stop: int, *, checksum: bool, groups: np.ndarray | None = None
+    batch: Batch, start: int, stop: int, *, checksum: bool, seed: int = 0, groups: np.ndarray | None = None
 ) -> EncodedBlock:
     """Encode rows `start:stop` of `batch` as one block; see `encode_blocks`."""
-    return encode_blocks(batch, [(start, stop)], checksum=checksum, groups=groups)[0]
+    return encode_blocks(batch, [(start, stop)], checksum=checksum, seed=seed, groups=groups)[0]
 
 
 def encode_blocks(

@@ -65,6 +65,9 @@ class Field:
     shared: bool = False
     """True if leading tokens that rows of a group have in common are stored only once, for PER_TOKEN only. A put finds
     these tokens by comparing bytes, and readers get whole rows, so this changes only the number of bytes."""
+    parts: tuple[Field, ...] = ()
+    """Fields of the blobs, such as pictures, whose digests a row of this field lists; () for a field without blobs. See
+    `blobs.blob_field`."""
 
     def __post_init__(self) -> None:
         if not self.name or not isinstance(self.name, str):
@@ -91,6 +94,17 @@ class Field:
         is_number = isinstance(self.pad_value, int | float)
         if not is_number or self.dtype is not None and not _holds(self.dtype, self.pad_value):
             raise ValueError(f"field {self.name!r}: pad value {self.pad_value!r} does not fit dtype {self.dtype}")
+        if self.parts:
+            self._check_parts()
+
+    def _check_parts(self) -> None:
+        if (self.kind, self.dtype, self.ndim) != (Kind.RAGGED, torch.uint8, 2):
+            raise ValueError(f"field {self.name!r}: only ragged fields of uint8 with ndim=2 have parts; use blob_field")
+        for part in Schema(self.parts).values():
+            if part.kind is Kind.PER_TOKEN or part.parts:
+                raise ValueError(
+                    f"field {self.name!r}: part {part.name!r} is per_token or has parts, which no blob has"
+                )
 
     @property
     def dtype_name(self) -> str | None:
@@ -116,6 +130,7 @@ class Field:
             "pad_value": self.pad_value,
             "ndim": self.ndim,
             "shared": self.shared,
+            "parts": [part.to_dict() for part in self.parts],
         }
 
     @staticmethod
@@ -129,6 +144,7 @@ class Field:
             pad_value=data["pad_value"],
             ndim=data["ndim"],
             shared=data.get("shared", False),
+            parts=tuple(Field.from_dict(part) for part in data.get("parts", ())),
         )
 
 

@@ -287,9 +287,8 @@ class PutsMany(Protocol):
     def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
         """Write several blocks as `BlockStore.put` does, and return their locations.
 
-        blocks: the parts of each block, each in pieces; every block has the same number of parts. The first block has
-        the id `first_block_id`, and the ids of the others follow. When this raises, some of the blocks may have been
-        written.
+        blocks: the parts of each block, each in pieces. The first block has the id `first_block_id`, and the ids of
+        the others follow. When this raises, some of the blocks may have been written.
         """
         ...
 

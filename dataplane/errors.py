@@ -7,6 +7,7 @@ DataPlaneError
 ├── AlreadyWritten       (also ValueError)  a put would write a field that its row has, without replace=True
 ├── KeysNotFound         (also KeyError)    some of the keys do not exist in the partition
 ├── FieldsNotReady       the keys exist, but some of the wanted fields are not written yet
+├── BlobsMissing         rows of a put refer to blobs that are neither stored nor in the put
 ├── RowsCleared          a receipt was used after its rows were cleared or replaced
 ├── ForeignReceipt       (also ValueError)  a receipt comes from another run or another data plane
 ├── LeaseLost            rows were written, released or renewed after their lease had ended
@@ -118,6 +119,10 @@ class KeysNotFound(DataPlaneError, KeyError):
 
 class FieldsNotReady(DataPlaneError):
     """The keys exist, but some of the wanted fields have not been written for them."""
+
+
+class BlobsMissing(DataPlaneError):
+    """Rows of a put refer to blobs, such as pictures, that are neither stored nor in the put. The keys are digests."""
 
 
 class RowsCleared(DataPlaneError):

@@ -38,7 +38,7 @@ Tags: TypeAlias = "Mapping[str, np.ndarray | Sequence[str] | Sequence[float]]"
 _FORMAT = "receipt6"
 _SUM_BYTES = 8
 """Number of bytes of the xxh3 checksum with which an encoded receipt begins."""
-_FIELD_KEYS = ("name", "kind", "dtype", "trailing", "pad_value", "ndim", "shared")
+_FIELD_KEYS = ("name", "kind", "dtype", "trailing", "pad_value", "ndim", "shared", "parts")
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,10 +286,12 @@ def _applied(check: Check, name: str, value: Any) -> Any:
 
 
 CHECKS: dict[str, Check] = {
-    "arguments": _or_none(as_sampler_arguments), "at_least": _or_none(as_integer), "fields": as_names,
+    "arguments": _or_none(as_sampler_arguments), "at_least": _or_none(as_integer), "field": as_text,
+    "fields": as_names,
     "group_size": as_count, "groups": _or_none(_keys), "keys": _keys, "max_version": _or_none(as_integer),
     "meta": as_receipt, "min_version": _or_none(as_integer), "n": as_integer, "outcome": as_outcome,
-    "name": as_string, "partition": as_text, "path": as_path, "positions": as_positions, "redefine": as_flag,
+    "name": as_string, "partition": as_text, "parts": _or_none(as_names), "path": as_path,
+    "positions": as_positions, "redefine": as_flag,
     "replace": as_flag,
     "schema": as_schema, "tags": as_tags, "task": as_text, "tasks": task_configs, "timeout_s": _or_none(as_seconds),
     "config": _or_none(as_config), "handle": as_handle, "in_process": as_flag, "listen": listen_address,

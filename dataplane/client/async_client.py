@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ...codecs.batch import Batch
+from ...codecs.blobs import BlobRows
 from ...codecs.schema import Field, Schema
 from ..block_store import BlockStore
 from ..directory.calls import Outcome
@@ -121,6 +122,12 @@ class AsyncDataPlaneClient(CountedClient):
     ) -> Batch:
         """Read fields of the rows of a receipt (their keys and locations), as `DataPlaneClient.get` does."""
         return await self._move(self._operations.get(meta, fields, timeout_s))
+
+    async def get_blobs(
+        self, meta: KVBatchMeta, field: str, parts: Sequence[str] | None = None, *, timeout_s: float | None = None
+    ) -> BlobRows:
+        """Read the blobs to which the rows of a receipt refer, as `DataPlaneClient.get_blobs` does."""
+        return await self._move(self._operations.get_blobs(meta, field, parts, timeout_s))
 
     async def lookup(
         self,

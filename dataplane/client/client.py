@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ...codecs.batch import Batch
+from ...codecs.blobs import BlobRows
 from ...codecs.schema import Field, Schema
 from ..directory.calls import Outcome
 from ..directory.samplers import TaskConfig
@@ -153,6 +154,18 @@ class DataPlaneClient(CountedClient):
         SchemaMismatch for undeclared or repeated fields, and IntegrityError for bytes that have changed.
         """
         return self._move(self._operations.get(meta, fields, timeout_s))
+
+    def get_blobs(
+        self, meta: KVBatchMeta, field: str, parts: Sequence[str] | None = None, *, timeout_s: float | None = None
+    ) -> BlobRows:
+        """Read the blobs, such as pictures, to which the rows of a receipt refer in `field`. Each is read once, however
+        many of the rows refer to it.
+
+        parts: parts of the blobs to read, such as `["pixels"]`; None reads all. Reads the rows' digests, asks the
+        directory where the blobs are, and reads them. Idempotent. Raises the errors of `get`, KeysNotFound naming the
+        digests of blobs that were freed because their last rows were cleared, and ValueError for a field without blobs.
+        """
+        return self._move(self._operations.get_blobs(meta, field, parts, timeout_s))
 
     def lookup(
         self,

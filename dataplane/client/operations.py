@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -20,14 +20,17 @@ import numpy as np
 
 from ...codecs import messages
 from ...codecs.batch import Batch
+from ...codecs.blobs import BlobRows, References
 from ...codecs.blocks import EncodedBlock
 from ...codecs.schema import Schema
+from ..blobs.row_references import holder_of_blobs
 from ..block_store import ANY_HOLDER, BlockStore, ChoosesHolders
 from ..compact import pack_keys, unpack_keys
 from ..directory import requests
 from ..directory.calls import ClaimRows, Committed, Fence, Outcome, PutRows, check_distinct
 from ..directory.samplers import TaskConfig
 from ..errors import (
+    BlobsMissing,
     DataPlaneError,
     DataPlaneTimeout,
     DirectoryLost,
@@ -42,6 +45,7 @@ from ..rpc.links import Link, Undo, in_all
 from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from ..traffic import ClientStats
 from .arguments import Fields, checked, empty_receipt
+from .blob_puts import BlobsOfField, carrying
 from .block_io import check_readable, column_bytes, hosts_of, naming_lost, read_rows, write_blocks
 from .lease_renewal import LeaseRenewal
 from .prepared_put import prepared
@@ -215,17 +219,17 @@ class Operations:
         schema = cached or (yield from self._schema(partition, bound))
         check_distinct(keys, partition)
 
-        def prepare(schema: Schema) -> tuple[PutRows, list[EncodedBlock]]:
-            put, blocks = prepared(
+        def prepare(schema: Schema) -> tuple[PutRows, list[EncodedBlock], dict[str, BlobsOfField]]:
+            put, blocks, blobs = prepared(
                 self.handle, self.label, schema, partition, keys, fields, versions, groups, tags or {}, replace, fences
             )
             if isinstance(self.store, ChoosesHolders):
                 put = msgspec.structs.replace(put, near=self.store.near(deadline - time.monotonic()))
-            return put, blocks
+            return put, blocks, blobs
 
         try:
             try:
-                put, blocks = yield Work("put", lambda: prepare(schema), deadline)
+                put, blocks, blobs = yield Work("put", lambda: prepare(schema), deadline)
             except SchemaMismatch:
                 if cached is None:
                     raise
@@ -234,17 +238,38 @@ class Operations:
                 if schema == cached:
                     raise
                 # Fields were added meanwhile, or the partition was registered again.
-                put, blocks = yield Work("put", lambda: prepare(schema), deadline)
+                put, blocks, blobs = yield Work("put", lambda: prepare(schema), deadline)
             if not keys:
                 return Moved(empty_receipt(partition, schema, put.fields, self._plane_id), 0)
             yield SHIELD
-            written = yield from self._place(put, blocks, deadline)
+            put, written = yield from self._place_with_blobs(put, blocks, blobs, deadline)
         except SchemaMismatch:
             self._schemas.pop(partition, None)  # The partition may have been registered again.
             raise
         receipt = written.receipt(put, schema, self._plane_id)
         undo = None if replace else partial(self._withdraw, put, written.first_block_id, 0)
         return Moved(receipt, put.value_bytes, undo)
+
+    def _place_with_blobs(
+        self, put: PutRows, blocks: list[EncodedBlock], blobs: Mapping[str, BlobsOfField], deadline: float
+    ) -> Steps[tuple[PutRows, Committed]]:
+        """Carry out a put, with those blobs of its rows that are not stored. Blobs can be freed until the put is
+        committed; it is then done again. Returns the put as it was done."""
+        while put.blobs:
+            absent: dict[str, set[str]] = {}
+            for name in blobs:
+                request = requests.SomeRows(
+                    holder_of_blobs(put.partition, name), pack_keys(blobs[name].references.names)
+                )
+                left_s = max(0.0, deadline - time.monotonic())
+                absent[name] = set(unpack_keys((yield Ask(self.link, "absent", requests.encode(request), left_s))))
+            carried = yield Work("put", partial(carrying, self.handle, put, blobs, absent), deadline)
+            try:
+                return carried[0], (yield from self._place(carried[0], [*blocks, *carried[1]], deadline))
+            except BlobsMissing:
+                if time.monotonic() >= deadline:
+                    raise
+        return put, (yield from self._place(put, blocks, deadline))
 
     def _place(self, put: PutRows, blocks: list[EncodedBlock], deadline: float) -> Steps[Committed]:
         """Carry out a put: write its blocks and commit its rows. If that fails because of a process of the store that
@@ -360,6 +385,19 @@ class Operations:
             dead = yield from self._find_lost()
             raise naming_lost(error, meta, names, dead) from error.__cause__
         return Moved(batch, sum(map(column_bytes, batch.values())))
+
+    @checked
+    def get_blobs(
+        self, meta: KVBatchMeta, field: str, parts: tuple[str, ...] | None, timeout_s: float | None
+    ) -> Steps[Moved[BlobRows]]:
+        if field not in meta.schema or not meta.schema[field].parts:
+            raise ValueError(f"field: got {field!r}, expected a field with blobs of {list(meta.schema)}")
+        rows = yield from self.get(meta, (field,), timeout_s)
+        references = References.read(rows.result.ragged(field))
+        names = tuple(part.name for part in meta.schema[field].parts) if parts is None else parts
+        holder = holder_of_blobs(meta.partition, field)
+        found = yield from self.get_keys(holder, references.names, names, timeout_s)
+        return Moved(BlobRows(found.result, references), rows.nbytes + found.nbytes)
 
     @checked
     def lookup(

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..blobs.row_references import with_its_rows
 from ..meta import KVBatchMeta
 from ..status import DataPlaneStatus
 from .operations import Operations, Steps
@@ -13,8 +14,8 @@ from .operations import Operations, Steps
 
 def shard_of(partition: str, count: int) -> int:
     """Return the number of the directory, of `count`, that serves a partition. It depends only on the name, so
-    that clients can compute it."""
-    return zlib.crc32(partition.encode(errors="replace")) % count
+    that clients can compute it. Blobs are where the rows are that refer to them."""
+    return zlib.crc32(with_its_rows(partition).encode(errors="replace")) % count
 
 
 class ShardedOperations:

@@ -11,6 +11,7 @@ from ..directory.calls import Fence, Grouping, PutRows, schema_id
 from ..handle import DataPlaneHandle
 from ..meta import Tags, check_tags
 from .arguments import Fields, as_versions, mismatch, packed
+from .blob_puts import BlobsOfField, split_blobs, with_references
 from .block_io import cut, rows_per_block
 
 
@@ -26,9 +27,9 @@ def prepared(
     tags: Tags,
     replace: bool,
     fences: tuple[Fence, ...],
-) -> tuple[PutRows, list[EncodedBlock]]:
-    """Return a description of the rows of a put, and its blocks. A group is split over blocks only if it does not fit
-    in one.
+) -> tuple[PutRows, list[EncodedBlock], dict[str, BlobsOfField]]:
+    """Return a description of the rows of a put, its blocks, and its blobs by field. A group is split over blocks only
+    if it does not fit in one.
 
     writer: name of the client. fences: conditions on the rows. The other arguments are those of `DataPlaneClient.put`.
     Raises SchemaMismatch for rows that do not fit the schema or cannot be stored, and ValueError for other wrong
@@ -36,6 +37,7 @@ def prepared(
     """
     if groups is not None and len(groups) != len(keys):
         raise ValueError(f"groups: got {len(groups)} names, expected one for each of {len(keys)} keys")
+    fields, found = split_blobs(partition, schema, fields, keys)
     batch = packed(partition, schema, fields, keys)
     grouping = Grouping.of(keys, groups)
     config, blocks = handle.config, []
@@ -60,4 +62,4 @@ def prepared(
         schema_id(schema),
         fences,
     )
-    return put, blocks
+    return with_references(put, found), blocks, found

@@ -112,6 +112,22 @@ class Fence(msgspec.Struct, frozen=True, array_like=True):
     """Ids of the leases of which one must hold each row that has a generation; () if they need no lease."""
 
 
+class BlobsOfRows(msgspec.Struct, frozen=True, array_like=True):
+    """Describes the blobs to which the rows of a put refer in one field, and those of them that the put brings."""
+
+    field: str
+    names: Sequence[str]
+    """Digests of the distinct blobs."""
+    index: np.ndarray
+    """Position in `names` of each reference, row after row, int64 `[sum(counts)]`."""
+    counts: np.ndarray
+    """Number of references of each row, int64 `[N]`."""
+    carried: tuple[int, ...] = ()
+    """Positions in `names` of the blobs that the put brings."""
+    layouts: tuple[BlockLayout, ...] = ()
+    """Layout of the block of each blob that the put brings."""
+
+
 class PutRows(msgspec.Struct, frozen=True, array_like=True):
     """Describes the rows and blocks of one put, without the content of the rows."""
 
@@ -135,6 +151,13 @@ class PutRows(msgspec.Struct, frozen=True, array_like=True):
     """Conditions on the rows, all of which must hold; () for a put that may create them."""
     near: int = ANY_HOLDER
     """Number of a process of the store on the writer's host; ANY_HOLDER if there is none."""
+    blobs: tuple[BlobsOfRows, ...] = ()
+    """Blobs of the rows, for each field of the put that has blobs."""
+
+    @property
+    def all_layouts(self) -> tuple[BlockLayout, ...]:
+        """Layouts of the rows' blocks, followed by those of the blobs that the put brings."""
+        return self.layouts + tuple(layout for blobs in self.blobs for layout in blobs.layouts)
 
     @property
     def nbytes(self) -> int:
@@ -144,12 +167,12 @@ class PutRows(msgspec.Struct, frozen=True, array_like=True):
     @property
     def sizes(self) -> list[int]:
         """Number of bytes that each block takes in the store."""
-        return [layout.nbytes for layout in self.layouts]
+        return [layout.nbytes for layout in self.all_layouts]
 
     @property
     def value_bytes(self) -> int:
         """Number of bytes of the blocks' values, indexes and headers, without padding."""
-        return sum(sum(layout.part_bytes) for layout in self.layouts)
+        return sum(sum(layout.part_bytes) for layout in self.all_layouts)
 
 
 class Committed(msgspec.Struct, frozen=True, array_like=True):

@@ -14,18 +14,19 @@ import numpy as np
 
 from ...codecs.integers import distinct
 from ...codecs.schema import Field, Schema
+from ..blobs.row_references import holds_blobs
 from ..block_store import ANY_HOLDER, HasRooms, holder_of
 from ..errors import CapacityExceeded, DataPlaneTimeout, LeaseLost
 from ..meta import BlockRef, KVBatchMeta
 from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from .block_table import BlockTable, FreedBlock, Reservation
-from .calls import ClaimRows, Committed, Outcome, PutRows
+from .calls import ClaimRows, Committed, Grouping, Outcome, PutRows
 from .fences import check_fences
 from .partition import Partition, PartitionState
 from .partition_registry import PartitionRegistry
 from .ready import ReadyView
 from .receipts import committed_of, receipt_of, token_starts
-from .rows import pick
+from .rows import ROW_BITS, pick
 from .samplers import TaskConfig
 from .task_cursor import DONE, Lease, LeaseBook
 
@@ -117,6 +118,7 @@ class Directory:
         Raises ValueError for invalid arguments, for a sampler that cannot be built, and without `redefine` if the
         partition is already registered with other arguments; the error names the difference.
         """
+        _check_no_blobs("register", name)
         replaced = self._partitions.register(name, schema, tasks, group_size, redefine=redefine)
         return None if replaced is None else self._forget(replaced, replaced.rows.live())
 
@@ -132,6 +134,7 @@ class Directory:
     def unregister(self, name: str) -> tuple[int, list[FreedBlock]]:
         """Forget a partition. Returns the number of rows that were in it, and the blocks to which no row refers any
         more."""
+        _check_no_blobs("unregister", name)
         part = self._partitions.remove(name)
         rows = part.rows.live()
         return len(rows), self._forget(part, rows)
@@ -146,7 +149,9 @@ class Directory:
         """Extend a partition's schema by fields, and return the schema. Fields that it has already are ignored. Raises
         ValueError for a field that is already declared differently; no field is added then."""
         part = self._partitions[partition]
+        _check_no_blobs("add_fields", partition)
         part.add_fields(fields)
+        self._partitions.add_blobs(part)
         return part.schema
 
     def export(self, partition: str) -> tuple[PartitionState, PartitionRows, list[KVBatchMeta]]:
@@ -162,6 +167,7 @@ class Directory:
         """Register a saved partition under a name, with its rows and its tasks' progress. No field of the rows is
         written yet. Raises ValueError if a partition of that name is registered, and the errors of `register`; nothing
         is registered then."""
+        _check_no_blobs("load", name)
         self._partitions.restore(name, state, rows)
 
     # ---------------- These methods carry out puts.
@@ -192,7 +198,7 @@ class Directory:
         spare = 0 if near in (None, room) else blocks.capacity_bytes // SPARE_PART
         if put.nbytes > blocks.free_bytes(room) - spare:
             return None
-        return blocks.reserve(put.writer, put.nbytes, len(put.layouts), now + self._reserve_s, room=room)
+        return blocks.reserve(put.writer, put.nbytes, len(put.sizes), now + self._reserve_s, room=room)
 
     def holder_for(self, reservation: Reservation) -> int:
         """Return the number of a process of the store on the host of a reservation."""
@@ -287,23 +293,56 @@ class Directory:
         block_ids = reservation.block_ids[: len(sizes)]
         locations = tuple(locate(block_ids, sizes))
         freed = self._write(reservation, put, partition, rows, locations)
-        return committed_of(partition, put, rows, block_ids.start, locations), freed
+        return committed_of(partition, put, rows, block_ids.start, locations[: len(put.layouts)]), freed
 
     def _write(
         self, reservation: Reservation, put: PutRows, partition: Partition, rows: np.ndarray, locations: Sequence[bytes]
     ) -> list[FreedBlock]:
         """Make the rows of a checked put readable. rows: the result of `Partition.check_put`, in which the numbers of
         new rows are filled in. Returns the blocks to which no row refers any more."""
-        sizes = [layout.nbytes for layout in put.layouts]
+        sizes, of_rows = put.sizes, len(put.layouts)
         block_ids = reservation.block_ids[: len(sizes)]
-        refs = [BlockRef(*item) for item in zip(block_ids, locations, put.layouts, strict=True)]
-        live = [layout.num_rows * len(put.fields) for layout in put.layouts]
-        self._blocks.settle(reservation, refs, sizes, token_starts(put.lengths, put.layouts), live)
+        refs = [BlockRef(*item) for item in zip(block_ids, locations, put.all_layouts, strict=True)]
+        live = [layout.num_rows * len(layout.fields) for layout in put.all_layouts]
+        starts = token_starts(put.lengths, put.layouts) + [None] * (len(sizes) - of_rows)
+        self._blocks.settle(reservation, refs, sizes, starts, live)
         room_of = self._blocks.rooms.room_of
         if put.near != ANY_HOLDER and locations and room_of(holder_of(locations[0])) != room_of(put.near):
             self._puts_elsewhere += 1
-        replaced = partition.write(put, rows, block_ids, self._partitions.group_numbers)
-        return self._blocks.unlink(replaced)
+        replaced = partition.write(put, rows, block_ids[:of_rows], self._partitions.group_numbers)
+        return self._blocks.unlink(replaced) + self._refer(partition, put, rows, block_ids[of_rows:])
+
+    def _refer(self, part: Partition, put: PutRows, rows: np.ndarray, block_ids: Sequence[int]) -> list[FreedBlock]:
+        """Add the blobs that a put brings, and make its rows refer to their blobs. Returns the blocks of blobs to which
+        no row refers any more, and of those that another put has brought meanwhile."""
+        freed: list[FreedBlock] = []
+        for refs in put.blobs:
+            holder, own, block_ids = (
+                part.blobs[refs.field],
+                block_ids[: len(refs.carried)],
+                block_ids[len(refs.carried) :],
+            )
+            names = [refs.names[number] for number in refs.carried]
+            there = holder.rows.find(names) >= 0
+            for name, layout, block_id, known in zip(names, refs.layouts, own, there.tolist(), strict=True):
+                if known:
+                    freed += self._blocks.unlink(np.full(len(layout.fields), block_id << ROW_BITS))
+                    continue
+                groups = Grouping.of((name,), None)
+                blob = PutRows(holder.name, (name,), layout.fields, None, None, groups, {}, (layout,), False, "", 0)
+                holder.write(blob, np.array([-1]), (block_id,), self._partitions.group_numbers)
+            blobs = holder.rows.find(refs.names)[refs.index]
+            freed += self._forget(holder, part.references[refs.field].set(rows, refs.counts, blobs))
+        return freed
+
+    def _drop_references(self, part: Partition, rows: np.ndarray) -> list[FreedBlock]:
+        """Drop the references of those of `rows` whose fields are not written any more. Returns the blocks of the blobs
+        to which no row refers any more."""
+        freed: list[FreedBlock] = []
+        for name, references in part.references.items():
+            unwritten = rows[part.rows.slots[name][rows] < 0]
+            freed += self._forget(part.blobs[name], references.drop(unwritten.tolist()))
+        return freed
 
     def abort(self, reservation_id: int) -> Reservation | None:
         """Cancel a reservation or credit, and return it so that the store can take its space back. Credit is a
@@ -315,9 +354,10 @@ class Directory:
         forgotten. Returns the blocks to which no row refers any more."""
         part = self._partitions[partition]
         rows = part.rows.find(keys)
-        slots, leases = part.withdraw(distinct(rows[rows >= 0]), first_block_id, num_blocks)
+        rows = distinct(rows[rows >= 0])
+        slots, leases = part.withdraw(rows, first_block_id, num_blocks)
         self._leases.drop_rows(leases)
-        return self._blocks.unlink(slots)
+        return self._blocks.unlink(slots) + self._drop_references(part, rows)
 
     def tag(self, partition: str, keys: Sequence[str], tags: Mapping[str, np.ndarray]) -> None:
         """Set tags of existing rows: for each tag (a named number or text of a row), a value for each key.
@@ -487,6 +527,7 @@ class Directory:
 
         Raises KeysNotFound for unknown keys, and then nothing is cleared.
         """
+        _check_no_blobs("clear", partition)
         part = self._partitions[partition]
         rows = part.rows.live() if keys is None else distinct(part.find(keys, "clear"))
         return len(rows), self._forget(part, rows)
@@ -497,9 +538,10 @@ class Directory:
 
         Raises KeysNotFound for unknown keys, and then nothing is dropped.
         """
+        _check_no_blobs("free", partition)
         part = self._partitions[partition]
         rows = distinct(part.find(keys, "free"))
-        return len(rows), self._blocks.unlink(part.free(rows))
+        return len(rows), self._blocks.unlink(part.free(rows)) + self._drop_references(part, rows)
 
     def clear_stale(self, claim: ClaimRows) -> tuple[list[str], list[FreedBlock]]:
         """Forget the ready rows that a claim like `claim` skips as too old, except those leased to any task. A claim of
@@ -533,6 +575,12 @@ class Directory:
         blocks = self._blocks.lose(holders)
         block_ids = np.array([block.block_id for block in blocks], dtype=np.int64)
         lost = [part.lose(block_ids, holders.values()) for part in self._partitions] if blocks else []
+        for part in self._partitions if blocks else ():
+            for name, holder in part.blobs.items():
+                gone = holder.rows.live()
+                rows = part.references[name].referrers(gone[holder.rows.lost(gone)])
+                blocks += self._blocks.unlink(part.lose_field(name, rows, holders.values()))
+            blocks += self._drop_references(part, part.rows.live())
         return sum(lost), blocks
 
     def clear_lost(self) -> tuple[dict[str, list[str]], list[FreedBlock]]:
@@ -617,16 +665,24 @@ class Directory:
             return []
         slots, leases = part.remove(rows)
         self._leases.drop_rows(leases)
-        return self._blocks.unlink(slots)
+        return self._blocks.unlink(slots) + self._drop_references(part, rows)
 
     def _check_rows(self, put: PutRows) -> tuple[Partition, np.ndarray]:
         """Check the rows of a put. Returns its partition, and the result of `Partition.check_put`."""
+        _check_no_blobs("put", put.partition)
         part = self._partitions[put.partition]
         check_fences(part, self._leases, put)
         return part, part.check_put(put)
 
     def _receipt(self, part: Partition, rows: np.ndarray, fields: tuple[str, ...], lease_id: int = 0) -> KVBatchMeta:
         return receipt_of(part, self._blocks, rows, fields, lease_id, self._plane_id)
+
+
+def _check_no_blobs(op: str, partition: str) -> None:
+    if holds_blobs(partition):
+        raise ValueError(
+            f"{op}: got partition {partition!r}, expected a name without '#'; blobs are put and cleared with their rows"
+        )
 
 
 def _check_lease_id(op: str, lease_id: int) -> None:

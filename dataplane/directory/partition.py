@@ -12,7 +12,8 @@ import numpy as np
 
 from ...codecs.integers import distinct
 from ...codecs.schema import Field, Kind, Schema
-from ..errors import AlreadyWritten, FieldsNotReady, KeysNotFound, SchemaMismatch, StoreLost
+from ..blobs.row_references import RowReferences
+from ..errors import AlreadyWritten, BlobsMissing, FieldsNotReady, KeysNotFound, SchemaMismatch, StoreLost
 from ..meta import POSITION, tag_type
 from ..status import PartitionRows
 from .calls import ClaimRows, Grouping, PutRows, check_distinct, schema_id
@@ -67,6 +68,10 @@ class Partition:
         self.add_tasks(tasks)
         self.registered = frozenset(self.tasks)
         """Names of the tasks with which the partition was registered."""
+        self.blobs: dict[str, Partition] = {}
+        """For each field with blobs, the partition that holds them."""
+        self.references: dict[str, RowReferences] = {}
+        """For each field with blobs, what the rows refer to."""
         self.died: list[str] = []
         """Names of the store's processes with which rows of this partition were lost."""
         self._checked: set[tuple[str, ...]] = set()
@@ -323,7 +328,29 @@ class Partition:
         if len(old) < len(rows):
             self._check_new(put, rows)
         self._check_tags("put", put.keys, put.tags)
+        self._check_blobs(put)
         return rows
+
+    def _check_blobs(self, put: PutRows) -> None:
+        """Raise BlobsMissing naming the blobs to which the rows refer that are neither stored nor in the put.
+
+        Raises SchemaMismatch unless the put describes the references of all its fields with blobs.
+        """
+        expected = [name for name in put.fields if name in self.blobs]
+        if sorted(expected) != sorted(refs.field for refs in put.blobs):
+            raise self._mismatch(f"got the blobs of {[refs.field for refs in put.blobs]}, not {expected}", put.keys)
+        for refs in put.blobs:
+            used = np.bincount(refs.index, minlength=len(refs.names))
+            whole = refs.counts.shape == (len(put.keys),) and refs.counts.sum() == len(refs.index)
+            brought = len(refs.carried) == len(refs.layouts) and set(refs.carried) <= set(range(len(refs.names)))
+            if len(used) > len(refs.names) or not (used.all() and whole and brought):
+                raise self._mismatch(f"field {refs.field!r}: the references do not fit the blobs", put.keys)
+            holder, there = self.blobs[refs.field], self.blobs[refs.field].rows.find(refs.names) >= 0
+            there[list(refs.carried)] = True
+            if not there.all():
+                missing = pick(refs.names, np.flatnonzero(~there))
+                message = f"field {refs.field!r}: {len(missing)} of {len(there)} blobs are not stored"
+                raise BlobsMissing(message, op="put", partition=holder.name, keys=missing)
 
     def _check_unwritten(self, put: PutRows, rows: np.ndarray, old: np.ndarray) -> None:
         """Raise AlreadyWritten if one of the existing rows has a value of a field of the put."""
@@ -501,6 +528,20 @@ class Partition:
         for cursor in self.tasks.values():
             cursor.refresh(rows[hit])
         return int(hit.sum())
+
+    def lose_field(self, name: str, rows: np.ndarray, holders: Iterable[str]) -> np.ndarray:
+        """Mark a field of rows as lost, because blobs to which it refers are gone. holders: as for `lose`. Returns the
+        slots that the field had, negative where it had none."""
+        column = self.rows.slots[name]
+        slots = column[rows]
+        column[rows] = LOST
+        self.rows.num_written[name] -= int((slots >= 0).sum())
+        if len(rows):
+            self.rows.any_lost = True
+            self.died += [one for one in holders if one not in self.died]
+        for cursor in self.tasks.values():
+            cursor.refresh(rows)
+        return slots
 
     def _unwrite(self, rows: np.ndarray) -> np.ndarray:
         slots = self.rows.table[:, rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ...codecs.schema import Schema
+from ..blobs.row_references import RowReferences, holder_of_blobs
 from ..status import PartitionRows
 from .partition import Partition, PartitionState
 from .rows import Numbers
@@ -48,7 +49,7 @@ class PartitionRegistry:
             )
         known = self._partitions.get(name)
         if known is None:
-            self._partitions[name] = self._new(name, schema, configs, group_size)
+            self._add(self._new(name, schema, configs, group_size))
             return None
         if known.knows(schema):
             schema = known.schema  # The partition's schema has fields that were added later.
@@ -59,7 +60,9 @@ class PartitionRegistry:
         ):
             if old != new and redefine:
                 self.first_arrival = max(self.first_arrival, known.rows.next_arrival)
-                self._partitions[name] = self._new(name, schema, configs, group_size)
+                made = self._new(name, schema, configs, group_size)
+                self.remove(name)
+                self._add(made)
                 return known
             if old != new:
                 raise ValueError(
@@ -72,6 +75,18 @@ class PartitionRegistry:
         part = Partition(name, schema, list(tasks.values()), group_size, self._samplers)
         part.rows.next_arrival = self.first_arrival
         return part
+
+    def _add(self, part: Partition) -> None:
+        self._partitions[part.name] = part
+        self.add_blobs(part)
+
+    def add_blobs(self, part: Partition) -> None:
+        """Register a partition for the blobs of each field of `part` that has blobs and no such partition yet."""
+        for field in part.schema.values():
+            if field.parts and field.name not in part.blobs:
+                part.references[field.name] = RowReferences()
+                holder = self._new(holder_of_blobs(part.name, field.name), Schema(field.parts), {}, 1)
+                part.blobs[field.name] = self._partitions[holder.name] = holder
 
     def add_tasks(self, name: str, tasks: Sequence[str | TaskConfig]) -> None:
         """Add tasks to a partition, as `Directory.add_tasks` does."""
@@ -92,8 +107,9 @@ class PartitionRegistry:
         """Forget a partition, and return it, so that the caller can clear its rows. Raises ValueError if no partition
         of that name is registered."""
         part = self[name]
-        del self._partitions[name]
-        self.first_arrival = max(self.first_arrival, part.rows.next_arrival)
+        for removed in (part, *part.blobs.values()):
+            del self._partitions[removed.name]
+            self.first_arrival = max(self.first_arrival, removed.rows.next_arrival)
         return part
 
     def restore(self, name: str, state: PartitionState, rows: PartitionRows) -> None:
@@ -106,7 +122,7 @@ class PartitionRegistry:
         try:
             self._partitions[name].restore(rows, state.tasks, self.group_numbers)
         except BaseException:
-            del self._partitions[name]
+            self.remove(name)
             raise
 
 

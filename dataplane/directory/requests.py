@@ -156,7 +156,8 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
 
 class SomeRows(msgspec.Struct, frozen=True, array_like=True):
     """Request about the rows with given keys, or about all rows of the partition (None). `rows` returns their
-    `PartitionRows`. `clear` forgets them and returns their number."""
+    `PartitionRows`. `clear` forgets them and returns their number. `absent` returns the keys that do not exist, as
+    `pack_keys` encodes them."""
 
     partition: str
     keys: bytes | None

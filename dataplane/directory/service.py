@@ -108,6 +108,7 @@ class DirectoryService:
             "tag": (requests.Tag, self._tag),
             "rows": (requests.SomeRows, self._rows),
             "lookup": (requests.Lookup, self._lookup),
+            "absent": (requests.SomeRows, self._absent),
             "claim": (requests.Claim, self._claim),
             "renew": (requests.Renew, self._renew),
             "renew_rows": (requests.RenewRows, self._renew_rows),
@@ -127,8 +128,7 @@ class DirectoryService:
             "forget_unit": (requests.ForgetUnits, self._forget_unit),
             "lacks_unit": (bytes, self._lacks_unit),
         }
-        """Type of the request and the method that answers it, by the request's name. A request of type bytes is passed
-        on without decoding."""
+        """Type of each request and the method that answers it, by its name. A request of type bytes is not decoded."""
 
     def answer(self, op: str, payload: bytes, request: bytes = b"", waited_s: float = 0.0) -> Answer:
         """Return the encoded reply to one request, or what returns it later. request: identity of the request; b"" for
@@ -276,6 +276,9 @@ class DirectoryService:
             if request.wait_s is None:
                 raise
             return self._lookup_later(request, keys, error)
+
+    def _absent(self, request: requests.SomeRows) -> bytes:
+        return pack_keys(self._directory.absent(request.partition, unpack_keys(request.keys or b""), None)[0])
 
     async def _lookup_later(
         self, request: requests.Lookup, keys: list[str], lacking: KeysNotFound | FieldsNotReady

@@ -23,8 +23,8 @@ from ..block_store import SERVED_DEAD
 from ..compact import pack_keys, unpack_keys
 from ..directory import requests
 from ..directory.block_table import FreedBlock, Reservation
-from ..directory.calls import ClaimRows, Committed, Outcome, PutRows
-from ..directory.directory import Directory, Locate
+from ..directory.calls import ClaimRows, Outcome, PutRows
+from ..directory.directory import Directory
 from ..directory.partition import Partition, PartitionState
 from ..directory.samplers import FirstInOrder, TaskConfig
 from ..directory.task_cursor import Lease, TaskCursor
@@ -150,8 +150,7 @@ class RecordedDirectory(Directory):
             case Wrote(ids, locations, commit):
                 put = messages.decode(commit, requests.Commit).put
                 part = self._partitions[put.partition]
-                nbytes = sum(layout.nbytes for layout in put.layouts)
-                reservation = Reservation(0, put.writer, range(*ids), nbytes, now, credit=False)
+                reservation = Reservation(0, put.writer, range(*ids), put.nbytes, now, credit=False)
                 self._write(reservation, put, part, part.check_put(put), locations)
             case Leased(lease_id, partition, task, keys, holder):
                 part = self._partitions[partition]
@@ -314,12 +313,14 @@ class RecordedDirectory(Directory):
         self._record_ids()
         return found
 
-    def commit(self, reservation_id: int, put: PutRows, locate: Locate) -> tuple[Committed, list[FreedBlock]]:
-        ids = self.reservation(reservation_id).block_ids
-        committed, freed = super().commit(reservation_id, put, locate)
-        commit = self._heard("commit") or messages.encode(requests.Commit(0, False, put, None, 0, 0))
-        self._record("wrote", Wrote((ids.start, ids.stop), committed.locations, commit))
-        return committed, freed
+    def _write(
+        self, reservation: Reservation, put: PutRows, partition: Partition, rows: np.ndarray, locations: Sequence[bytes]
+    ) -> list[FreedBlock]:
+        if not self._is_replaying:
+            ids = reservation.block_ids
+            commit = self._heard("commit") or messages.encode(requests.Commit(0, False, put, None, 0, 0))
+            self._record("wrote", Wrote((ids.start, ids.stop), tuple(locations), commit))
+        return super()._write(reservation, put, partition, rows, locations)
 
     def claim(self, claim: ClaimRows, now: float, holder: str = "") -> KVBatchMeta | None:
         part = self._partitions[claim.partition]

@@ -28,6 +28,16 @@ class SavedTask:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedReferences:
+    """What the rows of a partition refer to in one field. Rows and blobs are given by their positions in the order of
+    arrival."""
+
+    rows: np.ndarray
+    counts: np.ndarray
+    blobs: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class SavedPartition:
     """A partition with its rows, in order of arrival. The arrays are those of `RowTable`, one item for each row."""
 
@@ -49,6 +59,8 @@ class SavedPartition:
     tag_given: dict[str, np.ndarray]
     next_arrival: int
     any_lost: bool
+    references: dict[str, SavedReferences]
+    """References of each field with blobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +141,17 @@ def _saved_partition(part: Partition) -> SavedPartition:
         {name: column[rows] for name, column in table.tag_given.items()},
         table.next_arrival,
         table.any_lost,
+        {name: _saved_references(part, name) for name in part.blobs},
     )
+
+
+def _saved_references(part: Partition, field: str) -> SavedReferences:
+    of_row, live = part.references[field].of_row, part.rows.live().tolist()
+    place = {blob: i for i, blob in enumerate(part.blobs[field].rows.live().tolist())}
+    rows = [i for i, row in enumerate(live) if row in of_row]
+    blobs = [sorted(place[blob] for blob in of_row[live[i]].tolist()) for i in rows]
+    counts = np.array([len(listed) for listed in blobs], dtype=np.int64)
+    return SavedReferences(np.array(rows, np.int64), counts, np.array([b for one in blobs for b in one], np.int64))
 
 
 def load(
@@ -139,6 +161,12 @@ def load(
     for block in state.blocks:
         blocks.add(block.ref, block.row_starts, block.nbytes, block.live)
     rows = {item.name: _load_partition(item, registry) for item in state.partitions}
+    for item in state.partitions:
+        part = registry[item.name]
+        for name, saved in item.references.items():
+            part.references[name].set(
+                rows[item.name][saved.rows], saved.counts, rows[part.blobs[name].name][saved.blobs]
+            )
     for lease in state.leases:
         config = registry[lease.partition].tasks[lease.task].config
         leases.next_id = lease.lease_id
@@ -155,6 +183,7 @@ def _load_partition(saved: SavedPartition, registry: PartitionRegistry) -> np.nd
     part = registry[saved.name]
     for schema in saved.schemas[1:]:
         part.add_fields(list(schema.values()))
+    registry.add_blobs(part)
     part.add_tasks([task.config for task in saved.tasks if task.config.name not in saved.registered])
     part.died[:] = saved.died
     table = part.rows

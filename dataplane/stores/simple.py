@@ -319,13 +319,14 @@ class SimpleStore(PutsAll):
         return [unit.peer for unit in self._link.units]
 
     def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
-        """Send each storage unit its blocks in one message, and return once the units hold them. Parts that are
-        contiguous in memory are sent without a copy."""
-        by_unit: dict[int, list[int]] = {}
-        for number in range(len(blocks)):
-            by_unit.setdefault((first_block_id + number) % len(self._link.units), []).append(number)
+        """Send each storage unit its blocks, and return once the units hold them. Blocks with equally many parts travel
+        in one message. Parts that are contiguous in memory are sent without a copy."""
+        together: dict[tuple[int, int], list[int]] = {}
+        for number, block in enumerate(blocks):
+            unit = (first_block_id + number) % len(self._link.units)
+            together.setdefault((unit, len(block)), []).append(number)
         requests = []
-        for unit, numbers in by_unit.items():
+        for (unit, _), numbers in together.items():
             columns = zip(*(blocks[number] for number in numbers), strict=True)
             data = {str(part): [joined(pieces) for pieces in column] for part, column in enumerate(columns)}
             body = {"global_indexes": [first_block_id + number for number in numbers], "data": data}
