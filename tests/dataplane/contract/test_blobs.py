@@ -1,5 +1,4 @@
-"""The data plane's contract, the same over every store: blobs such as pictures are stored once and freed with their
-last row."""
+"""The data plane's contract, the same over every store: pictures are stored once and freed with their last row."""
 
 from __future__ import annotations
 
