@@ -3,7 +3,8 @@
 one sender     N train ranks on N hosts have the rows of each weight; rank 0 gathers them, as in a run with FSDP, and
                broadcasts them (`collective`) to one engine on each of N other hosts
 many senders   the same ranks send their rows to the same engines, as the transfer plan says
-one copy       train rank 0 broadcasts to two engines on one host, whose link's counters are read
+one copy       one train rank broadcasts to two engines on one host, or two ranks on two hosts send them their rows, and
+               the counters of the host's link are read
 
 Every link has the same limit. An update is timed from its announcement until every engine has verified it. After every
 update, each engine's weights are compared with the trainer's, byte for byte.
@@ -17,7 +18,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,9 @@ DEFAULT_REPEATS = 3
 _GROUP_TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 NEEDS = ("whole", "part")
 """Part of the weights that an engine process takes: everything, or its share with tensor parallelism over the hosts."""
+_COPY = "one copy"
+"""Everything, for engines that are all on one host."""
+ONE_COPY = ("two engines a host", "two engines a host, many")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ class SenderResult:
     """Times of the updates of one case, and the bytes that they moved over links."""
 
     case: str
-    """`one`, `many whole`, `many part` or `two engines a host`."""
+    """`one`, `many whole`, `many part`, or one of ONE_COPY."""
     seconds: tuple[float, ...]
     link_bytes: float
     """Bytes that the engines' hosts received over their links in one update, in the mean."""
@@ -104,7 +108,7 @@ class SenderResult:
 
 
 def plan_of(options: SenderOptions, need: str) -> TransferPlan:
-    """Return the plan of a transfer from ranks that hold rows of each weight to engines on other hosts."""
+    """Return the plan of a transfer from ranks that hold rows of each weight to as many engines on other hosts."""
     num = options.senders
     shapes, dtype = weight_shapes(options.size), getattr(torch, options.dtype)
 
@@ -117,7 +121,10 @@ def plan_of(options: SenderOptions, need: str) -> TransferPlan:
         return Party(host, tuple(regions))
 
     senders = [party(f"trainer {rank}", rank, 0) for rank in range(num)]
-    receivers = [party(f"engine {rank}", rank, None if need == "whole" else 1) for rank in range(num)]
+    receivers = [
+        party("engines" if need == _COPY else f"engine {rank}", rank, 1 if need == "part" else None)
+        for rank in range(num)
+    ]
     return plan_transfer(
         {name: (dtype, shape) for name, shape in shapes.items()}, senders, receivers, options.bucket_bytes
     )
@@ -184,7 +191,7 @@ class PartTrainer(Trainer):
 
     def expected(self, need: str, rank: int) -> str:
         """Return the digest of what an engine needs."""
-        return digest_of(self.weights if need == "whole" else part_of(self.weights, 1, self._options.senders, rank))
+        return digest_of(part_of(self.weights, 1, self._options.senders, rank) if need == "part" else self.weights)
 
     def close(self) -> None:
         super().close()
@@ -207,7 +214,7 @@ class PartEngine(Engine):
         """Receive from all senders into tensors that start as zeros."""
         plan = self._plans.get(need) or self._plans.setdefault(need, plan_of(self._options, need))
         num = self._options.senders
-        parts = self.weights if need == "whole" else part_of(self.weights, 1, num, self.task.rank)
+        parts = part_of(self.weights, 1, num, self.task.rank) if need == "part" else self.weights
         self._staged = {name: torch.zeros_like(one) for name, one in parts.items()}
         self._pairs.receive(update, plan, self.task.rank, self._staged)
 
@@ -222,7 +229,7 @@ def run_senders(options: SenderOptions, tell: Callable[[str], None]) -> list[Sen
     if reason:
         raise UserError(f"--senders {reason}: it makes its hosts out of Linux namespaces of this machine")
     options.out.mkdir(parents=True, exist_ok=True)
-    results = [_one_copy(options, tell), *_against_one(options, tell)]
+    results = [*_one_copy(options, tell), *_against_one(options, tell)]
     facts = conditions(
         senders=options.senders, size=options.size, bytes=options.num_bytes, link_mbit=options.mbit,
         bucket_bytes=options.bucket_bytes, repeats=options.repeats, dtype=options.dtype, threads_per_process=1,
@@ -233,11 +240,12 @@ def run_senders(options: SenderOptions, tell: Callable[[str], None]) -> list[Sen
 
 
 def summarise(options: SenderOptions, results: Sequence[SenderResult]) -> dict[str, float]:
-    """Return the summary: `weights.senders{n}.*` and `weights.bytes_over_link.vs_once`."""
+    """Return the summary: `weights.senders{n}.*`, and `weights.bytes_over_link.vs_once` with one sender and many."""
     by_case = {result.case: result for result in results}
     name, one = f"weights.senders{options.senders}", by_case["one"]
-    copy = by_case["two engines a host"]
-    summary = {"weights.bytes_over_link.vs_once": copy.link_bytes / copy.least_bytes, f"{name}.one_s": one.median_s}
+    copies = [by_case[case].link_bytes / by_case[case].least_bytes for case in ONE_COPY]
+    keys = ("weights.bytes_over_link.vs_once", "weights.bytes_over_link.many.vs_once")
+    summary = {**dict(zip(keys, copies, strict=True)), f"{name}.one_s": one.median_s}
     for need in NEEDS:
         many, key = by_case[f"many {need}"], name if need == "whole" else f"{name}.{need}"
         summary |= {
@@ -269,11 +277,15 @@ def senders_table(options: SenderOptions, results: Sequence[SenderResult]) -> Ta
 # ---------------- These functions measure one case.
 
 
-def _one_copy(options: SenderOptions, tell: Callable[[str], None]) -> SenderResult:
-    tell("one sender to two engines of one host")
-    with hosts(2) as (first, second), ExitStack() as stack:
-        peers = _started(stack, options, [first], [second, second])
-        return _measure(options, "two engines a host", [second], options.num_bytes, _broadcast(peers[:1], peers[1:]))
+def _one_copy(options: SenderOptions, tell: Callable[[str], None]) -> Iterator[SenderResult]:
+    tell("one sender, then two, to two engines of one host")
+    two, least = replace(options, senders=2), options.num_bytes
+    with hosts(3) as (*trainers, host), ExitStack() as stack:
+        peers = _started(stack, two, trainers, [host, host])
+        for case, update in zip(
+            ONE_COPY, (_broadcast(peers[:1], peers[2:]), _many(peers[:2], peers[2:], _COPY)), strict=True
+        ):
+            yield _measure(two, case, [host], least, update)
 
 
 def _against_one(options: SenderOptions, tell: Callable[[str], None]) -> Iterator[SenderResult]:

@@ -76,7 +76,7 @@ def weights_keys() -> list[str]:
 
 
 def sender_keys() -> list[str]:
-    cases = ("two engines a host", "one", *(f"many {need}" for need in senders.NEEDS))
+    cases = (*senders.ONE_COPY, "one", *(f"many {need}" for need in senders.NEEDS))
     results = [SenderResult(case, (0.1,), 1.0, 1, 0.5) for case in cases]
     return [*senders.summarise(SenderOptions(Path("unused")), results)]
 

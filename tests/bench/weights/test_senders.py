@@ -16,15 +16,17 @@ from headrace.tests.hosts import needs_hosts
 def test_the_summary_compares_many_senders_with_one(tmp_path: Path) -> None:
     results = [
         SenderResult("two engines a host", (2.0,), 102.0, 100, 0.5),
+        SenderResult("two engines a host, many", (2.0,), 101.0, 100, 0.5),
         SenderResult("one", (7.0, 8.0, 9.0), 410.0, 400, 0.6),
         SenderResult("many whole", (2.0,), 408.0, 400, 0.7),
         SenderResult("many part", (0.5,), 101.0, 100, 0.4),
     ]
     summary = summarise(SenderOptions(tmp_path), results)
     assert summary["weights.bytes_over_link.vs_once"] == 1.02
+    assert summary["weights.bytes_over_link.many.vs_once"] == 1.01
     assert summary["weights.senders4.vs_one"] == 4.0 and summary["weights.senders4.part.vs_one"] == 16.0
     assert summary["weights.senders4.bytes_over_link.vs_once"] == 1.02 and summary["weights.senders4.busy"] == 0.7
-    assert senders_table(SenderOptions(tmp_path), results).row_count == 4
+    assert senders_table(SenderOptions(tmp_path), results).row_count == 5
 
 
 def test_each_byte_of_the_plan_crosses_a_link_once_for_each_host(tmp_path: Path) -> None:
@@ -49,6 +51,7 @@ def test_mistakes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 def test_a_small_model_is_sent_by_two(tmp_path: Path) -> None:
     needs_hosts()
     results = run_senders(SenderOptions(tmp_path, 2, "tiny", bucket_bytes=1 << 16, repeats=1), lambda line: None)
-    assert [result.case for result in results] == ["two engines a host", "one", "many whole", "many part"]
+    assert [result.case for result in results] == [*senders.ONE_COPY, "one", "many whole", "many part"]
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert 1.0 <= summary["weights.bytes_over_link.vs_once"] < 1.1, "headers and messages of a small model"
+    for key in ("weights.bytes_over_link.vs_once", "weights.bytes_over_link.many.vs_once"):
+        assert 1.0 <= summary[key] < 1.1, "headers and messages of a small model"
