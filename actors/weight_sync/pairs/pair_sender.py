@@ -57,18 +57,18 @@ class _Lane:
     """Number of times that bytes were sent: progress that the main thread looks at."""
 
 
-class PairSender:
-    """One of the senders of a version, in a trainer rank. Only one thread may call `send`; any thread may call
-    `abort`."""
+class RankSender:
+    """Base class of the senders of a version, one in each trainer rank: listens for receivers, and ends updates. Only
+    one thread may call `send`; any thread may call `abort`."""
+
+    address = ""
+    """Address of the sender, as `location_of` takes it."""
 
     def __init__(self, host: str, key: bytes, timeout_s: float) -> None:
         """Listen on `host` for receivers. key: the run's key, which receivers must know. Raises OSError when listening
         fails."""
         self._timeout_s = timeout_s
         self._links = LinkListener(host, key, turns_away=True)
-        self._payloads = PayloadListener(host, key)
-        self.address = f"{host}|{self._links.port}|{self._payloads.port}"
-        """Address of the sender, as `location_of` takes it."""
         self._tracker: ReceiverTracker | None = None
         self._number = 0
         """Number of the last update that has begun."""
@@ -79,6 +79,39 @@ class PairSender:
         """Space in which each receiver of that update shares memory, likewise; "" for those that share none."""
         self.num_moves = 0
         """Number of times that progress was seen since the start. Any thread may read it."""
+
+    def abort(self, reason: str, number: int | None = None) -> None:
+        """End an update; its receivers learn the reason, also those that connect later. Idempotent.
+
+        number: number of the update, which may not have begun yet; None for the one that is open, if there is one.
+        """
+        tracker, begun = self._tracker, self._number
+        if number is None and tracker is not None:
+            number = begun
+        if number is not None and not self._links.ended(number):
+            self._links.end(number, reason or "aborted")
+            if tracker is not None and number == begun:
+                tracker.end(reason or "aborted")
+
+    def close(self) -> None:
+        """End the open update and stop listening. Idempotent."""
+        self.abort("the sender closes")
+        self._links.close()
+        self._memory = []
+
+    def _check(self, deadline: Deadline) -> None:
+        if reason := self._links.ended(self._number):
+            raise deadline.error(f"aborted: {reason}")
+
+
+class PairSender(RankSender):
+    """Sends over a TCP connection to each receiver, between CPUs."""
+
+    def __init__(self, host: str, key: bytes, timeout_s: float) -> None:
+        """Listen on `host` for receivers, as `RankSender` does."""
+        super().__init__(host, key, timeout_s)
+        self._payloads = PayloadListener(host, key)
+        self.address = f"{host}|{self._links.port}|{self._payloads.port}"
 
     def send(self, update: WeightUpdate, plan: TransferPlan, rank: int, tensors: Mapping[str, torch.Tensor]) -> int:
         """Send this rank's buckets of `plan`, and wait until its receivers have the whole version from all senders.
@@ -122,25 +155,9 @@ class PairSender:
         self.hosts = {rank - 1: host for rank, host in tracker.hosts.items()}
         return sum(bucket.nbytes for bucket in buckets)
 
-    def abort(self, reason: str, number: int | None = None) -> None:
-        """End an update; its receivers learn the reason, also those that connect later. Idempotent.
-
-        number: number of the update, which may not have begun yet; None for the one that is open, if there is one.
-        """
-        tracker, begun = self._tracker, self._number
-        if number is None and tracker is not None:
-            number = begun
-        if number is not None and not self._links.ended(number):
-            self._links.end(number, reason or "aborted")
-            if tracker is not None and number == begun:
-                tracker.end(reason or "aborted")
-
     def close(self) -> None:
-        """End the open update and stop listening. Idempotent."""
-        self.abort("the sender closes")
-        self._links.close()
+        super().close()
         self._payloads.close()
-        self._memory = []
 
     # ---------------- These methods are private.
 
@@ -236,10 +253,6 @@ class PairSender:
                 raise deadline.error(*tracker.blame("not taken"))
 
         return look
-
-    def _check(self, deadline: Deadline) -> None:
-        if reason := self._links.ended(self._number):
-            raise deadline.error(f"aborted: {reason}")
 
     def _run(self, lane: _Lane) -> None:
         """Send the buckets of a lane. After an error, the rest is discarded, so that their buffers are free for the

@@ -294,6 +294,8 @@ class ReceiverTracker:
         self._closed = False
         self.num_heard = 0
         """Number of messages received from receivers that have joined."""
+        self.heard: dict[int, float] = {}
+        """Time of `time.monotonic` at which each receiver's last message was read."""
         self.groups: dict[int, str] = {}
         """Process group that each receiver still belonged to when it joined: rank -> name, "" for none. Only receivers
         that have joined are in it."""
@@ -389,6 +391,7 @@ class ReceiverTracker:
                 link.close()
             else:
                 self._links[hello.rank] = link
+                self.heard[hello.rank] = time.monotonic()
                 self.groups[hello.rank] = hello.group
                 self.hosts[hello.rank] = hello.host
         except OSError:  # The connection broke before the receiver identified itself.
@@ -397,6 +400,7 @@ class ReceiverTracker:
 
     def _hear(self, rank: int, note: Note) -> None:
         self.num_heard += 1
+        self.heard[rank] = time.monotonic()
         if note.kind == "through":
             self.through[rank] = note.number
         elif note.kind == "done":
@@ -468,6 +472,17 @@ class ReceiverTracker:
             told = [f"{self._names[rank]} {self._place(rank)}" for rank in at_fault]
         told += [f"{self._names[rank]} gave up waiting" for rank in sorted(self.gave_up - set(at_fault))]
         return f"{what}: {'; '.join(told)}", [self._engines[rank] for rank in at_fault]
+
+    def blame_silent(self, what: str, silent_s: float) -> tuple[str, list[str]]:
+        """As `blame`, but if none has failed, those receivers are at fault that have joined and said nothing for
+        `silent_s` seconds. They may be none."""
+        if self.failed:
+            return self.blame(what)
+        latest = time.monotonic() - silent_s
+        silent = [rank for rank, at in sorted(self.heard.items()) if at < latest and rank not in self.done]
+        told = [f"{self._names[rank]} is silent" for rank in silent]
+        told += [f"{self._names[rank]} gave up waiting" for rank in sorted(self.gave_up - set(silent))]
+        return f"{what}: {'; '.join(told) or 'all receivers wait'}", [self._engines[rank] for rank in silent]
 
     def _behind(self) -> list[int]:
         """Return the ranks of unfinished receivers that have not joined, or if all have, of those furthest behind."""

@@ -96,7 +96,7 @@ class Group:
         timeout. Idempotent."""
         backend, self._backend = self._backend, None
         if backend is not None:
-            held = [backend]
+            held = [backend, self]  # Buffers of the group must outlive its operations.
             del backend
             args = (held, self._store, self.device)
             leaving = threading.Thread(target=_end, args=args, daemon=True, name="headrace-leave")

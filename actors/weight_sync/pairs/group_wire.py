@@ -1,0 +1,204 @@
+"""`PairGroup` is a process group of all trainer ranks and engine workers, in which pairs exchange buckets in rounds.
+
+    ranks     senders 0 .. S - 1, receivers S .. S + R - 1
+    rounds    a process sends, or takes, at most WIDTH buckets in a round; two of its rounds are under way at a time
+
+NCCL carries the buckets between GPUs, gloo between CPUs. All processes take the buckets in the plan's order, and NCCL
+moves a round's buckets at the same time, so that no processes wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ...process.rendezvous_store import RendezvousStore
+from ..plan.transfer_plan import Bucket, TransferPlan
+from ..transports.protocol import Deadline, WeightTransferError, WeightUpdate
+from ..transports.rendezvous import Broadcast, Group, bounded
+from .pair_sender import SLOTS
+
+WIDTH = SLOTS // 2
+_SLICE_S = 0.05
+_WORD_S = 1.0
+"""Seconds that a process whose exchange failed waits for a message that tells why."""
+
+Part = tuple[torch.Tensor, int, int]
+"""A bucket's bytes, the rank of the other process in the group, and the bucket's number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The place at which the members of a group find each other."""
+
+    host: str
+    port: int
+    backend: str
+    """`nccl` or `gloo`."""
+
+    @staticmethod
+    def of(update: WeightUpdate) -> Meeting | None:
+        """Return the place that an update's announcement names; None if its payloads go over TCP."""
+        host, _, *rest = update.location.split(";")[1].split("|")
+        return Meeting(host, int(rest[0]), rest[1]) if rest[1:] else None
+
+
+def in_rounds(plan: TransferPlan, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+    """Return the buckets of one process in rounds. A round of the process has the same buckets in the others' plans."""
+    rounds: list[int] = []
+    # The last round of each process, and the number of its buckets in it.
+    at: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    for sender, receiver in zip(plan.buckets.sender.tolist(), plan.buckets.receiver.tolist(), strict=True):
+        both = at[sender], at[-1 - receiver]
+        number = max(last + (num == WIDTH) for last, num in both)
+        for one in both:
+            one[:] = number, one[1] + 1 if one[0] == number else 1
+        rounds.append(number)
+    return [list(part) for _, part in itertools.groupby(buckets, lambda bucket: rounds[bucket.number])]
+
+
+class PairGroup(Group):
+    """This process's membership in the group, and its buffers. A process only sends or only receives."""
+
+    num_senders = 0
+    _buffers: Sequence[torch.Tensor] = ()
+
+    def buffers(self, buckets: Sequence[Bucket]) -> Sequence[torch.Tensor]:
+        """Return SLOTS buffers, each with room for any of `buckets`. They are kept from update to update."""
+        nbytes = max((bucket.nbytes for bucket in buckets), default=0)
+        if not self._buffers or len(self._buffers[0]) < nbytes:
+            self._buffers = ()
+            self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+        return self._buffers
+
+    def exchange(self, way: Literal["send", "recv"], parts: Sequence[Part]) -> Exchange:
+        """Start to send, or to receive, all `parts` at the same time. On a GPU this runs after the work that is queued
+        on the current CUDA stream."""
+        try:
+            if self.device.type != "cuda":
+                return _Exchange(self._start(way, parts), parts)
+            event = torch.cuda.Event()
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._stream):
+                self._backend._start_coalescing()
+                self._start(way, parts)
+                work = self._backend._end_coalescing()
+                work.wait()  # This makes the current stream wait for NCCL's stream, and does not block the thread.
+                event.record(self._stream)
+            return Broadcast(work, event, parts[0][0])
+        except RuntimeError as error:  # The exchange fails, as if the other member were lost a moment later.
+            return _Exchange([], parts, error)
+
+    def _start(self, way: Literal["send", "recv"], parts: Sequence[Part]) -> list[Any]:
+        start: Callable[..., Any] = self._backend.send if way == "send" else self._backend.recv
+        return [start([buffer], peer, number) for buffer, peer, number in parts]
+
+    def connect(self, rank: int, num_senders: int, world: int, timeout_s: float) -> None:
+        """Exchange a word between every sender and every receiver. NCCL makes a connection in the first exchange of a
+        pair, for which it would block the thread that sends a version. The call is collective and blocks."""
+        self.num_senders = num_senders
+        sends = rank < num_senders
+        peers = range(num_senders, world) if sends else range(num_senders)
+        words = [(torch.zeros(8, dtype=torch.uint8, device=self.device), peer, 0) for peer in peers]
+        running, until = self.exchange("send" if sends else "recv", words), time.monotonic() + timeout_s
+        while not running.ended(_SLICE_S):
+            if time.monotonic() > until:
+                raise RuntimeError("not all pairs of members have connected")
+
+
+class _Exchange:
+    """An exchange over gloo that may still be in progress. A thread waits for it, because gloo closes all connections
+    of a group when a wait for a single message times out."""
+
+    def __init__(self, works: Sequence[Any], parts: Sequence[Part], error: RuntimeError | None = None) -> None:
+        self._parts = parts  # The buffers must outlive the operations.
+        self._ended: Future[None] = Future()
+        if error is not None:
+            self._ended.set_exception(error)
+            return
+        threading.Thread(target=self._wait, args=(works,), daemon=True, name="headrace-exchange").start()
+
+    def _wait(self, works: Sequence[Any]) -> None:
+        try:
+            for work in works:
+                work.wait()
+            self._ended.set_result(None)
+        except RuntimeError as error:
+            self._ended.set_exception(error)
+
+    def ended(self, wait_s: float) -> bool:
+        """As `Broadcast.ended`."""
+        try:
+            self._ended.result(wait_s)
+        except FutureTimeout:
+            return False
+        return True
+
+
+Exchange = Broadcast | _Exchange
+
+
+def join(
+    meeting: Meeting, key: bytes, name: str, place: tuple[int, int, int], host: str, device: torch.device,
+    deadline: Deadline, look: Callable[[], None],
+) -> PairGroup:  # fmt: skip
+    """Join a new group, and return it once all pairs are connected.
+
+    place: rank in the group, number of its senders, and number of its members. host: this process's own address. look:
+    function that is called repeatedly, and may raise an error to end the wait. Raises WeightTransferError at the
+    deadline, and if joining fails.
+    """
+    rank, num_senders, world = place
+    made: list[PairGroup] = []
+
+    def call() -> PairGroup:
+        store = RendezvousStore(meeting.host, meeting.port, key, max(deadline.left_s, 1.0))
+        group = PairGroup(store, name, rank, world, host=host, device=device, timeout_s=deadline.timeout_s)
+        made.append(group)
+        group.connect(rank, num_senders, world, deadline.timeout_s)
+        return group
+
+    try:
+        return bounded(call, deadline, "making the group", look, Group.leave)
+    except BaseException:
+        for group in made:  # NCCL's call may hang in the abandoned thread.
+            group.leave()
+        raise
+
+
+def finish(
+    running: Exchange | None, deadline: Deadline, look: Callable[[], None],
+    late: Callable[[], tuple[str, Sequence[str]]],
+) -> None:  # fmt: skip
+    """Wait until an exchange has ended; None is one that was never started.
+
+    look: function that is called repeatedly, and may raise an error to end the wait. late: function that returns what
+    is missing, and the names of the engines at fault. Raises WeightTransferError if the exchange fails, and at the
+    deadline.
+    """
+    if running is None:
+        return
+    try:
+        while not running.ended(_SLICE_S):
+            look()
+            if not deadline.left_s:
+                raise deadline.error(*late())
+    except RuntimeError as error:
+        if isinstance(error, WeightTransferError):
+            raise
+        until = time.monotonic() + min(_WORD_S, deadline.left_s)
+        while time.monotonic() < until:  # The links tell which member is lost.
+            look()
+            time.sleep(_SLICE_S / 10)
+        what, engines = late()
+        raise deadline.error(f"{what} ({str(error).strip().splitlines()[0]})", engines) from error
+    deadline.moved()

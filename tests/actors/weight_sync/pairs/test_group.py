@@ -1,0 +1,282 @@
+"""Many senders in one process group: versions arrive whole, and faults are told apart. gloo stands in for NCCL."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.actors.weight_sync.pairs import group_receiver, group_sender
+from headrace.actors.weight_sync.pairs.group_receiver import GroupReceiver
+from headrace.actors.weight_sync.pairs.group_sender import GroupSender
+from headrace.actors.weight_sync.pairs.group_wire import WIDTH, PairGroup, in_rounds
+from headrace.actors.weight_sync.pairs.pair_sender import KIND, location_of
+from headrace.actors.weight_sync.plan.layouts import held
+from headrace.actors.weight_sync.plan.regions import Party
+from headrace.actors.weight_sync.plan.transfer_plan import Bucket, TransferPlan, plan_transfer
+from headrace.actors.weight_sync.transports.protocol import ReceiverGroup, WeightTransferError, WeightUpdate
+from headrace.dataplane.security.handshake import new_key
+
+SPECS = {"w": (torch.float32, (64, 40)), "odd": (torch.bfloat16, (7, 3)), "scalar": (torch.float32, ())}
+SENDERS, ENGINES, TP = 3, 2, 2
+GROUPS = tuple(ReceiverGroup(f"engine-{number}", TP) for number in range(ENGINES))
+KEY, CPU = new_key(), torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+
+
+def weights(version: int) -> Tensors:
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, (dtype, shape) in SPECS.items()}
+
+
+def part(whole: Tensors, axis: int, num: int, index: int) -> Tensors:
+    """Part of each weight; a weight without this axis is not cut."""
+    cut = {name: one.chunk(num, axis) if one.ndim > axis else (one,) * num for name, one in whole.items()}
+    return {name: parts[index].clone() for name, parts in cut.items()}
+
+
+def party(axis: int, num: int, index: int, host: str) -> Party:
+    cuts = {name: [(axis, num, index)] if len(shape) > axis else [] for name, (_, shape) in SPECS.items()}
+    return Party(host, tuple(one for name, (_, shape) in SPECS.items() for one in held(name, shape, cuts[name])))
+
+
+class Members:
+    """Three trainer ranks with the rows of weights, and two engines of two workers with their columns."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.senders = [GroupSender(rank, "127.0.0.1", KEY, timeout_s, CPU) for rank in range(SENDERS)]
+        self.places = [*itertools.product(range(ENGINES), range(TP))]
+        self.receivers = [GroupReceiver(f"engine-{engine}", worker, KEY, CPU) for engine, worker in self.places]
+        self.plan: TransferPlan = plan_transfer(
+            SPECS,
+            [party(0, SENDERS, rank, f"trainer {rank}") for rank in range(SENDERS)],
+            [party(1, TP, worker, f"{engine} {worker}") for engine, worker in self.places],
+            640,
+        )
+        self.staged = [part(weights(0), 1, TP, worker) for _, worker in self.places]
+        self._number = itertools.count(1)
+
+    def update(self, version: int) -> tuple[list[str], list[str]]:
+        """What sending in each rank, and receiving in each worker, came to; "" when it went well."""
+        location = location_of(next(self._number), [sender.address for sender in self.senders])
+        update = WeightUpdate(version, None, KIND, location, 0, GROUPS, self.timeout_s)
+        rows = [part(weights(version), 0, SENDERS, rank) for rank in range(SENDERS)]
+
+        def outcome(call: Callable[..., object], *args: object) -> str:
+            try:
+                call(*args)
+            except WeightTransferError as error:
+                return f"{','.join(error.engines)}|{error}"
+            return ""
+
+        with ThreadPoolExecutor(SENDERS + len(self.receivers)) as pool:
+            sent = [
+                pool.submit(outcome, sender.send, update, self.plan, rank, rows[rank])
+                for rank, sender in enumerate(self.senders)
+            ]
+            got = [
+                pool.submit(outcome, receiver.receive, update, self.plan, rank, self.staged[rank])
+                for rank, receiver in enumerate(self.receivers)
+            ]
+            return [one.result() for one in sent], [one.result() for one in got]
+
+    def has(self, version: int, rank: int) -> bool:
+        expected = part(weights(version), 1, TP, self.places[rank][1])
+        return all(torch.equal(self.staged[rank][name], one) for name, one in expected.items())
+
+    def expect_whole(self, version: int) -> None:
+        assert self.update(version) == ([""] * SENDERS, [""] * len(self.receivers))
+        assert all(self.has(version, rank) for rank in range(len(self.receivers)))
+
+    @property
+    def groups(self) -> set[str]:
+        """Names of the process groups that the members are in."""
+        return {"" if one._group is None else one._group.name for one in (*self.senders, *self.receivers)}
+
+
+@pytest.fixture
+def members() -> Iterator[Callable[..., Members]]:
+    with ExitStack() as stack:
+
+        def build(timeout_s: float = 20.0) -> Members:
+            made = Members(timeout_s)
+            for sender in made.senders:
+                stack.callback(sender.close)
+            for receiver in made.receivers:
+                stack.callback(receiver.leave)
+            return made
+
+        yield build
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rounds_are_bounded_and_the_same_for_both_ends(seed: int) -> None:
+    """No process has more buckets in a round than buffers, none goes back, and no two processes wait in a circle."""
+    generator = torch.Generator().manual_seed(seed)
+    num = [int(torch.randint(1, 6, (), generator=generator)) for _ in range(2)]
+    senders, receivers = ([party(axis, count, at, f"{axis} {at}") for at in range(count)] for axis, count in enumerate(num))
+    plan = plan_transfer(SPECS, senders, receivers, 64 * (seed + 1))
+    sends = [in_rounds(plan, plan.sending(rank)) for rank in range(num[0])]
+    takes = [in_rounds(plan, plan.taking(rank)) for rank in range(num[1])]
+    assert all(len(one) <= WIDTH for rounds in (*sends, *takes) for one in rounds)
+    for rounds, ordered in ((sends, plan.sending), (takes, plan.taking)):
+        for rank, own in enumerate(rounds):
+            assert [*itertools.chain(*own)] == ordered(rank)
+    left, ready = len(plan.buckets.nbytes), True
+    while left and ready:  # A round ends once all its buckets are in the present round of both ends.
+        now = [{bucket.number for bucket in rounds[0]} if rounds else set() for rounds in sends]
+        taken = [{bucket.number for bucket in rounds[0]} if rounds else set() for rounds in takes]
+        moving = set().union(*now) & set().union(*taken)
+        ready = False
+        for rounds in (*sends, *takes):
+            if rounds:
+                before = len(rounds[0])
+                rounds[0][:] = [bucket for bucket in rounds[0] if bucket.number not in moving]
+                ready = ready or len(rounds[0]) < before
+                if not rounds[0]:
+                    rounds.pop(0)
+        left -= len(moving)
+    assert not left
+
+
+def test_versions_arrive_whole_and_the_group_is_kept(members: Callable[..., Members]) -> None:
+    ranks = members()
+    assert all(len(in_rounds(ranks.plan, ranks.plan.sending(rank))) > 4 for rank in range(SENDERS))
+    ranks.expect_whole(1)
+    [group] = ranks.groups
+    for version in (2, 5):
+        ranks.expect_whole(version)
+    assert ranks.groups == {group} and group
+
+
+def test_a_damaged_bucket_is_told_and_harms_no_other(
+    members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = members()
+    numbers = itertools.count()
+    original = group_sender.device_digest
+    with monkeypatch.context() as patch:
+        patch.setattr(group_sender, "device_digest", lambda payload: original(payload) ^ (next(numbers) == 0))
+        sent, got = ranks.update(1)
+    [hurt] = [rank for rank, error in enumerate(got) if error]
+    assert re.search(r"sender \d at 127.0.0.1:\d+: bucket \d+ is damaged: its digest differs", got[hurt]), got
+    assert all(one.startswith(f"engine-{hurt // TP}|") and "is damaged" in one for one in sent), sent
+    assert all(ranks.has(1, rank) for rank in range(len(got)) if rank != hurt)
+    ranks.expect_whole(2)
+
+
+def _stop_at(owner: Any, which: object, stop: Callable[[Any], None], round_: int = 2) -> Callable[..., Any]:
+    """Exchange function that calls `stop` at a round of one member."""
+    rounds = itertools.count()
+    original = PairGroup.exchange
+
+    def exchange(self: PairGroup, way: Any, parts: Any) -> Any:
+        if self is owner._group and next(rounds) == round_:
+            stop(which)
+        return original(self, way, parts)
+
+    return exchange
+
+
+def test_a_lost_receiver_is_named_and_the_next_version_goes_on(
+    members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = members()
+    ranks.expect_whole(1)
+    lost = ranks.receivers[1]
+
+    def stop(_: object) -> None:
+        for sender in lost._senders:
+            sender.link.close()
+        raise WeightTransferError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PairGroup, "exchange", _stop_at(lost, None, stop))
+        sent, got = ranks.update(2)
+    assert "killed" in got[1] and all(got) and all(sent)
+    assert all(one.startswith("engine-0|") and "engine-0 worker 1 is lost" in one for one in sent), sent
+    assert all("has ended the update" in got[rank] for rank in (0, 2, 3)), got
+    assert ranks.groups == {""}
+    ranks.expect_whole(3)
+
+
+def test_a_lost_sender_is_no_fault_of_an_engine(
+    members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = members()
+    lost = ranks.senders[2]
+
+    def stop(_: object) -> None:
+        assert lost._tracker is not None
+        lost._tracker.close()
+        raise WeightTransferError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PairGroup, "exchange", _stop_at(lost, None, stop, 3))
+        sent, got = ranks.update(1)
+    assert all(re.search(r"sender 2 at 127.0.0.1:\d+.*is lost|gave up|has ended the update", one) for one in got), got
+    assert any("sender 2" in one for one in got)
+    assert all(one.startswith("|") for one in sent), sent
+    ranks.expect_whole(2)
+
+
+def test_a_silent_receiver_is_at_fault_and_those_that_wait_are_not(
+    members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = members(3.0)
+    ranks.expect_whole(1)
+    hung = ranks.receivers[2]
+    original = group_receiver.finish
+
+    def finish(running: Any, deadline: Any, look: Any, late: Any) -> None:
+        if deadline.end == hung._name:  # It says nothing, as a stopped process does, until the senders end it.
+            deadline.wait(lambda: any(one.link.receive(group_receiver.Note, 0) for one in hung._senders), lambda: ("", ()))
+            raise WeightTransferError("stopped")
+        original(running, deadline, look, late)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group_receiver, "finish", finish)
+        sent, got = ranks.update(2)
+    assert all(got) and all(one.startswith(("engine-1|", "|")) for one in sent), (sent, got)
+    assert any(one.startswith("engine-1|") and "engine-1 worker 0 is silent" in one for one in sent), sent
+    ranks.expect_whole(3)
+
+
+def test_an_abort_ends_an_update_at_any_moment(
+    members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = members()
+
+    def pack(bucket: Bucket, tensors: Tensors, out: torch.Tensor) -> None:
+        if bucket.sender == 0:
+            ranks.senders[0].abort("the optimizer failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group_sender, "pack", pack)
+        sent, got = ranks.update(1)
+    assert "sender 0: aborted: the optimizer failed" in sent[0] and all(got)
+    assert any("has ended the update: the optimizer failed" in error for error in got), got
+    ranks.senders[1].abort("an engine failed", 2)  # Before the update has begun.
+    sent, got = ranks.update(2)
+    assert "aborted: an engine failed" in sent[1] and all(sent) and all(got), (sent, got)
+    ranks.expect_whole(3)
+
+
+def test_an_engine_that_has_started_again_gets_a_new_group(members: Callable[..., Members]) -> None:
+    ranks = members()
+    ranks.expect_whole(1)
+    ranks.receivers[0].leave()
+    ranks.receivers[0] = GroupReceiver("engine-0", 0, KEY, CPU)
+    ranks.expect_whole(2)
+    ranks.senders[1]._leave()  # Only one sender: the receivers see that the senders do not agree.
+    sent, got = ranks.update(3)
+    assert all("not in the same process group" in one for one in got) and all(one[0] == "|" for one in sent), (sent, got)
+    ranks.expect_whole(4)
+    ranks.receivers[0].leave()
