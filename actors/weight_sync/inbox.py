@@ -252,7 +252,10 @@ class WeightInbox:
         if kind not in self._receivers:
             config = self._config
             if kind == PAIRS:
-                self._receivers[kind] = PlannedReceiver(config.engine, self._worker, config.key, lambda: self.needs)
+                device = torch.device(config.device)
+                self._receivers[kind] = PlannedReceiver(
+                    config.engine, self._worker, config.key, device, lambda: self.needs
+                )
             else:
                 self._receivers[kind] = build_receiver(kind, config, self._worker)
         return self._receivers[kind]

@@ -55,9 +55,9 @@ class WeightRoute:
         whether engines on other hosts may join later. encrypted: whether `dataplane.tls` is set. Raises UserError if
         the transport that `sync` names cannot work between these actors."""
         kind, on_gpus = sync.transport, placement.layout != "cpu"
-        if placement.shared and kind == "collective":
+        if placement.shared and kind in ("collective", PAIRS):
             raise UserError(
-                f"sync.transport: got 'collective' with GPU {placement.shared_gpus[0]} shared by an engine and a train "
+                f"sync.transport: got {kind!r} with GPU {placement.shared_gpus[0]} shared by an engine and a train "
                 "worker, expected 'auto' or 'ipc' (on several hosts 'store'), because NCCL does not allow two "
                 "processes of one group on a GPU"
             )
@@ -66,9 +66,10 @@ class WeightRoute:
                 "sync.transport: got 'ipc' with engines and train workers on several hosts, expected 'auto', because "
                 "ipc shares the memory of one host"
             )
-        if kind == PAIRS and on_gpus:
+        if kind == PAIRS and pooled:
             raise UserError(
-                "sync.transport: got 'pairs' with GPUs, expected 'auto', because it sends between CPUs only"
+                "sync.transport: got 'pairs' with pool.address, expected 'auto', because engines of a pool wake later "
+                "and read their weights in the memory of train rank 0"
             )
         one_host = placement.one_host and not elastic
         kind = resolve_kind(kind, one_host=one_host, shared_gpus=placement.shared, encrypted=encrypted)
@@ -84,7 +85,7 @@ def bucket_mib(sync: SyncConfig, kind: str, device: str, *, pooled: bool) -> int
         return sync.bucket_mib
     if pooled:
         return POOL_BUCKET_MIB
-    return 512 if device.startswith("cuda") and kind in ("ipc", "collective") else 64
+    return 512 if device.startswith("cuda") and kind in ("ipc", "collective", PAIRS) else 64
 
 
 def send_buffer_bytes(sync: SyncConfig, kind: str, *, pooled: bool) -> int:

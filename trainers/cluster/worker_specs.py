@@ -9,6 +9,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
+
 from ...actors.engines.config import ModelConfig, engine_dtype
 from ...actors.train.microbatch_plan import Budget
 from ...actors.train.teachers import TeacherSetup
@@ -55,7 +57,7 @@ def worker_setup(
         teachers=teacher_setups(config.distillation, backend, offload=on_gpu),
         top_k=config.distillation.top_k,
         sender=partial(_sender_at, kind, sender),
-        rank_publisher=partial(_rank_publisher, rank, handle.store.key, sync) if kind == PAIRS else None,
+        rank_publisher=partial(_rank_publisher, rank, handle.store.key, sync, device) if kind == PAIRS else None,
         sync=sync,
         bucket_bytes=bucket_mib(sync, kind, device, pooled=pooled) << 20,
         keep_versions=pooled,
@@ -67,9 +69,11 @@ def worker_setup(
 
 
 def _rank_publisher(
-    rank: int, key: bytes, sync: SyncConfig, host: str, specs: Specs, regions: Sequence[Sequence[Region]]
+    rank: int, key: bytes, sync: SyncConfig, device: str, host: str, specs: Specs, regions: Sequence[Sequence[Region]]
 ) -> RankPublisher:
-    return RankPublisher(rank, host, key, sync, bucket_mib(sync, PAIRS, "cpu", pooled=False) << 20, specs, regions)
+    bucket_bytes = bucket_mib(sync, PAIRS, device, pooled=False) << 20
+    group = None if device == "cpu" else torch.device(device)
+    return RankPublisher(rank, host, key, sync, bucket_bytes, specs, regions, group)
 
 
 def _sender_at(kind: str, config: SenderConfig, host: str) -> WeightSender:

@@ -24,7 +24,7 @@ from ..plan.packing import unpack
 from ..plan.transfer_plan import Bucket, TransferPlan
 from ..transports.collective_receiver import next_note
 from ..transports.control_link import Hello, Link, Note
-from ..transports.protocol import Deadline, WeightTransferError, WeightUpdate, worker_name
+from ..transports.protocol import Deadline, WeightUpdate, worker_name
 from .group_wire import WIDTH, Exchange, Meeting, PairGroup, finish, in_rounds, join
 from .pair_receiver import Damaged
 from .pair_sender import number_of
@@ -51,7 +51,7 @@ class GroupReceiver:
     def __init__(self, engine: str, worker: int, key: bytes, device: torch.device) -> None:
         """key: the run's key, which the senders must know. device: device of the engine's weights."""
         self._name = worker_name(engine, worker)
-        self._key, self._device = key, device
+        self._key, self.device = key, device
         self.needs = b""
         """Regions that this receiver needs of later versions, as `encode_regions` returns them; empty for all."""
         self._group: PairGroup | None = None
@@ -77,7 +77,7 @@ class GroupReceiver:
         """
         deadline = self._deadline = Deadline(self._name, update.version, update.timeout_s)
         self._senders, self._last = [], -1
-        on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
         try:
             with on_device:
                 self._meet(update, rank, deadline)
@@ -112,8 +112,8 @@ class GroupReceiver:
         """Connect to all senders, and join their group, unless this process is in it already."""
         meeting, addresses = Meeting.of(update), update.location.split(";")[1:]
         assert meeting is not None
-        if meeting.backend == "nccl" and self._device.type != "cuda":
-            raise deadline.error(f"the senders' weights are on GPUs, this engine's on {self._device}")
+        if meeting.backend == "nccl" and self.device.type != "cuda":
+            raise deadline.error(f"the senders' weights are on GPUs, this engine's on {self.device}")
         hello = Hello(number_of(update), rank + 1, "" if self._group is None else self._group.name)
         for number, address in enumerate(addresses):
             host, port, *_ = address.split("|")
@@ -133,7 +133,7 @@ class GroupReceiver:
         self.leave()
         world = len(addresses) + sum(group.num_workers for group in update.receivers)
         place = len(addresses) + rank, len(addresses), world
-        device = self._device if meeting.backend == "nccl" else torch.device("cpu")
+        device = self.device if meeting.backend == "nccl" else torch.device("cpu")
         look = functools.partial(self._look, deadline, "making the group")
         local_host = self._senders[0].link.local_host
         self._group = join(meeting, self._key, name, place, local_host, device, deadline, look)

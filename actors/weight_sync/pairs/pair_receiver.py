@@ -76,6 +76,9 @@ class PairReceiver:
     """One of the receivers of a version, in an engine worker. Only one thread may call `receive`; any thread may call
     `stop`."""
 
+    device = torch.device("cpu")
+    """Device of the weights."""
+
     def __init__(self, engine: str, worker: int, key: bytes) -> None:
         """key: the run's key, which the senders must know."""
         self._name = worker_name(engine, worker)

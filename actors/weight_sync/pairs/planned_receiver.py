@@ -22,6 +22,8 @@ from ..plan.weight_reads import encode_regions
 from ..transports.ends import Receiver, Stream, bucket_offsets
 from ..transports.protocol import BucketFrame, Deadline, WeightUpdate, worker_name, worker_names
 from ..views import BucketViews
+from .group_receiver import GroupReceiver
+from .group_wire import Meeting
 from .pair_receiver import PairReceiver
 
 _SLICE_S = 0.05
@@ -31,11 +33,14 @@ _STOP_S = 5.0
 class PlannedReceiver(Receiver):
     """Receiver of updates of the kind `pairs`."""
 
-    def __init__(self, engine: str, worker: int, key: bytes, needs: Callable[[], Sequence[Region]]) -> None:
-        """key: the run's key, which the senders must know. needs: function that returns the regions that are needed of
-        later versions; none for all."""
+    def __init__(
+        self, engine: str, worker: int, key: bytes, device: torch.device, needs: Callable[[], Sequence[Region]]
+    ) -> None:
+        """key: the run's key, which the senders must know. device: device of the engine's weights. needs: function that
+        returns the regions that are needed of later versions; none for all."""
         super().__init__(engine, worker)
         self._pairs = PairReceiver(engine, worker, key)
+        self._group = GroupReceiver(engine, worker, key, device)
         self._needs = needs
 
     def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> PlannedStream:
@@ -46,13 +51,15 @@ class PlannedReceiver(Receiver):
         host = arguments.receivers[rank].host
         if host not in (self._pairs.host, worker_name(self.engine, self.worker)):
             raise deadline.error("this worker is on another host than in the version before, which the plan is for")
-        self._pairs.needs = encode_regions(self._needs())
+        source = self._pairs if Meeting.of(update) is None else self._group
+        source.needs = encode_regions(self._needs())
         layout = plan_buckets(arguments.specs, arguments.bucket_bytes)
-        return PlannedStream(update, layout, deadline, self._pairs, plan, rank)
+        return PlannedStream(update, layout, deadline, source, plan, rank)
 
     def close(self) -> None:
-        """Free the memory that is kept between updates. Idempotent."""
+        """Free what is kept between updates. Idempotent."""
         self._pairs.close()
+        self._group.leave()
 
 
 class PlannedStream(Stream):
@@ -64,33 +71,36 @@ class PlannedStream(Stream):
         update: WeightUpdate,
         layout: BucketPlan,
         deadline: Deadline,
-        pairs: PairReceiver,
+        source: PairReceiver | GroupReceiver,
         plan: TransferPlan,
         rank: int,
     ) -> None:
-        """layout: places of the whole weights in memory, in pieces that are yielded. plan: the plan of the update.
-        rank: number of the receiver in it."""
+        """layout: places of the whole weights in memory, in pieces that are yielded. source: receives the buckets.
+        plan: the plan of the update. rank: number of the receiver in it."""
         super().__init__(update, layout, deadline)
-        self._pairs, self._transfer, self._rank = pairs, plan, rank
+        self._pairs, self._transfer, self._rank = source, plan, rank
+        self.device = source.device
         self._memory: torch.Tensor | None = None
         self._arrived: queue.SimpleQueue[Bucket | Exception | None] = queue.SimpleQueue()
         """Buckets that are at their places; at the end an error, or None if all have come."""
         self._thread: threading.Thread | None = None
 
     def receive_into(self, memory: torch.Tensor) -> None:
-        if memory.device.type == "cpu":
+        if memory.device == self.device:
             self._memory = memory
 
     def __iter__(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
         """Yield the pieces of the memory in order, each once it is complete. Every byte was verified in the bucket in
         which it came, and the last piece is yielded only when all buckets have come."""
         for frame, payload in self._arrivals():
+            if payload.is_cuda and self.take is not None:
+                self.take(frame, payload)  # It copies the weights to their destinations.
             yield frame, payload
             self.deadline.moved()
 
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
         offsets = bucket_offsets(self.plan)
-        memory = torch.empty(offsets[-1], dtype=torch.uint8) if self._memory is None else self._memory
+        memory = self._room(offsets[-1]) if self._memory is None else self._memory
         tensors = BucketViews().all(self.plan, memory)
         self._thread = threading.Thread(target=self._receive, args=(tensors,), name="headrace-pairs", daemon=True)
         self._thread.start()
@@ -106,6 +116,14 @@ class PlannedStream(Stream):
                 ready += 1
             if not under_way and ready < len(self.plan.sizes):
                 raise self.deadline.error(f"piece {ready} of {len(self.plan.sizes)} never came")
+
+    def _room(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise self.deadline.error(
+                f"sync.transport=pairs needs {nbytes} bytes of {self.device} beside the served weights: {error}"
+            ) from error
 
     def _receive(self, tensors: dict[str, torch.Tensor]) -> None:
         try:

@@ -22,6 +22,7 @@ from ..plan.regions import Party, Region, Specs
 from ..plan.weight_reads import decode_regions
 from ..stream import SendReport
 from ..transports.protocol import ReceiverGroup, WeightUpdate, worker_names
+from .group_sender import GroupSender
 from .pair_sender import KIND, SLOTS, PairSender, location_of, number_of
 from .shared_slots import host_name
 
@@ -39,13 +40,19 @@ class RankPublisher:
         bucket_bytes: int,
         specs: Specs,
         regions: Sequence[Sequence[Region]],
+        group: torch.device | None = None,
     ) -> None:
         """Listen on `host` for receivers. key: the run's key. bucket_bytes: memory for buckets in transit, a multiple
-        of ALIGN. specs: dtype and shape of all weights. regions: what each rank has of them, by rank. Raises OSError
-        when listening fails."""
+        of ALIGN. specs: dtype and shape of all weights. regions: what each rank has of them, by rank. group: device of
+        the weights if a process group carries the buckets; None for TCP between CPUs. Raises OSError when listening
+        fails."""
         self._rank, self._sync, self._bucket_bytes = rank, sync, bucket_bytes
         self._specs, self._regions = specs, regions
-        self._sender = PairSender(host, key, sync.timeout_s)
+        self._sender: PairSender | GroupSender = (
+            PairSender(host, key, sync.timeout_s)
+            if group is None
+            else GroupSender(rank, host, key, sync.timeout_s, group)
+        )
         self.addresses = [self._sender.address]
         """Addresses at which receivers reach the ranks, by rank."""
         self.hosts = [host_name()] * len(regions)

@@ -121,7 +121,9 @@ def test_rounds_are_bounded_and_the_same_for_both_ends(seed: int) -> None:
     """No process has more buckets in a round than buffers, none goes back, and no two processes wait in a circle."""
     generator = torch.Generator().manual_seed(seed)
     num = [int(torch.randint(1, 6, (), generator=generator)) for _ in range(2)]
-    senders, receivers = ([party(axis, count, at, f"{axis} {at}") for at in range(count)] for axis, count in enumerate(num))
+    senders, receivers = (
+        [party(axis, count, at, f"{axis} {at}") for at in range(count)] for axis, count in enumerate(num)
+    )
     plan = plan_transfer(SPECS, senders, receivers, 64 * (seed + 1))
     sends = [in_rounds(plan, plan.sending(rank)) for rank in range(num[0])]
     takes = [in_rounds(plan, plan.taking(rank)) for rank in range(num[1])]
@@ -237,7 +239,9 @@ def test_a_silent_receiver_is_at_fault_and_those_that_wait_are_not(
 
     def finish(running: Any, deadline: Any, look: Any, late: Any) -> None:
         if deadline.end == hung._name:  # It says nothing, as a stopped process does, until the senders end it.
-            deadline.wait(lambda: any(one.link.receive(group_receiver.Note, 0) for one in hung._senders), lambda: ("", ()))
+            deadline.wait(
+                lambda: any(one.link.receive(group_receiver.Note, 0) for one in hung._senders), lambda: ("", ())
+            )
             raise WeightTransferError("stopped")
         original(running, deadline, look, late)
 
@@ -277,6 +281,9 @@ def test_an_engine_that_has_started_again_gets_a_new_group(members: Callable[...
     ranks.expect_whole(2)
     ranks.senders[1]._leave()  # Only one sender: the receivers see that the senders do not agree.
     sent, got = ranks.update(3)
-    assert all("not in the same process group" in one for one in got) and all(one[0] == "|" for one in sent), (sent, got)
+    assert all("not in the same process group" in one for one in got) and all(one[0] == "|" for one in sent), (
+        sent,
+        got,
+    )
     ranks.expect_whole(4)
     ranks.receivers[0].leave()

@@ -35,6 +35,7 @@ SPECS = {
     "scale": (torch.float32, ()),
 }
 BUCKET_BYTES = 1 << 20
+WIRES = pytest.mark.parametrize("group", [None, torch.device("cpu")], ids=["tcp", "gloo"])
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -45,7 +46,9 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 class Ranks:
     """Ranks that hold shards of float32 weights, as fsdp does, and the engines' inboxes."""
 
-    def __init__(self, num: int, engines: Sequence[str], timeout_s: float = 20.0) -> None:
+    def __init__(
+        self, num: int, engines: Sequence[str], timeout_s: float = 20.0, group: torch.device | None = None
+    ) -> None:
         sync = SyncConfig(timeout_s=timeout_s)
         self.regions = [
             [
@@ -56,7 +59,7 @@ class Ranks:
             for rank in range(num)
         ]
         self.senders = [
-            RankPublisher(rank, "127.0.0.1", KEY, sync, BUCKET_BYTES, SPECS, self.regions) for rank in range(num)
+            RankPublisher(rank, "127.0.0.1", KEY, sync, BUCKET_BYTES, SPECS, self.regions, group) for rank in range(num)
         ]
         addresses = [sender.addresses[0] for sender in self.senders]
         for sender in self.senders:
@@ -86,8 +89,8 @@ class Ranks:
 
 
 @contextmanager
-def ranks(num: int, *engines: str, timeout_s: float = 20.0) -> Iterator[Ranks]:
-    made = Ranks(num, engines, timeout_s)
+def ranks(num: int, *engines: str, timeout_s: float = 20.0, group: torch.device | None = None) -> Iterator[Ranks]:
+    made = Ranks(num, engines, timeout_s, group)
     try:
         yield made
     finally:
@@ -105,9 +108,10 @@ def expect_equal(got: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) 
         assert got[name].dtype == tensor.dtype and got[name].equal(tensor), name
 
 
+@WIRES
 @pytest.mark.parametrize("num", [1, 3])
-def test_all_ranks_send_what_they_hold_and_versions_follow(num: int) -> None:
-    with ranks(num, "one", "two") as run:
+def test_all_ranks_send_what_they_hold_and_versions_follow(num: int, group: torch.device | None) -> None:
+    with ranks(num, "one", "two", group=group) as run:
         for version in (1, 2):
             source = weights(version)
             update, sends = run.start(version, source)
@@ -123,7 +127,10 @@ def test_all_ranks_send_what_they_hold_and_versions_follow(num: int) -> None:
             assert all(report.num_bytes == update.num_bytes for report in reports)
 
 
-def test_a_worker_that_has_said_what_it_needs_is_sent_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+@WIRES
+def test_a_worker_that_has_said_what_it_needs_is_sent_no_more(
+    monkeypatch: pytest.MonkeyPatch, group: torch.device | None
+) -> None:
     """As do the workers of a tensor-parallel engine. After an error, everything is sent, and then less again."""
     numbers = itertools.count()
     monkeypatch.setattr(pair_receiver, "host_name", lambda: f"host {next(numbers)}")
@@ -133,7 +140,7 @@ def test_a_worker_that_has_said_what_it_needs_is_sent_no_more(monkeypatch: pytes
     boxes = {name: tuple((0, size) for size in tensor.shape) for name, tensor in needed.items()}
     needs = tuple(place(name, boxes[name], name, shape) for name, (_, shape) in SPECS.items())
     size, part = (sum(tensor.nbytes for tensor in some.values()) for some in (weights(0), needed))
-    with ranks(2, "one", "two") as run:
+    with ranks(2, "one", "two", group=group) as run:
         run.inboxes[1].needs = needs
 
         def sync(version: int) -> int:

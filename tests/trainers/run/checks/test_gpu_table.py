@@ -101,6 +101,8 @@ def test_the_doctor_names_the_layout(two_gpus: None, monkeypatch: pytest.MonkeyP
         ((0, 0), "auto", "ipc", "ipc"),
         ((1, 1), "auto", "ipc", "expected 'auto', because ipc shares the memory of one host"),
         ((2,), "colocated", "collective", "because NCCL does not allow two processes of one group on a GPU"),
+        ((2,), "colocated", "pairs", "because NCCL does not allow two processes of one group on a GPU"),
+        ((1, 1), "auto", "pairs", "pairs"),
     ],
 )
 def test_the_transport_fits_the_placement(gpus: tuple[int, ...], layout: str, given: str, kind: str) -> None:
@@ -113,6 +115,12 @@ def test_the_transport_fits_the_placement(gpus: tuple[int, ...], layout: str, gi
             WeightRoute.of(config.sync, placement, pooled=False)
     else:
         assert WeightRoute.of(config.sync, placement, pooled=False).kind == kind
+
+
+def test_pairs_are_refused_on_a_pool() -> None:
+    placement = plan_placement(PlacementRequest.of(Config()), [Host("a", 2, (0, 1), 8)])
+    with pytest.raises(UserError, match=r"^sync.transport: got 'pairs' with pool.address, expected 'auto'"):
+        WeightRoute.of(SyncConfig(transport="pairs"), placement, pooled=True)
 
 
 def test_shared_gpus_on_two_hosts_go_through_the_store() -> None:
