@@ -28,6 +28,8 @@ NAMES: dict[str, dict[str, str]] = {
         "_local_scalar_dense": "actors/engines/vllm/test_copy_plan.py",
         "_Options": "actors/weight_sync/transports/test_rendezvous.py",
         "_buffers": "trainers/backends/fsdp/test_sharding.py",
+        "_end_coalescing": "actors/weight_sync/pairs/test_expert_layouts.py",
+        "_start_coalescing": "actors/weight_sync/pairs/test_expert_layouts.py",
         "_device_types": "actors/train/test_process_groups.py",
         "_get_backend": "actors/train/test_process_groups.py",
         "_modules": "actors/engines/vllm/test_copy_plan.py",

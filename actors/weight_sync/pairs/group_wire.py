@@ -70,15 +70,15 @@ class PairGroup(Group):
     """This process's membership in the group, and its buffers. A process only sends or only receives."""
 
     num_senders = 0
-    _buffers: Sequence[torch.Tensor] = ()
+    _kept: Sequence[torch.Tensor] = ()
 
     def buffers(self, buckets: Sequence[Bucket]) -> Sequence[torch.Tensor]:
         """Return SLOTS buffers, each with room for any of `buckets`. They are kept from update to update."""
         nbytes = max((bucket.nbytes for bucket in buckets), default=0)
-        if not self._buffers or len(self._buffers[0]) < nbytes:
-            self._buffers = ()
-            self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
-        return self._buffers
+        if not self._kept or len(self._kept[0]) < nbytes:
+            self._kept = ()
+            self._kept = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+        return self._kept
 
     def exchange(self, way: Literal["send", "recv"], parts: Sequence[Part]) -> Exchange:
         """Start to send, or to receive, all `parts` at the same time. On a GPU this runs after the work that is queued

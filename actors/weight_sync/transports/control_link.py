@@ -474,8 +474,10 @@ class ReceiverTracker:
         return f"{what}: {'; '.join(told)}", [self._engines[rank] for rank in at_fault]
 
     def blame_silent(self, what: str, silent_s: float) -> tuple[str, list[str]]:
-        """As `blame`, but if none has failed, those receivers are at fault that have joined and said nothing for
-        `silent_s` seconds. They may be none."""
+        """Return an error text and engines as `blame` does, but blame no receiver that only waits.
+
+        If none has failed, those are at fault that have joined and said nothing for `silent_s` seconds, perhaps none.
+        """
         if self.failed:
             return self.blame(what)
         latest = time.monotonic() - silent_s
