@@ -147,7 +147,8 @@ def test_the_rows_are_those_of_a_run_that_was_not_scaled(tmp_path: Path, mode: s
     steps = scaled(tmp_path / "scaled", orders, *options, "scripted.latency_s=0.1")
     scaled(tmp_path / "fixed", lambda: None, *options)
     assert [(answer.state, len(answer.engines)) for answer in answers] == [("done", n) for n in (4, 1, 3)]
-    assert steps[-1]["engine/count"] == 3 and steps[-1]["sync/engines"] == 3
+    synced = [step["sync/engines"] for step in steps if "sync/engines" in step]  # The interrupted step may lack it.
+    assert steps[-1]["engine/count"] == 3 and synced[-1] == 3
     rows, expected = (recorded(tmp_path / name, *options) for name in ("scaled", "fixed"))
     common = rows.keys() & expected.keys()
     assert len(common) >= STEPS * GROUPS * 8

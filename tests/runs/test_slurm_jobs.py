@@ -17,6 +17,8 @@ from headrace.tests.trainers.jobs.stub_slurm import JOB_ID, StubSlurm
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(500)]
 STEPS = 40
+GRACE_S = 30
+"""Slurm's default for the seconds between SIGTERM and SIGKILL (KillWait)."""
 GIVEN = (
     "rollout.engine=scripted", "trainer.backend=scripted", "trainer.dp=2", "validation.every=0", "warmup.corpus=none",
     "dataplane.store.capacity_mib=64", "run.checkpoint_every=5", "run.journal=true", f"algorithm.steps={STEPS}",
@@ -78,7 +80,7 @@ def test_a_preempted_job_goes_on_on_other_hosts(tmp_path: Path) -> None:
     """Ray and the driver get SIGTERM at the same time, so the run goes on from an earlier checkpoint."""
     with started(tmp_path, 4) as slurm:
         slurm.wait_for(lambda: len(steps(tmp_path)) >= 7)
-        slurm.preempt(grace_s=5)
+        slurm.preempt(GRACE_S)
         slurm.wait_for(lambda: slurm.starts == 2)
         [first] = slurm.codes
         slurm.wait("COMPLETED")
@@ -89,7 +91,7 @@ def test_a_preempted_job_goes_on_on_other_hosts(tmp_path: Path) -> None:
 def test_a_cancelled_job_does_not_go_on(tmp_path: Path) -> None:
     with started(tmp_path, 2) as slurm:
         slurm.wait_for(lambda: len(steps(tmp_path)) >= 2)
-        slurm.cancel(grace_s=5)
+        slurm.cancel(GRACE_S)
         slurm.wait("FAILED")
     assert slurm.starts == 1 and "back to the queue" not in slurm.output(), slurm.output()
     assert not (tmp_path / "run" / f"slurm-{JOB_ID}" / "token").exists()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -62,6 +63,8 @@ class StubSlurm:
     def __init__(self, folder: Path, allocations: Sequence[tuple[Host, ...]], job_id: int = JOB_ID) -> None:
         """folder: for the programs. allocations: the hosts of the job at each of its starts."""
         self._job_id = job_id
+        self._mark = secrets.token_hex(8)
+        """Variable of the environment of the job's processes, which tells them from those of other tests."""
         self.starts = 0
         """Number of times that the job was started."""
         self.state = "none"
@@ -145,7 +148,7 @@ class StubSlurm:
 
     def cancel(self, grace_s: float) -> None:
         """Do what scancel does: SIGTERM for steps and batch shell, and SIGKILL after a time."""
-        self._signal(f"SLURM_JOB_ID={self._job_id}", signal.SIGTERM)
+        self._signal(f"STUB_SLURM={self._mark}", signal.SIGTERM)
         self._later(grace_s)
 
     def _later(self, grace_s: float) -> None:
@@ -224,6 +227,7 @@ class StubSlurm:
             given = {
                 **environment,
                 "SLURM_JOB_ID": str(self._job_id),
+                "STUB_SLURM": self._mark,
                 "SLURM_JOB_NODELIST": ",".join(host.name for host in hosts),
                 "SLURM_RESTART_COUNT": str(self.starts),
             }
@@ -233,7 +237,7 @@ class StubSlurm:
                 command = hosts[0].command("bash", str(spool), folder=folder)
                 self._batch = subprocess.Popen(command, stdout=output, stderr=output, env=given)
                 code = self._batch.wait()
-            self.left += [process.name() for process in self._processes(f"SLURM_JOB_ID={self._job_id}")]
+            self.left += [process.name() for process in self._processes(f"STUB_SLURM={self._mark}")]
             self._kill_all()
             self.codes.append(code)
             if not self._requeue or self.state == "CLOSED":
@@ -251,7 +255,7 @@ class StubSlurm:
         if "nodelist" in options:
             hosts = [host for host in hosts if host.name == options["nodelist"]]
         assert len(hosts) == int(options["nodes"]) == int(options["ntasks"])
-        step = _Step(f"{self.starts}.{len(self._steps)}")
+        step = _Step(f"{self._mark}.{self.starts}.{len(self._steps)}")
         self._steps.append(step)
         for rank, host in enumerate(hosts):
             given = {
@@ -289,4 +293,4 @@ class StubSlurm:
                 process.send_signal(number)
 
     def _kill_all(self) -> None:
-        self._signal(f"SLURM_JOB_ID={self._job_id}", signal.SIGKILL)
+        self._signal(f"STUB_SLURM={self._mark}", signal.SIGKILL)
