@@ -354,7 +354,7 @@ class TrainWorker:
         base: the version that all receivers serve; None if they differ. Raises what `WeightPublisher.open` raises.
         """
         if self._ranks is not None:
-            return self._ranks.open(version, receivers)
+            return self._ranks.open(version, receivers, base)
         return self._publishes().open(version, self._specs, receivers, base=base)
 
     @in_thread_of("weights")

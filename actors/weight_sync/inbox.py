@@ -127,7 +127,7 @@ class WeightInbox:
                     self._expect_wanted(update, stream)
                     self._arriving = (update.version, receiver, stream)
                 if self._choose(update, stream) == "none":
-                    if update.base is not None:
+                    if update.base is not None and update.kind != PAIRS:
                         error = stream.deadline.error(
                             f"the update refers to version {update.base}, but nothing is staged here: send it whole"
                         )
@@ -254,7 +254,7 @@ class WeightInbox:
             if kind == PAIRS:
                 device = torch.device(config.device)
                 self._receivers[kind] = PlannedReceiver(
-                    config.engine, self._worker, config.key, device, lambda: self.needs
+                    config.engine, self._worker, config.key, device, lambda: self.needs, self._kept
                 )
             else:
                 self._receivers[kind] = build_receiver(kind, config, self._worker)
@@ -328,7 +328,7 @@ class WeightInbox:
         return self._landings.of(plan, frame.bucket, places, payload.device)
 
     def _expect_base(self, update: WeightUpdate, stream: Stream) -> StagedWeights | None:
-        if update.base is None:
+        if update.base is None or update.kind == PAIRS:  # With `pairs`, the stream itself applies changes.
             return None
         base = self._base
         if base is None or base.version != update.base:
@@ -337,6 +337,11 @@ class WeightInbox:
         if base.plan != stream.plan:
             raise self._refused(stream, f"refers to version {update.base}, which has another layout in the engine")
         return base
+
+    def _kept(self, version: int, plan: BucketPlan) -> torch.Tensor | None:
+        """Return the memory of `version` if it is kept here in the layout `plan`, as a base of changes."""
+        base = self._base
+        return base.memory if base is not None and base.version == version and base.plan == plan else None
 
     def _refused(self, stream: Stream, what: str) -> WeightTransferError:
         error = stream.deadline.error(f"the update {what}: send it whole")

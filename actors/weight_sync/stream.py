@@ -208,7 +208,7 @@ class BucketStream:
                 self._hand_over(bucket, "whole", out, self._digest)
         elif self._failure is None:
             assert self._digest is not None, "drafts are in host memory"
-            encoding, payload = _shortest(self._opened.plan.in_bucket(bucket), out, self._base.bucket(bucket))
+            encoding, payload = shortest(self._opened.plan.in_bucket(bucket), out, self._base.bucket(bucket))
             self._send(bucket, encoding, payload, 0 if encoding == "whole" else self._digest.intdigest())
 
     def _send(self, bucket: int, encoding: Encoding, payload: torch.Tensor, result: int = 0) -> None:
@@ -262,7 +262,7 @@ class BucketStream:
             self._send_s += time.perf_counter() - start
 
 
-def _shortest(entries: Sequence[BucketEntry], new: torch.Tensor, base: torch.Tensor) -> tuple[Encoding, torch.Tensor]:
+def shortest(entries: Sequence[BucketEntry], new: torch.Tensor, base: torch.Tensor) -> tuple[Encoding, torch.Tensor]:
     """Return the shortest encoding of bucket `new` for a receiver that has the bucket `base`, and its payload."""
     if torch.equal(new, base):
         return "same", new[:0]

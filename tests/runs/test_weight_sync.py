@@ -44,6 +44,14 @@ CASES = {
     "megatron tp2 -> vllm tp2, pairs": (
         "tied", (*VLLM, *MEGATRON, "trainer.tp=2", "rollout.tp=2", "sync.transport=pairs", "sync.verify=full"), 20,
     ),
+    "fsdp dp2 -> 2 hf in bfloat16, pairs delta": (
+        "untied",
+        (*HF, "trainer.dp=2", "rollout.num_engines=2", "sync.transport=pairs", "sync.delta=true", "sync.verify=full",
+         "model.dtype=bfloat16"), 20,
+    ),
+    "megatron tp2 -> vllm tp2, pairs delta": (
+        "tied", (*VLLM, *MEGATRON, "trainer.tp=2", "rollout.tp=2", "sync.transport=pairs", "sync.delta=true"), 20,
+    ),
     "fsdp -> vllm, ipc": ("tied", (*VLLM, "sync.transport=ipc"), SHORT),
     "fsdp dp2 -> vllm tp2, collective": (
         "untied", (*VLLM, "trainer.dp=2", "rollout.tp=2", "sync.transport=collective"), 20,
@@ -98,6 +106,8 @@ def test_every_engine_has_the_trainers_weights_after_every_sync(tmp_path: Path, 
             assert report.gathers == 1, "one gather serves all engines"
             if name == "megatron tp2 -> vllm tp2, pairs" and number > 2:
                 assert report.bytes_sent < 1.05 * report.num_bytes, "each worker is sent its slices only"
+            if name == "fsdp dp2 -> 2 hf in bfloat16, pairs delta" and number > 1:
+                assert report.bytes_sent < report.num_bytes * report.engines
             if run.config.sends_adapter:
                 size, count = runs.adapter_size(tmp_path / "export")
                 assert report.num_bytes == size, "nothing but the adapter is sent"
@@ -106,8 +116,12 @@ def test_every_engine_has_the_trainers_weights_after_every_sync(tmp_path: Path, 
             for engine in run.actors.engines.engines:
                 answers = runs.engine_logprobs(engine, f"{number}")
                 assert all(set(versions) == {number} for _, _, versions in answers)
-                assert runs.difference(model, answers) < 1e-3
-                assert runs.difference(before, answers) > 1e-3, "the step moved the weights"
+                if "model.dtype=bfloat16" not in overrides:
+                    assert runs.difference(model, answers) < 1e-3
+                    assert runs.difference(before, answers) > 1e-3, "the step moved the weights"
+                else:  # Log-probs in bfloat16 are too rough, but the weights' bytes are compared.
+                    assert report.num_bytes == sum(2 * one.numel() for one in model.parameters())
+                    assert report.verified == 2 * len([*model.parameters()])
             before = model
 
 

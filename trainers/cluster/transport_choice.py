@@ -71,10 +71,15 @@ class WeightRoute:
                 "sync.transport: got 'pairs' with pool.address, expected 'auto', because engines of a pool wake later "
                 "and read their weights in the memory of train rank 0"
             )
+        if kind == PAIRS and on_gpus and sync.delta:
+            raise UserError(
+                "sync.delta: got true with sync.transport='pairs' on GPUs, expected false, because it compares weights "
+                "in the memory of CPUs"
+            )
         one_host = placement.one_host and not elastic
         kind = resolve_kind(kind, one_host=one_host, shared_gpus=placement.shared, encrypted=encrypted)
         lasting = not pooled and kind in LASTING_KINDS and not (on_gpus and kind == "ipc")
-        kept = sync.delta or pooled or (sync.cache and not lasting)
+        kept = pooled or (kind != PAIRS and (sync.delta or (sync.cache and not lasting)))
         return cls(kind, lasting, kept, send_buffer_bytes(sync, kind, pooled=pooled))
 
 

@@ -273,7 +273,6 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "trainer.decay_ratio": (MODEL_BACKENDS, _is("trainer.schedule", "warmup_stable_decay")),
     "sync.kv": (_is("sync.in_flight", "keep"), MODEL_ENGINES),
     "sync.cache": (_is("sync.transport", "auto", "collective", "ipc"),),
-    "sync.delta": (_unlike("sync.transport", "pairs"),),
     "sync.dir": (_is("sync.transport", "disk"),),
     "dataplane.store.num_units": (_is("dataplane.store.kind", "auto", "tcp", "simple"),),
     "dataplane.store.protocol": (_is("dataplane.store.kind", "mooncake"),),

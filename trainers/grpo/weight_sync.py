@@ -103,7 +103,7 @@ class WeightSync:
         self._senders = workers if every_rank else workers[:1]
         self._engines = engines
         self._lasting = lasting
-        self._cached = config.cache or config.delta
+        self._cached = (config.cache or config.delta) and not every_rank
         """Whether train rank 0 keeps the last versions in host memory."""
         self._bound_s = config.timeout_s + MARGIN_S
         self._last: WeightUpdate | None = None
@@ -269,7 +269,7 @@ class WeightSync:
                 raise outcome
         reports = [outcome for outcome in sent if isinstance(outcome, SendReport)]
         self._whole |= bool(reports)
-        if sends and (self._config.delta or (self._config.cache and not self._lasting)):
+        if sends and self._cached and (self._config.delta or not self._lasting):
             self._in_cache = version  # The cache has the complete version even if an engine lost it.
         tally.sends += reports
         causes = [outcome.cause for outcome in sent if isinstance(outcome, ActorFailed)]

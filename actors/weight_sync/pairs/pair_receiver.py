@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ....codecs.weights.buckets import checksum
+from ....codecs.weights.buckets import apply_sparse, checksum
 from ....dataplane.listen_address import join_host
-from ..plan.packing import unpack
+from ..plan.packing import pack, unpack
 from ..plan.transfer_plan import Bucket, TransferPlan
 from ..transports.collective_receiver import next_note
 from ..transports.control_link import Hello, Link, Note
@@ -88,6 +88,8 @@ class PairReceiver:
         self.host = host_name()
         """Space in which this receiver shares memory; "" once it was not able to read another's memory."""
         self._memory: SlotMemory | None = None
+        self.base: Mapping[str, torch.Tensor] | None = None
+        """Tensors of the base of the next update, like those that are received; None to be sent everything."""
         self._deadline: Deadline | None = None
         self._over = False
         """True once the update has failed in this receiver, so that all its threads end."""
@@ -132,6 +134,7 @@ class PairReceiver:
             slots.close(str(error))
             raise
         finally:
+            self.base = None
             slots.close()
             for lane in lanes:
                 lane.link.close()
@@ -170,7 +173,8 @@ class PairReceiver:
         try:
             link = Link.connect(host, int(port), self._key, max(deadline.left_s, 1e-3))
             try:
-                link.send(Hello(number, rank + 1, "", self.host))
+                base = "" if self.base is None else str(update.base)
+                link.send(Hello(number, rank + 1, base, self.host))
                 pair = number, rank + 1
                 connection = connect_payloads(host, int(payload_port), self._key, pair, max(deadline.left_s, 1e-3))
             except OSError:
@@ -221,13 +225,16 @@ class PairReceiver:
             self._met = self._met or lane.sender == 0
             if frame is None and bucket is None:
                 return
-            if bucket is None or frame is None or (frame.bucket, frame.nbytes) != (bucket.number, bucket.nbytes):
+            if bucket is None or frame is None or not self._fits(frame, bucket):
                 raise self._damaged(lane.name, f"{what} never came", deadline)
             slot = self._slot(slots, what, lane, deadline)
             try:
                 payload = slots.payload(slot, bucket.nbytes)
-                self._receive(lane, payload, what, deadline)
-                self._verify(frame, payload, lane.name, deadline)
+                if frame.encoding == "whole":
+                    self._receive(lane, payload, what, deadline)
+                    self._verify(frame, payload, lane.name, deadline)
+                else:
+                    frame = self._receive_changes(lane, bucket, frame, payload, deadline)
                 if readers := share.readers.get(bucket.number):
                     slots.pass_on(slot, frame, readers)
                 unpack(bucket, payload, share.tensors)
@@ -271,6 +278,35 @@ class PairReceiver:
         if found != frame.checksum:
             told = f"bucket {frame.bucket} is damaged: its checksum is {found:016x}, but {frame.checksum:016x} was sent"
             raise self._damaged(of, told, deadline)
+
+    def _fits(self, frame: BucketFrame, bucket: Bucket) -> bool:
+        whole = frame.encoding == "whole"
+        right = frame.nbytes == bucket.nbytes if whole else frame.nbytes <= bucket.nbytes and self.base is not None
+        return frame.bucket == bucket.number and right
+
+    def _receive_changes(
+        self, lane: _Lane, bucket: Bucket, frame: BucketFrame, result: torch.Tensor, deadline: Deadline
+    ) -> BucketFrame:
+        """Receive a bucket's changes, and write the whole bucket that they make of the base into `result`. Returns its
+        header."""
+        assert self.base is not None
+        changes = torch.empty(frame.nbytes, dtype=torch.uint8)
+        self._receive(lane, changes, f"bucket {bucket.number}", deadline)
+        self._verify(frame, changes, lane.name, deadline)
+        pack(bucket, self.base, result)
+        try:
+            if frame.encoding == "sparse":
+                apply_sparse(changes.numpy(), result.numpy())
+        except ValueError as error:
+            raise self._damaged(lane.name, f"bucket {bucket.number}: {error}", deadline) from error
+        found = checksum(result)
+        if found != frame.result:
+            told = (
+                f"bucket {bucket.number} is damaged in the version that was kept here: with its changes, its checksum "
+                f"is {found:016x}, the trainer's is {frame.result:016x}: send it whole"
+            )
+            raise self._damaged(lane.name, told, deadline)
+        return BucketFrame(bucket.number, "whole", bucket.nbytes, found)
 
     def _next(self, lane: _Lane, what: str, deadline: Deadline) -> BucketFrame | None:
         """Return the next frame; None when the sender has sent all."""

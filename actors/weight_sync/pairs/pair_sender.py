@@ -13,6 +13,7 @@ import contextlib
 import queue
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ import torch
 
 from ....codecs.weights.buckets import checksum
 from ..plan.packing import pack
-from ..plan.transfer_plan import TransferPlan
+from ..plan.transfer_plan import Bucket, TransferPlan
 from ..transports.control_link import Link, LinkListener, Note, ReceiverTracker
 from ..transports.protocol import BucketFrame, Deadline, WeightUpdate
 from .payload_wire import PayloadListener, send_payload
@@ -33,6 +34,18 @@ _TICK_S = 1e-3
 _SLICE_S = 0.05
 _WORD_S = 1.0
 """Seconds that a sender whose payload connection broke waits for the receiver to tell why."""
+
+
+Fill = Callable[[Bucket, Mapping[str, torch.Tensor], torch.Tensor, bool], BucketFrame]
+"""Function that writes a bucket's payload into memory and returns its header, given the bucket, the sender's tensors,
+the memory, and whether the receiver has the base of the update."""
+
+
+def fill_whole(bucket: Bucket, tensors: Mapping[str, torch.Tensor], out: torch.Tensor, has_base: bool) -> BucketFrame:
+    """Write all bytes of a bucket, a `Fill`."""
+    payload = out[: bucket.nbytes]
+    pack(bucket, tensors, payload)
+    return BucketFrame(bucket.number, "whole", bucket.nbytes, checksum(payload))
 
 
 def location_of(number: int, addresses: list[str]) -> str:
@@ -77,6 +90,8 @@ class RankSender:
         """Data of the `done` messages of the last update that was sent, by number of the receiver in the plan."""
         self.hosts: dict[int, str] = {}
         """Space in which each receiver of that update shares memory, likewise; "" for those that share none."""
+        self.encodings: Counter[str] = Counter()
+        """Number of buckets of the last update by their encoding."""
         self.num_moves = 0
         """Number of times that progress was seen since the start. Any thread may read it."""
 
@@ -113,12 +128,19 @@ class PairSender(RankSender):
         self._payloads = PayloadListener(host, key)
         self.address = f"{host}|{self._links.port}|{self._payloads.port}"
 
-    def send(self, update: WeightUpdate, plan: TransferPlan, rank: int, tensors: Mapping[str, torch.Tensor]) -> int:
+    def send(
+        self,
+        update: WeightUpdate,
+        plan: TransferPlan,
+        rank: int,
+        tensors: Mapping[str, torch.Tensor],
+        fill: Fill = fill_whole,
+    ) -> int:
         """Send this rank's buckets of `plan`, and wait until its receivers have the whole version from all senders.
 
         rank: number of this sender in the plan. tensors: its local tensors by name, on the CPU, which must not change
-        meanwhile. Returns the number of bytes sent. Raises WeightTransferError naming the receivers that did not get
-        the version; those that did can serve it.
+        meanwhile. fill: function that writes the payloads. Returns the number of bytes sent. Raises WeightTransferError
+        naming the receivers that did not get the version; those that did can serve it.
         """
         deadline = Deadline(f"sender {rank}", update.version, self._timeout_s - min(1.0, 0.1 * self._timeout_s))
         buckets = plan.sending(rank)
@@ -132,7 +154,7 @@ class PairSender(RankSender):
             with ThreadPoolExecutor(max(1, len(lanes)), thread_name_prefix="headrace-lane") as pool:
                 running = {rank: pool.submit(self._run, lane) for rank, lane in lanes.items()}
                 try:
-                    self._fill(plan, rank, tensors, lanes, tracker, deadline)
+                    nbytes = self._fill(update, plan, rank, tensors, fill, lanes, tracker, deadline)
                     self._drain(lanes, running, tracker, deadline)
                 except BaseException as error:
                     self.abort(f"{type(error).__name__}: {error}")  # The lanes then end.
@@ -153,7 +175,7 @@ class PairSender(RankSender):
                 lane.connection.close()
         self.needs = {rank - 1: data for rank, data in tracker.needs.items()}
         self.hosts = {rank - 1: host for rank, host in tracker.hosts.items()}
-        return sum(bucket.nbytes for bucket in buckets)
+        return nbytes
 
     def close(self) -> None:
         super().close()
@@ -181,14 +203,16 @@ class PairSender(RankSender):
 
     def _fill(
         self,
+        update: WeightUpdate,
         plan: TransferPlan,
         rank: int,
         tensors: Mapping[str, torch.Tensor],
+        fill: Fill,
         lanes: Mapping[int, _Lane],
         tracker: ReceiverTracker,
         deadline: Deadline,
-    ) -> None:
-        """Pack the buckets in the plan's order, and hand each to the lane of its receiver."""
+    ) -> int:
+        """Fill the buckets in the plan's order, and hand each to the lane of its receiver. Returns the bytes sent."""
         buckets = plan.sending(rank)
         most = max((bucket.nbytes for bucket in buckets), default=0)
         if not self._memory or len(self._memory[0]) < most:
@@ -198,6 +222,7 @@ class PairSender(RankSender):
         for buffer in self._memory:
             free.put(buffer)
         look = self._look(lanes, tracker, deadline)
+        self.encodings, nbytes = Counter(), 0
         for bucket in buckets:
             while True:
                 with contextlib.suppress(queue.Empty):
@@ -205,10 +230,12 @@ class PairSender(RankSender):
                     break
                 look()
             look()
-            payload = buffer[: bucket.nbytes]
-            pack(bucket, tensors, payload)
-            frame = BucketFrame(bucket.number, "whole", bucket.nbytes, checksum(payload))
+            has_base = tracker.groups[bucket.receiver + 1] == str(update.base)
+            frame = fill(bucket, tensors, buffer, has_base)
+            self.encodings[frame.encoding] += 1
+            nbytes += frame.nbytes
             lanes[bucket.receiver + 1].buckets.put((frame, buffer))
+        return nbytes
 
     def _drain(
         self,

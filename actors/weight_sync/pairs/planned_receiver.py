@@ -34,14 +34,21 @@ class PlannedReceiver(Receiver):
     """Receiver of updates of the kind `pairs`."""
 
     def __init__(
-        self, engine: str, worker: int, key: bytes, device: torch.device, needs: Callable[[], Sequence[Region]]
+        self,
+        engine: str,
+        worker: int,
+        key: bytes,
+        device: torch.device,
+        needs: Callable[[], Sequence[Region]],
+        kept: Callable[[int, BucketPlan], torch.Tensor | None],
     ) -> None:
         """key: the run's key, which the senders must know. device: device of the engine's weights. needs: function that
-        returns the regions that are needed of later versions; none for all."""
+        returns the regions that are needed of later versions; none for all. kept: function that returns the memory of
+        a version with a layout, the base of changes; None if it is not here."""
         super().__init__(engine, worker)
         self._pairs = PairReceiver(engine, worker, key)
         self._group = GroupReceiver(engine, worker, key, device)
-        self._needs = needs
+        self._needs, self._kept = needs, kept
 
     def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> PlannedStream:
         try:
@@ -54,6 +61,8 @@ class PlannedReceiver(Receiver):
         source = self._pairs if Meeting.of(update) is None else self._group
         source.needs = encode_regions(self._needs())
         layout = plan_buckets(arguments.specs, arguments.bucket_bytes)
+        kept = None if update.base is None else self._kept(update.base, layout)
+        self._pairs.base = None if kept is None else BucketViews().all(layout, kept)
         return PlannedStream(update, layout, deadline, source, plan, rank)
 
     def close(self) -> None:

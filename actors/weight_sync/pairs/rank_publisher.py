@@ -24,6 +24,7 @@ from ..stream import SendReport
 from ..transports.protocol import ReceiverGroup, WeightUpdate, worker_names
 from .group_sender import GroupSender
 from .pair_sender import KIND, SLOTS, PairSender, location_of, number_of
+from .sent_parts import SentParts
 from .shared_slots import host_name
 
 
@@ -60,6 +61,8 @@ class RankPublisher:
         self._number = 0
         self._places: dict[str, str] = {}
         """Host that engines' workers have named, by worker. Other workers take a copy of their own."""
+        self._sent = SentParts(sync.timeout_s) if sync.delta and group is None else None
+        """What this rank has sent; None if versions are always sent whole."""
         self._needs: dict[str, tuple[Region, ...]] = {}
         """Regions that engines' workers have said they need, by worker. Other workers are sent everything."""
         self._digests: ParameterDigests | None = None
@@ -77,8 +80,12 @@ class RankPublisher:
         """Number of times that this rank has made progress since the start. Any thread may read it."""
         return self._sender.num_moves
 
-    def open(self, version: int, receivers: Sequence[ReceiverGroup]) -> WeightUpdate:
-        """Return the announcement of an update that all ranks will send. Only rank 0 is called."""
+    def open(self, version: int, receivers: Sequence[ReceiverGroup], base: int | None = None) -> WeightUpdate:
+        """Return the announcement of an update that all ranks will send. Only rank 0 is called.
+
+        base: version that all receivers serve now. With `sync.delta`, only changes from it are sent if it was the last
+        one sent, by the same plan.
+        """
         self._number += 1
         senders = tuple(Party(host, tuple(some)) for host, some in zip(self.hosts, self._regions, strict=True))
         whole = tuple(region for name, (_, shape) in self._specs.items() for region in held(name, shape))
@@ -88,7 +95,10 @@ class RankPublisher:
         plan = PlanArguments.of(self._specs, senders, parties, limit).message
         num_bytes = plan_buckets(self._specs, self._bucket_bytes).num_bytes
         location, timeout_s = location_of(self._number, self.addresses), self._sync.timeout_s
-        return WeightUpdate(version, None, KIND, location, num_bytes, tuple(receivers), timeout_s, plan=plan)
+        known = self._sent is not None and self._sent.holds(base, read_arguments(plan)[1])
+        return WeightUpdate(
+            version, base if known else None, KIND, location, num_bytes, tuple(receivers), timeout_s, plan=plan
+        )
 
     def send(self, update: WeightUpdate, read: Callable[[str], torch.Tensor]) -> SendReport:
         """Send this rank's part of the version, and wait until the receivers have all parts.
@@ -98,17 +108,24 @@ class RankPublisher:
         """
         started = time.perf_counter()
         _, plan = read_arguments(update.plan)
-        buckets = int((plan.buckets.sender == self._rank).sum())
         planned = time.perf_counter()
         needs, self._needs = self._needs, {}  # After an error, the next version is sent whole, to each worker.
         places, self._places = self._places, {}
-        nbytes = self._sender.send(update, plan, self._rank, LocalTensors(read, self._regions[self._rank]))
+        tensors, sender = LocalTensors(read, self._regions[self._rank]), self._sender
+        if self._sent is None:
+            nbytes = sender.send(update, plan, self._rank, tensors)
+        else:
+            assert isinstance(sender, PairSender)
+            with self._sent.writing(update, plan, self._rank) as fill:
+                nbytes = sender.send(update, plan, self._rank, tensors, fill)
         workers = worker_names(update.receivers)
         told = {workers[number]: decode_regions(data) for number, data in self._sender.needs.items() if data}
         self._needs = needs | told
         self._places = places | {workers[number]: host for number, host in self._sender.hosts.items()}
         ended = time.perf_counter()
-        return SendReport(update.num_bytes, nbytes, 0.0, planned - started, ended - planned, buckets, 0, 0)
+        same, sparse = sender.encodings["same"], sender.encodings["sparse"]
+        counts = int((plan.buckets.sender == self._rank).sum()) - same - sparse, same, sparse
+        return SendReport(update.num_bytes, nbytes, 0.0, planned - started, ended - planned, *counts)
 
     def take_digests(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Take the digests that `sync.verify` wants compared, from gathered weights. Every rank is called."""
@@ -132,3 +149,5 @@ class RankPublisher:
     def close(self) -> None:
         """End the open update and stop listening. Idempotent."""
         self._sender.close()
+        if self._sent is not None:
+            self._sent.close()

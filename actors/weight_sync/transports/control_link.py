@@ -49,7 +49,8 @@ class Hello:
     rank: int
     """Rank of the receiver in the process group, from 1; the sender is rank 0."""
     group: str
-    """Name of the process group that the receiver still belongs to from an earlier update; "" for none."""
+    """Name of the process group that the receiver still belongs to from an earlier update; "" for none. With the
+    transport `pairs`, number of the version that the receiver keeps, as a base of changes."""
     host: str = ""
     """Space whose receivers can read each other's memory, as `host_ring.host_name` returns it; "" if the receiver
     shares no memory."""

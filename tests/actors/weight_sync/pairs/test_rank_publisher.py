@@ -47,9 +47,15 @@ class Ranks:
     """Ranks that hold shards of float32 weights, as fsdp does, and the engines' inboxes."""
 
     def __init__(
-        self, num: int, engines: Sequence[str], timeout_s: float = 20.0, group: torch.device | None = None
+        self,
+        num: int,
+        engines: Sequence[str],
+        timeout_s: float = 20.0,
+        group: torch.device | None = None,
+        *,
+        delta: bool = False,
     ) -> None:
-        sync = SyncConfig(timeout_s=timeout_s)
+        sync = SyncConfig(timeout_s=timeout_s, delta=delta)
         self.regions = [
             [
                 part
@@ -75,12 +81,24 @@ class Ranks:
         }
         return self.pool.submit(self.senders[rank].send, update, local.__getitem__)
 
-    def start(self, version: int, source: dict[str, torch.Tensor]) -> tuple[WeightUpdate, list[Future[SendReport]]]:
-        update = self.senders[0].open(version, self.groups)
+    def start(
+        self, version: int, source: dict[str, torch.Tensor], base: int | None = None
+    ) -> tuple[WeightUpdate, list[Future[SendReport]]]:
+        update = self.senders[0].open(version, self.groups, base)
         return update, [self.send(rank, update, source) for rank in range(len(self.senders))]
 
     def prepare(self, update: WeightUpdate) -> list[Future[None]]:
         return [self.pool.submit(inbox.prepare, update) for inbox in self.inboxes]
+
+    def sync(self, version: int, source: dict[str, torch.Tensor], base: int | None = None) -> list[SendReport]:
+        """Bring all engines to a version, and return what the ranks report."""
+        update, sends = self.start(version, source, base)
+        for prepared in self.prepare(update):
+            prepared.result(20)
+        for inbox in self.inboxes:
+            expect_equal(staged(inbox), source)
+            inbox.committed(version)
+        return [send.result(20) for send in sends]
 
     def close(self) -> None:
         for part in (*self.inboxes, *self.senders):
@@ -89,8 +107,10 @@ class Ranks:
 
 
 @contextmanager
-def ranks(num: int, *engines: str, timeout_s: float = 20.0, group: torch.device | None = None) -> Iterator[Ranks]:
-    made = Ranks(num, engines, timeout_s, group)
+def ranks(
+    num: int, *engines: str, timeout_s: float = 20.0, group: torch.device | None = None, delta: bool = False
+) -> Iterator[Ranks]:
+    made = Ranks(num, engines, timeout_s, group, delta=delta)
     try:
         yield made
     finally:

@@ -121,6 +121,8 @@ def test_pairs_are_refused_on_a_pool() -> None:
     placement = plan_placement(PlacementRequest.of(Config()), [Host("a", 2, (0, 1), 8)])
     with pytest.raises(UserError, match=r"^sync.transport: got 'pairs' with pool.address, expected 'auto'"):
         WeightRoute.of(SyncConfig(transport="pairs"), placement, pooled=True)
+    with pytest.raises(UserError, match="sync.delta: got true with sync.transport='pairs' on GPUs, expected false"):
+        WeightRoute.of(SyncConfig(transport="pairs", delta=True), placement, pooled=False)
 
 
 def test_shared_gpus_on_two_hosts_go_through_the_store() -> None:
