@@ -20,6 +20,8 @@ from ...trainers.run.checks import doctor
 from ..records import conditions, write_records, write_summary
 from . import baselines
 from .contenders import CHECKSUMMED, Contender, Op
+from .picture_rounds import measure_pictures
+from .pictures import RANKS, SIDE, VLM, PictureProcess, PictureSpec
 from .processes import PRODUCER, PoolHost, ProcessPool, RayPool, ThreadPool, call
 from .results import (
     IN_TURNS,
@@ -64,6 +66,9 @@ QUICK_STORES = tuple(kind for kind in STORES if kind != "local")
 """Stores that `--quick` measures. The reference implementation `local` is left out, because it is slow between
 processes."""
 QUICK_SECOND = "rl-1024"
+QUICK_PICTURES = 0.125
+"""Share of the prompts with pictures that `--quick` measures. All need about 14 GiB of memory, since some contenders
+store each picture eight times."""
 CAPACITY_MIB = 1024
 OBJECT_STORE_MIB = 3072
 RAY_CPUS = 4
@@ -87,7 +92,7 @@ class TransferOptions:
 
     def __post_init__(self) -> None:
         _check("--stores", self.stores, STORES)
-        _check("--workloads", self.workloads, WORKLOADS)
+        _check("--workloads", self.workloads, (*WORKLOADS, VLM))
         _check("--pattern", self.patterns, tuple(PATTERNS))
         _check("baselines", self.baselines, baselines.NAMES)
 
@@ -103,7 +108,7 @@ class TransferOptions:
         """Return the chosen workloads in lists. Workloads in one list are measured in the same rounds, so that they can
         be compared."""
         shares = {name: QUICK_WORKLOADS.get(name, 1.0) * self.share if self.quick else self.share for name in WORKLOADS}
-        chosen = [LoadSpec(name, shares[name]) for name in self.workloads]
+        chosen = [LoadSpec(name, shares[name]) for name in self.workloads if name != VLM]
         pair = [spec for spec in chosen if spec.name in TOGETHER]
         return [[spec] for spec in chosen if spec.name not in TOGETHER] + ([pair] if pair else [])
 
@@ -149,18 +154,38 @@ def run_transfer(options: TransferOptions, tell: Callable[[str], None]) -> Trans
     results: list[Result] = []
     steps: list[StepResult] = []
     names = [name for name in options.baselines if baselines.contender_name(name) not in absent]
-    with _ray(options.in_process):
-        _first_run(options, present, names, absent, tell, results, steps)
-    if baselines.SECOND_RUN in names and "mooncake" in present:
+    pictures: dict[str, float] = {}
+    if VLM in options.workloads:
+        with _ray(options.in_process):
+            measured, pictures = _with_pictures(options, present, names, tell)
+            results += measured
+    if options.specs():
+        with _ray(options.in_process):
+            _first_run(options, present, names, absent, tell, results, steps)
+    if options.specs() and baselines.SECOND_RUN in names and "mooncake" in present:
         with _ray(options.in_process):
             results += _second_run(options, absent, tell)
     contender_of = {name: baselines.contender_name(name) for name in options.baselines}
-    summary = summarise(results, steps, options.stores, contender_of, (baselines.SECOND_RUN,))
+    rows = [result for result in results if result.workload != VLM]
+    summary = summarise(rows, steps, options.stores, contender_of, (baselines.SECOND_RUN,))
     if MOE in options.workloads:
         summary |= route_summary(results, summary, _route_sizes(LoadSpec(MOE, options.share)))
+    summary |= pictures
     write_records(options.out / "results.jsonl", [item.record() for item in (*results, *steps)], facts)
     write_summary(options.out / "summary.json", summary, facts | {"absent": absent})
     return TransferReport(results, steps, summary, absent, facts)
+
+
+def _with_pictures(
+    options: TransferOptions, kinds: Sequence[str], names: Sequence[str], tell: Callable[[str], None]
+) -> tuple[list[Result], dict[str, float]]:
+    """Measure the workload with pictures, in processes of its own."""
+    share = options.share * (QUICK_PICTURES if options.quick else 1.0)
+    with ExitStack() as stack:
+        pool = (ThreadPool if options.in_process else RayPool)(RANKS, PictureProcess)
+        stack.callback(pool.close)
+        spec = PictureSpec(max(RANKS, round(32 * share)), side=8 if options.in_process else SIDE)
+        return measure_pictures(pool, spec, kinds, names, options.repeats, options.in_process, tell)
 
 
 def _route_sizes(spec: LoadSpec) -> RouteSizes:

@@ -302,8 +302,10 @@ class RayPool:
 
     lead_s = 0.05
 
-    def __init__(self, num_consumers: int) -> None:
+    def __init__(self, num_consumers: int, process: type[Any] = BenchProcess) -> None:
+        """process: class whose methods the processes serve. It has a method `leave`, as BenchProcess has."""
         self.names = process_names(num_consumers)
+        self._process = process
         self._actors: dict[str, Any] = {}
         self._begin(self.names)
 
@@ -330,7 +332,7 @@ class RayPool:
         self._end(list(self._actors))
 
     def _begin(self, names: Sequence[str]) -> None:
-        actor_class = ray.remote(num_cpus=0, runtime_env={"env_vars": PROCESS_ENV})(BenchProcess)
+        actor_class = ray.remote(num_cpus=0, runtime_env={"env_vars": PROCESS_ENV})(self._process)
         self._actors |= {name: actor_class.remote() for name in names}
         ready = [self._actors[name].leave.remote() for name in names]
         ray.get(ready, timeout=START_TIMEOUT_S)
@@ -347,9 +349,10 @@ class ThreadPool:
 
     lead_s = 0.005
 
-    def __init__(self, num_consumers: int) -> None:
+    def __init__(self, num_consumers: int, process: type[Any] = BenchProcess) -> None:
+        """process: as for `RayPool`."""
         self.names = process_names(num_consumers)
-        self._processes = {name: BenchProcess() for name in self.names}
+        self._processes = {name: process() for name in self.names}
         self._pools = {name: ThreadPoolExecutor(1, f"bench-{name}") for name in self.names}
 
     def start(self, process: str, method: str, *args: Any) -> concurrent.futures.Future[Any]:

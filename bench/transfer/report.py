@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ..records import markdown, one_line, table, write_page
 from .benchmark import TransferOptions, TransferReport
+from .pictures import ABOUT, VLM
 from .plots import draw
 from .results import Result
 from .workloads import WORKLOADS
@@ -18,7 +19,20 @@ STEP_NOTE = (
     "Times are sums over the stages, from the first start to the last end; times with calls include the benchmark's "
     "own calls between its processes."
 )
-MAIN_OPS = ("put", "get", "get2", "get4", "get8", "field", "write_back", "clear", "claim", "from_padded", "to_padded")
+MAIN_OPS = (
+    "put",
+    "get",
+    "get2",
+    "get4",
+    "get8",
+    "field",
+    "write_back",
+    "clear",
+    "claim",
+    "step",
+    "from_padded",
+    "to_padded",
+)
 
 
 def tables(report: TransferReport) -> list[Table]:
@@ -45,7 +59,8 @@ def write_report(report: TransferReport, options: TransferOptions, command: str)
     for workload in dict.fromkeys(result.workload for result in report.results):
         found = [result for result in report.results if result.workload == workload]
         size = max(result.nbytes for result in found) / 2**20
-        about = f"{WORKLOADS[workload].text}; {size:.2f} MiB per run" if size else WORKLOADS[workload].text
+        text = ABOUT if workload == VLM else WORKLOADS[workload].text
+        about = f"{text}; {size:.2f} MiB per run" if size else text
         lines += ["", f"## {workload}", "", f"{about}. Milliseconds, median (p99).", "", *markdown(*_grid(found))]
     if report.steps:
         lines += ["", "## step", "", f"{WORKLOADS['step'].text}. {STEP_NOTE}"]

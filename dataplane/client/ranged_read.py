@@ -27,6 +27,10 @@ SMALL_BYTES = 512
 """Mean number of bytes per range below which whole parts are read instead. A range costs the reader and the storage
 unit about as much time as this number of bytes."""
 
+DIRECT_BYTES = 1 << 20
+"""Number of bytes of a RAGGED or OBJECT field in each block from which its rows are read in a second request even if
+most are wanted. They are then received where they stay, and a copy of so many bytes takes longer than a request."""
+
 
 @dataclass(slots=True)
 class _Reads:
@@ -86,7 +90,8 @@ class RangedReader:
         function to call after the second request, which makes the column."""
         if wanted.field.kind in (Kind.RAGGED, Kind.OBJECT):
             first.take(wanted, 1)
-            if self._seed is None and not self._wants_most(wanted):
+            is_large = min(wanted.part_bytes.values(), default=0) >= DIRECT_BYTES
+            if self._seed is None and (is_large or not self._wants_most(wanted)):
                 return lambda: self._begin_again(wanted, first, second)
             first.take(wanted, 0)
             return lambda: lambda: wanted.column(first.views)

@@ -26,6 +26,8 @@ from headrace.bench.steps import CASES, ModeResult
 from headrace.bench.train_steps import benchmark as train_steps
 from headrace.bench.transfer import baselines
 from headrace.bench.transfer import results as transfer_results
+from headrace.bench.transfer.picture_rounds import OPS, picture_summary
+from headrace.bench.transfer.pictures import QUEUE_KEYS, RAY, UNSHARED, VLM
 from headrace.bench.transfer.results import CHECKSUMMED, IN_TURNS, PAIRED, Result, RouteSizes, StepResult
 from headrace.bench.weights import benchmark as weights
 from headrace.bench.weights import senders
@@ -57,7 +59,12 @@ def transfer_keys() -> list[str]:
     summary = transfer_results.summarise(results, steps, stores, names, (baselines.SECOND_RUN,))
     sizes = RouteSizes(10, 20, 30)
     routes = transfer_results.route_summary(results, {**summary, "moe.put.tcp.vs_tcp": 1.0}, sizes)
-    return [*summary, *routes]
+    pictures = [
+        Result(VLM, op, name, 1, (0.1,), wire_bytes=1)
+        for op in OPS
+        for name in ("shm", "shm" + UNSHARED, RAY, QUEUE_KEYS)
+    ]
+    return [*summary, *routes, *picture_summary(pictures, stores, 1)]
 
 
 def replica_keys() -> list[str]:

@@ -1,0 +1,187 @@
+"""Runs the contenders of the workload with pictures in turns, and summarises their times and bytes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...dataplane.config import DataPlaneConfig, StoreConfig
+from ...dataplane.errors import DataPlaneError
+from ...dataplane.factory import open_data_plane
+from .baselines import TransferQueueContender
+from .pictures import (
+    QUEUE_KEYS,
+    QUEUE_ROWS,
+    RANKS,
+    RAY,
+    TOGETHER_BYTES,
+    UNSHARED,
+    VLM,
+    OwnEndpoint,
+    PictureEndpoint,
+    PictureSpec,
+    QueueEndpoint,
+    RayEndpoint,
+)
+from .processes import PRODUCER, ProcessLost, ProcessPool, Span, call, consumer
+from .results import Result
+
+_logger = logging.getLogger(__name__)
+
+OPS = ("put", "get", "step")
+SLACK_MIB = 64
+_runs = itertools.count()
+
+
+@dataclass(slots=True)
+class PictureCase:
+    """The measurement of one contender."""
+
+    name: str
+    factory: Callable[[], PictureEndpoint]
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {op: [] for op in OPS})
+    wire_bytes: int = 0
+    failure: str = ""
+
+
+def measure_pictures(
+    pool: ProcessPool,
+    spec: PictureSpec,
+    stores: Sequence[str],
+    baselines: Collection[str],
+    repeats: int,
+    in_process: bool,
+    tell: Callable[[str], None],
+) -> tuple[list[Result], dict[str, float]]:
+    """Measure the stores with pictures that are stored once and with pixels in each row, and the baselines.
+
+    baselines: those of `transferqueue` and `ray` that are measured. in_process: whether the stores run in this process.
+    Every byte of a first, untimed step is compared. Returns the results and the summary.
+    """
+    names = [kind + suffix for kind in stores for suffix in ("", UNSHARED)]
+    names += [QUEUE_KEYS, QUEUE_ROWS] if "transferqueue" in baselines else []
+    names += [RAY] if "ray" in baselines else []
+    cases: list[PictureCase] = []
+    for together in [names] if spec.row_bytes <= TOGETHER_BYTES else [[name] for name in names]:
+        cases += _measure(pool, spec, together, repeats, in_process, tell)
+    once = spec.prompts * spec.picture_bytes + call(pool, PRODUCER, "text_bytes", spec)
+    results = []
+    for case in cases:
+        if case.failure:
+            results.append(Result(VLM, "all", case.name, 0, (), case.failure))
+            continue
+        nbytes = once + (spec.row_bytes - spec.prompts * spec.picture_bytes if _is_per_row(case.name) else 0)
+        for op, seconds in case.seconds.items():
+            results.append(
+                Result(VLM, op, case.name, nbytes, tuple(seconds), wire_bytes=case.wire_bytes if op == "put" else 0)
+            )
+    return results, picture_summary(results, stores, once)
+
+
+def picture_summary(results: Sequence[Result], stores: Sequence[str], once_bytes: int) -> dict[str, float]:
+    """Return the ratios of times, and of the bytes that a put writes to those of the text and of each picture once.
+
+    TransferQueue counts with the quicker of its two ways for each operation.
+    """
+    median = {(one.op, one.contender): one.median_s for one in results if one.seconds}
+    summary: dict[str, float] = {}
+    for kind in stores:
+        rivals = {"transferqueue": (QUEUE_KEYS, QUEUE_ROWS), "ray": (RAY,), "unshared": (kind + UNSHARED,)}
+        for op in OPS:
+            for rival, names in rivals.items():
+                times = [median[op, name] for name in names if (op, name) in median]
+                if times and (op, kind) in median:
+                    summary[f"{VLM}.{op}.{kind}.vs_{rival}"] = min(times) / median[op, kind]
+    wire = [one.wire_bytes for one in results if one.contender in stores and one.wire_bytes]
+    return summary | ({f"{VLM}.put_bytes_over_once": max(wire) / once_bytes} if wire else {})
+
+
+def _is_per_row(name: str) -> bool:
+    return name == QUEUE_ROWS or name.endswith(UNSHARED)
+
+
+def _measure(
+    pool: ProcessPool,
+    spec: PictureSpec,
+    names: Sequence[str],
+    repeats: int,
+    in_process: bool,
+    tell: Callable[[str], None],
+) -> list[PictureCase]:
+    with ExitStack() as stack:
+        queue: list[Any] = []
+        cases = [PictureCase(name, _opened(stack, name, spec, queue, in_process)) for name in names]
+        stack.callback(lambda: pool.gather([pool.start(name, "leave") for name in pool.names]))
+        for case in cases:
+            tell(f"{VLM}/{case.name}: warm-up and verification")
+            _attempt(pool, case, lambda case=case: _first(pool, case, spec))
+        for number in range(repeats):
+            tell(f"{VLM}: round {number + 1} of {repeats}")
+            for case in cases:
+                _attempt(pool, case, lambda case=case: _step(pool, case, spec, verify=False))
+    return cases
+
+
+def _opened(
+    stack: ExitStack, name: str, spec: PictureSpec, queue: list[Any], in_process: bool
+) -> Callable[[], PictureEndpoint]:
+    """Start a contender, and return the function that makes its endpoint in a process. queue: TransferQueue, once it is
+    started."""
+    if name == RAY:
+        return RayEndpoint
+    if name in (QUEUE_KEYS, QUEUE_ROWS):
+        if not queue:
+            queue.append(TransferQueueContender())
+            stack.callback(queue[0].close)
+        return functools.partial(QueueEndpoint, name == QUEUE_KEYS)
+    kind, shared = name.removesuffix(UNSHARED), not name.endswith(UNSHARED)
+    stored = spec.prompts * spec.picture_bytes if shared else spec.row_bytes
+    store = StoreConfig.model_validate({"kind": kind, "capacity_mib": 2 * (stored >> 20) + SLACK_MIB})
+    config = DataPlaneConfig(store=store, trusted_network=True, integrity="off", timeout_s=60.0)
+    plane = open_data_plane(config, in_process=in_process)
+    stack.callback(plane.close)
+    handle = plane.handle.over_sockets() if kind == "tcp" else plane.handle
+    return functools.partial(OwnEndpoint, handle, shared)
+
+
+def _attempt(pool: ProcessPool, case: PictureCase, run: Callable[[], None]) -> None:
+    if case.failure:
+        return
+    try:
+        run()
+    except (DataPlaneError, ValueError, RuntimeError, OSError, TimeoutError, ProcessLost) as error:
+        case.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        _logger.warning("%s failed", case.name, exc_info=True)
+
+
+def _first(pool: ProcessPool, case: PictureCase, spec: PictureSpec) -> None:
+    for name in (PRODUCER, *map(consumer, range(RANKS))):
+        call(pool, name, "join", case.name, case.factory)
+    _step(pool, case, spec, verify=True)
+    case.wire_bytes = call(pool, PRODUCER, "bytes_put", case.name)
+    case.seconds = {op: [] for op in OPS}
+
+
+def _step(pool: ProcessPool, case: PictureCase, spec: PictureSpec, *, verify: bool) -> None:
+    """Run one step, and record the seconds of its put, of its reads, and of all stages."""
+    ranks = range(RANKS)
+    expected = [call(pool, PRODUCER, "digests", spec, rank) if verify else None for rank in ranks]
+    lengths = [call(pool, PRODUCER, "lengths", spec, rank) for rank in ranks]
+    token, put = call(pool, PRODUCER, "put", case.name, spec, f"r{next(_runs)}")
+    reads = [pool.start(consumer(rank), "get", case.name, token, spec, rank, expected[rank]) for rank in ranks]
+    get = _stage(pool.gather(reads))
+    writes = [pool.start(consumer(rank), "write", case.name, token, spec, rank, lengths[rank]) for rank in ranks]
+    write = _stage(pool.gather(writes))
+    clear: Span = call(pool, PRODUCER, "clear", case.name, token, spec)
+    for op, seconds in zip(OPS, (put.seconds, get, put.seconds + get + write + clear.seconds), strict=True):
+        case.seconds[op].append(seconds)
+
+
+def _stage(spans: Sequence[Span]) -> float:
+    """Return the seconds from the first start to the last end."""
+    return max(span.end for span in spans) - min(span.start for span in spans)
