@@ -242,7 +242,8 @@ class RayEndpoint:
         prompts = (spec.rows_of(rank) // spec.samples).tolist()
         names = list(dict.fromkeys(prompts))
         found = dict(zip(names, ray.get([token[0][number] for number in names]), strict=True))
-        return ray.get(token[1][rank])["input_ids"], [found[number] for number in prompts]
+        columns: Any = ray.get(token[1][rank])
+        return columns["input_ids"], [found[number] for number in prompts]
 
     def write(self, token: Any, spec: PictureSpec, rank: int, column: Jagged) -> None:
         self._written = ray.put(column.values)
