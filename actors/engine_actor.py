@@ -19,6 +19,7 @@ from ray.exceptions import RayError, RayTaskError
 from ..codecs import messages
 from .engines.factory import EngineConfig, build_engine
 from .engines.protocol import (
+    BaseKeeper,
     Completion,
     EngineDied,
     EngineStats,
@@ -29,6 +30,7 @@ from .engines.protocol import (
 )
 from .process.own_process import ActorInfo
 from .process.remote_methods import decode_result, encode_arguments, invoke, submit
+from .weight_sync.recovery import WeightOffer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -187,6 +189,17 @@ class EngineHost(ABC):
     @abstractmethod
     def _build(self) -> ServingEngine:
         """Load everything that the actor hosts, and return the engine. `build` runs this method in a thread."""
+
+    async def offer_base(self) -> WeightOffer | None:
+        """Begin to send the base of the engine's adapters, see `BaseKeeper`. Returns None if the engine cannot."""
+        engine: Any = self._engine
+        return await engine.offer_base() if isinstance(engine, BaseKeeper) else None
+
+    async def end_offer(self) -> None:
+        """Stop sending it. Idempotent."""
+        engine: Any = self._engine
+        if isinstance(engine, BaseKeeper):
+            await engine.end_offer()
 
     async def num_workers(self) -> int:
         """Return the number of engine processes that receive weights. The engine must be a WeightHost."""

@@ -20,6 +20,7 @@ from .columns import ColumnConfig, TokenValues
 from .engines.protocol import Generator, SamplingParams
 from .failures import FailureKind
 from .weight_sync.plan.regions import Region
+from .weight_sync.recovery import BaseRecord
 
 # ---------------- Spans are timed pieces of work, for the trace of a run.
 
@@ -481,6 +482,11 @@ class TrainBackend(Protocol):
     @property
     def adapter(self) -> AdapterSpec | None:
         """The adapter whose matrices `weights` yields; None if it yields the weights of the whole model."""
+        ...
+
+    @property
+    def base_record(self) -> BaseRecord | None:
+        """Digests of this rank's parts of an adapter's base; None without an adapter, or if none were taken."""
         ...
 
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:

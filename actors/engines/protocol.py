@@ -14,6 +14,7 @@ import numpy as np
 
 from ...codecs.weights.parameter_digests import ParameterDigests
 from ..process.memory import ProcessMemory
+from ..weight_sync.recovery import WeightOffer
 from ..weight_sync.transports.protocol import WeightUpdate
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -323,6 +324,19 @@ class Scorer(Protocol):
         token. top_k: number of most likely tokens at each position. Logits are divided by `temperature`. Raises
         ValueError for a row that does not fit into the model's context or has unknown tokens.
         """
+        ...
+
+
+@runtime_checkable
+class BaseKeeper(Protocol):
+    """Protocol of an engine that can send the base of its adapters, which it keeps unchanged, to train workers."""
+
+    async def offer_base(self) -> WeightOffer | None:
+        """Begin to send parts of the base to processes that ask for them. Returns where; None without adapters."""
+        ...
+
+    async def end_offer(self) -> None:
+        """Stop sending the base. Idempotent."""
         ...
 
 

@@ -13,6 +13,7 @@ from ...dataplane.listen_address import listening
 from ..process.own_process import ActorInfo, bind_process_groups
 from ..process.remote_methods import in_thread_of, invoke
 from ..process.rendezvous_store import RendezvousServer, RendezvousStore
+from ..weight_sync.recovery import BaseRecord, Recovery
 from .process_groups import ProcessGroups
 from .worker import TrainWorker, WorkerSetup
 
@@ -87,10 +88,11 @@ class TrainActor:
         self._rendezvous = RendezvousServer(self._address, self._setup.data_plane.store.key)
         return MeetingPoint(self._address, self._rendezvous.port)
 
-    def build(self, meeting_point: MeetingPoint | None) -> None:
+    def build(self, meeting_point: MeetingPoint | None, recovery: Recovery | None) -> BaseRecord | None:
         """Join the ranks' process group, if the setup has one, and build the worker. The call is collective.
 
-        meeting_point: what rank 0's `open_rendezvous` returned; None when the setup has no process groups.
+        meeting_point: what rank 0's `open_rendezvous` returned; None when the setup has no process groups. recovery:
+        see `TrainWorker`. Returns what the rank has read of its adapter's base, for `recovery` at a later start.
         """
         setup = self._setup
         bind_process_groups(self._address)
@@ -107,9 +109,10 @@ class TrainActor:
                 key=key,
             )
             self._groups.form()
-        self._worker = TrainWorker(setup, self._address, groups=self._groups)
+        self._worker = TrainWorker(setup, self._address, groups=self._groups, recovery=recovery)
         if self._groups is not None:
             self._groups.prove()
+        return self._worker.base_record
 
     def close(self) -> None:
         """Close the worker and leave the process group. Idempotent."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from ..sample_file import SampleFile, trained_line
 from ..weight_sync.config import SyncConfig
 from ..weight_sync.pairs.rank_publisher import RankPublisher
 from ..weight_sync.publisher import WeightPublisher
+from ..weight_sync.recovery import BaseRecord, KnownBase, Recovery, WeightReader
 from ..weight_sync.stream import SendReport
 from ..weight_sync.transports.protocol import ReceiverGroup, WeightSender, WeightUpdate
 from .process_groups import ProcessGroups
@@ -93,8 +95,9 @@ class WorkerSetup:
     collective_timeout_s: float
     """Seconds after which forming the process group, or one of its collective operations, fails."""
     data_plane: DataPlaneHandle
-    backend: Callable[[int, int], TrainBackend]
-    """Function that builds the train backend, given the rank and the number of ranks."""
+    backend: Callable[..., TrainBackend]
+    """Function that builds the train backend, given the rank and the number of ranks, and, for an adapter's backend
+    that is built again, `known`."""
     sender: Callable[[str], WeightSender]
     """Function that builds the sender of weight updates, given the address at which engines reach this host; called on
     rank 0 only."""
@@ -167,6 +170,7 @@ class TrainWorker:
         *,
         device: torch.device = CPU,
         groups: ProcessGroups | None = None,
+        recovery: Recovery | None = None,
     ) -> None:
         """Build the reader, the backend and, on rank 0, the publisher of weights. The call is collective, and the
         ranks' process group must have been joined before.
@@ -174,7 +178,7 @@ class TrainWorker:
         address: IP address of this host at which engines reach rank 0. device: device to which the reader delivers
         rows. It is the CPU in training, because the backends arrange the rows in CPU memory. groups: the mesh's process
         groups, which `offload` destroys; None if the rank forms no process groups, such as a single rank whose backend
-        needs none.
+        needs none. recovery: what a rank that starts again is told of the base of its adapter; None at the first start.
         """
         self._groups = groups
         self._offloaded = False
@@ -201,7 +205,8 @@ class TrainWorker:
         """Fields that the policy's passes read for router replay. Those of the reference model have no use for them."""
         self._own = tuple(column.name for column in setup.columns)
         self._parts.callback(self._reader.close)
-        self._backend = setup.backend(setup.rank, setup.world)
+        build = setup.backend if recovery is None else partial(setup.backend, known=self._known(recovery))
+        self._backend = build(setup.rank, setup.world)
         self._parts.callback(self._backend.close)
         self._reference = None if setup.reference is None else setup.reference(setup.rank, setup.world)
         if self._reference is not None:
@@ -218,6 +223,17 @@ class TrainWorker:
         self._spans: list[Span] = []
         self._open = False
         """True while a train step has begun in the backend and is not finished."""
+
+    def _known(self, recovery: Recovery) -> KnownBase:
+        sync, key, connect = self._setup.sync, self._setup.data_plane.store.key, None
+        if recovery.offer is not None:
+            connect = partial(WeightReader, recovery.offer, key, sync.timeout_s)
+        return KnownBase(recovery.record, connect, sync.recover == "engine")
+
+    @property
+    def base_record(self) -> BaseRecord | None:
+        """Digests of the rank's parts of its adapter's base, see `TrainBackend.base_record`."""
+        return self._backend.base_record
 
     def _open_ranks(self, build: Callable[..., RankPublisher], address: str) -> RankPublisher:
         publisher = build(address, self._backend.weight_specs(), self._backend.weight_regions())

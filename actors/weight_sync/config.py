@@ -8,6 +8,7 @@ from ...dataplane.config import Count, PathText, Positive, Section
 
 Staging = Literal["auto", "full", "none"]
 Verify = Literal["off", "sample", "full"]
+Recover = Literal["auto", "engine", "off"]
 
 
 class SyncConfig(Section):
@@ -59,6 +60,13 @@ class SyncConfig(Section):
     paused. `sample` compares eight weights, different ones in each version; `full` compares all that the engine keeps
     in the form in which they were sent. An engine with a difference serves nothing until it has loaded a version
     completely."""
+
+    recover: Recover = "auto"
+    """Source of the base of an adapter (`trainer.lora.rank`) for train workers that start again under running engines.
+    `auto` reads parts of it both from the model's folder and from an engine's memory, and the rest where it was faster.
+    `engine` reads the folder only where an engine cannot give the base. `off` always reads the folder. Each part is
+    compared with the digest of what was read at the start of the run. Only engines `hf` give the base, and only the
+    backend `fsdp` takes it, if it is not rounded (`trainer.lora.base`)."""
 
     @property
     def keeps_old_kv(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -14,6 +14,9 @@ from ...dataplane.config import Count, CountOrZero, NonNegative, Positive, Secti
 from ..losses.config import LossConfig
 from ..losses.distillation_config import DistillationConfig
 from .lora_config import LoraConfig
+
+if TYPE_CHECKING:  # The module imports torch, which takes seconds.
+    from ...actors.weight_sync.recovery import KnownBase
 
 Head = Literal["auto", "selected", "full"]
 Recompute = Literal["none", "selective", "full"]
@@ -233,6 +236,8 @@ class BackendConfig:
     """If false, the backend only computes log-probs, and `begin_step`, `save` and `load` raise RuntimeError (with
     `megatron`, so does `offload`). It has no optimizer, so that a parameter takes 2 bytes (4 without mixed precision)
     instead of 12 or more. The backend `scripted` has no parameters and ignores this field."""
+    known: KnownBase | None = None
+    """What this rank has recorded of the base of the adapter before it was started again; None at the first start."""
 
     def __post_init__(self) -> None:
         if self.loss.kl_coef > 0 and not self.with_reference and self.loss.reference_model is None:

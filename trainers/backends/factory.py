@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...actors.protocols import TrainBackend
+from ...actors.weight_sync.recovery import KnownBase
 from .config import BackendConfig
 
 MODULES = {
@@ -13,8 +16,9 @@ MODULES = {
 """Name of the module of each backend, by the value of `trainer.backend`. Importing a module takes seconds."""
 
 
-def build_backend(config: BackendConfig, rank: int, world: int) -> TrainBackend:
+def build_backend(config: BackendConfig, rank: int, world: int, known: KnownBase | None = None) -> TrainBackend:
     """Build the train backend that `config` names, as rank `rank` of `world` ranks. Collective when `world` > 1.
+    known: see `BackendConfig.known`.
 
     With more than one rank the default process group must exist and have `world` ranks; one rank needs none. Raises
     ValueError when `world` does not match `config.topology` or a setting cannot be used; the error names the key, its
@@ -22,6 +26,7 @@ def build_backend(config: BackendConfig, rank: int, world: int) -> TrainBackend:
     """
     if world != config.topology.world:
         raise ValueError(f"world: got {world} ranks, expected the {config.topology.world} of {config.topology}")
+    config = replace(config, known=known)
     kind = config.trainer.backend
     if kind == "fsdp":
         from .fsdp.backend import FsdpBackend  # A dry run must not spend seconds on importing transformers.

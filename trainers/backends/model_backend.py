@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ...actors.adapters.spec import AdapterSpec
 from ...actors.protocols import TOP_IDS, MicroBatch, OffloadReport
 from ...actors.weight_sync.plan.regions import Region
+from ...actors.weight_sync.recovery import BaseRecord
 from ...codecs.schema import DTYPES
 from ...codecs.weights.conversion import wire_dtype
 from ..losses.step_loss import build_loss
@@ -201,6 +202,11 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
     def adapter(self) -> AdapterSpec | None:
         """The adapter whose matrices `weights` yields; None if it yields the weights of the whole model."""
         return self._adapter.spec if self._adapter is not None and self._config.sends_adapter else None
+
+    @property
+    def base_record(self) -> BaseRecord | None:
+        """Digests of this rank's parts of the adapter's base; None if none were taken."""
+        return None
 
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return the dtype and shape of each tensor that `weights` yields, by its name, in the same order.

@@ -13,6 +13,7 @@ from ...actors.adapters.spec import AdapterSpec
 from ...actors.protocols import MicroBatch, OffloadReport
 from ...actors.weight_sync.plan.layouts import held
 from ...actors.weight_sync.plan.regions import Region
+from ...actors.weight_sync.recovery import BaseRecord
 from .checkpoint_files import Checkpointer, draft_of, publish, start_draft
 from .config import BackendConfig
 from .residence import Residence, own_device
@@ -32,6 +33,7 @@ class ScriptedBackend:
     """
 
     adapter: AdapterSpec | None = None
+    base_record: BaseRecord | None = None
 
     def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
         """Create the weights. Raises RuntimeError when `world` > 1 and the default process group does not have `world`

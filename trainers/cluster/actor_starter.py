@@ -18,6 +18,7 @@ from ...actors.process.own_process import ActorInfo
 from ...actors.rollout.actor import RolloutActor
 from ...actors.shared_engine import SeatOf
 from ...actors.train.actor import CONCURRENCY_GROUPS
+from ...actors.weight_sync.recovery import Recovery, WeightOffer
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.imports import shipped_objects
@@ -228,20 +229,29 @@ def identify(
 
 
 def build(
-    generators: Sequence[EngineHandle], workers: Sequence[TrainHandle], timeout_s: float, times: StartTimes
+    generators: Sequence[EngineHandle],
+    workers: Sequence[TrainHandle],
+    timeout_s: float,
+    times: StartTimes,
+    offer: WeightOffer | None = None,
 ) -> None:
+    """Build actors, side by side, the workers with the records of their last start. offer: the engine that has the base
+    of the workers' adapter; None if they read the model's folder."""
     # Generators build while rank 0 opens its rendezvous server.
-    builds: list[Call[None]] = [handle.build() for handle in generators]
+    builds: list[Call[Any]] = [handle.build() for handle in generators]
     meeting_point = None
     if workers and workers[0].setup.has_groups:
         [meeting_point] = started([workers[0].open_rendezvous()], "start", timeout_s)
-    builds += [worker.build(meeting_point) for worker in workers]
+    known = [None if worker.built is None else Recovery(worker.built, offer) for worker in workers]
+    builds += [worker.build(meeting_point, recovery) for worker, recovery in zip(workers, known, strict=True)]
     try:
-        started(builds, "start", timeout_s, lambda call: times.mark(call.actor.info.name))
+        answers = started(builds, "start", timeout_s, lambda call: times.mark(call.actor.info.name))
     except ActorFailed as error:
         if isinstance(error.cause, ValueError) and not isinstance(error.cause, DataPlaneError):
             raise UserError(str(error.cause)) from error
         raise
+    for handle, answer in zip((*generators, *workers), answers, strict=True):
+        handle.built = answer
 
 
 def introduce_teachers(teachers: Sequence[EngineHandle], workers: Sequence[TrainHandle], timeout_s: float) -> None:

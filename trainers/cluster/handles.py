@@ -86,6 +86,8 @@ class EngineHandle(ActorHandle):
     build = calling(EngineHost.build)
     num_workers = calling(EngineHost.num_workers)
     version = calling(EngineHost.version)
+    offer_base = calling(EngineHost.offer_base)
+    end_offer = calling(EngineHost.end_offer)
     pause = calling(GenerationEngine.pause)
     resume = calling(GenerationEngine.resume)
     sleep = calling(GenerationEngine.sleep)

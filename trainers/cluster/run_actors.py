@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ...actors.process.own_process import ActorInfo
+from ...actors.weight_sync.recovery import WeightOffer
 from ...dataplane.errors import DataPlaneError
 from .actor_starter import ActorStarter, Started, build, identify, introduce_teachers, started
-from .calls import ActorFailed, ended
+from .calls import ActorFailed, ended, gather_each
 from .engine_pool import Engine, EnginePool, NoEngineLeft
 from .handles import EngineHandle, RolloutHandle, TrainHandle
 from .lost_hosts import HostGone, gone, host_of, in_words
@@ -19,6 +21,8 @@ from .places.placement import ON_CPUS, Host, Placement
 from .start_times import StartTimes
 
 _log = logging.getLogger(__name__)
+OFFER_S = 5.0
+"""Largest number of seconds that an engine may take to answer that it sends the base of its adapters."""
 ASK_AGAIN_S = 0.2
 """Seconds between two health queries to the same actor."""
 
@@ -143,9 +147,9 @@ class RunActors:
                 asked |= {handle.progress(): handle for handle in answered}
         return []
 
-    def restart_workers(self) -> None:
+    def restart_workers(self) -> list[str]:
         """Kill all train workers, then start and build new ones with the run's first weights. The handles in `workers`
-        then refer to the new workers.
+        then refer to the new workers. Returns sentences about where they have read the base of their adapter.
 
         Workers of a host that is gone start on other hosts. Raises ActorFailed if the new workers do not start, and at
         once if no other host has room.
@@ -156,9 +160,28 @@ class RunActors:
             worker.kill("was ended, because all train workers are started again")
             worker.restart()
         identify(self.workers, "start", self.start_timeout_s, self.placement, self.on_started)
-        build([], self.workers, self.start_timeout_s, StartTimes())
+        with self._base_offered() as offer:
+            build([], self.workers, self.start_timeout_s, StartTimes(), offer)
         introduce_teachers(self.teachers, self.workers, self.start_timeout_s)
         self._tell()
+        return [f"{worker.info.name} {worker.built.note}" for worker in self.workers if worker.built is not None]
+
+    @contextmanager
+    def _base_offered(self) -> Iterator[WeightOffer | None]:
+        """Context in which an engine sends the base of its adapters to train workers; None if none of the engines can,
+        or no worker wants it."""
+        first = self.workers[0]
+        wanted = first.built is not None and first.setup.sync.recover != "off"
+        alive = (one for one in self.engines.engines if not (one.left_out or one.dead))
+        for handle in [one.handle for one in alive if wanted]:
+            [offer] = gather_each([handle.offer_base()], "offer", OFFER_S)
+            if isinstance(offer, WeightOffer):
+                try:
+                    yield offer
+                finally:
+                    gather_each([handle.end_offer()], "offer", OFFER_S)
+                return
+        yield None
 
     def on_lost_host(self, handle: EngineHandle | TrainHandle) -> bool:
         """Return whether the host of an actor has left the Ray cluster."""

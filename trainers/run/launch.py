@@ -509,7 +509,11 @@ class _Training:
         run.roles.end_generation()
         # The restart has three consecutive waits, each with its own time limit.
         with run.stages.timed("restarting the train workers", 3 * run.actors.start_timeout_s):
-            run.actors.restart_workers()
+            notes = run.actors.restart_workers()
+        for note in notes:
+            self._folder.incident(earlier.step, note)
+            if "because" in note:  # An engine could not give the base, or has a damaged one.
+                self._progress.message(f"warning: {note}")
         run.weights.forget()
         checkpoints.load(run.workers, run.rollouts, earlier)
         state.go_back(earlier)

@@ -19,6 +19,7 @@ from ....codecs.tokens.routes import RouteSpec
 from ....codecs.weights.parameter_digests import ParameterDigests, compare_digests
 from ...adapters.spec import PREFIX, AdapterSlots, AdapterSpec
 from ...process.memory import ProcessMemory, measure
+from ...weight_sync.recovery import WeightOffer, WeightServer
 from ...weight_sync.transports.protocol import ReceiverConfig
 from ..config import Attention
 from ..in_process import DROPPED, InProcessEngine
@@ -97,6 +98,8 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         self._layers = None if adapters is None else AdapterLayers(self._model, path, adapters)
         self.adapter: Adapter | None = None
         """The adapter in service; None for the model alone."""
+        self._receiver = receiver
+        self._offer: WeightServer | None = None
         self.base = BaseAlone(version, EngineStats())
         """The model without its adapter, which answers the requests that name it."""
         super().__init__(receiver, self._check, version)
@@ -222,6 +225,24 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         Raises ValueError if the engine has no room for adapters, or there are no such files."""
         layers = self.layers
         await asyncio.to_thread(lambda: layers.base)
+
+    async def offer_base(self) -> WeightOffer | None:
+        await self.end_offer()
+        if self._layers is None or self._receiver is None:
+            return None
+        receiver = self._receiver
+        self._offer = WeightServer(self._name, receiver.key, self._weight, receiver.sync.timeout_s)
+        return self._offer.offer
+
+    def _weight(self, name: str) -> torch.Tensor:
+        module, _, own = name.rpartition(".")
+        owner = self._model.get_submodule(module)
+        return {**owner._parameters, **owner._buffers}[own]  # An attribute can be experts with an adapter added.
+
+    async def end_offer(self) -> None:
+        offer, self._offer = self._offer, None
+        if offer is not None:
+            await asyncio.to_thread(offer.close)
 
     async def load(self, adapter: Adapter) -> None:
         """Move an adapter to the device of the model."""
@@ -402,6 +423,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
                 queue.popleft().fail(RuntimeError("the engine was closed before the request ran"))
         for pending in list(self._in_flight.values()):
             self.end(pending)
+        await self.end_offer()
         async with self._exclusive:
             self._thread.shutdown(wait=False)
         self._incoming.close()

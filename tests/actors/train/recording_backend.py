@@ -14,6 +14,7 @@ from headrace.actors.adapters.spec import AdapterSpec
 from headrace.actors.protocols import MicroBatch, OffloadReport
 from headrace.actors.weight_sync.plan.layouts import held
 from headrace.actors.weight_sync.plan.regions import Region
+from headrace.actors.weight_sync.recovery import BaseRecord
 from headrace.tests.actors.train.replica_ranks import content
 
 MODEL = {"embed": torch.arange(100.0), "half": torch.arange(200).bfloat16(), "bias": torch.arange(3)}
@@ -29,6 +30,7 @@ class RecordingBackend:
     calls: list[str] = field(default_factory=list)
     seen: list[dict[str, Any]] = field(default_factory=list)
     adapter: AdapterSpec | None = None
+    base_record: BaseRecord | None = None
 
     def begin_step(self, temperature: float = 1.0) -> None:
         self.calls.append(f"begin {temperature}")

@@ -68,7 +68,7 @@ def work(rank: int, folder: Path, steps: dict[str, Step]) -> dict[str, Any]:
             bucket_bytes=256,
         )
         actor = TrainActor(setup)
-        actor.build(_meeting_point(actor, rank, folder / name))
+        actor.build(_meeting_point(actor, rank, folder / name), None)
         worker = actor.worker
         found[name] = {"early": raised(worker.accumulate)[:2]}
         worker.begin(step.shards[rank])
@@ -377,7 +377,7 @@ def test_weights_are_sent_again_by_an_actor_that_trains(
         def got(call: Call[T]) -> T:
             return gather([call], "test", 60)[0]
 
-        got(worker.build(None))
+        got(worker.build(None, None))
         got(worker.begin(step.shards[0]))
         for field_name in (PREV, REF):
             got(worker.write_logprobs(field_name))

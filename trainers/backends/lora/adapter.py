@@ -46,7 +46,8 @@ class Adapter:
                     f"model.adapter: got {config.adapter!r}, expected trainer.lora.rank to be set to its rank"
                 )
             return None
-        digest = _shared_digest(config.base, rank, world, device)
+        known = config.known
+        digest = _shared_digest(config.base, rank, world, device) if known is None else known.record.base
         spec = AdapterSpec(lora.rank, lora.chosen_alpha, digest)
         return Adapter(lora, spec, None if config.adapter is None else _given(config.adapter, lora))
 
