@@ -30,7 +30,7 @@ from .engines.protocol import (
 )
 from .process.own_process import ActorInfo
 from .process.remote_methods import decode_result, encode_arguments, invoke, submit
-from .weight_sync.recovery import WeightOffer
+from .weight_sync.base_offer import WeightOffer
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from .adapters.spec import AdapterSpec
 from .columns import ColumnConfig, TokenValues
 from .engines.protocol import Generator, SamplingParams
 from .failures import FailureKind
+from .weight_sync.base_offer import BaseRecord
 from .weight_sync.plan.regions import Region
-from .weight_sync.recovery import BaseRecord
 
 # ---------------- Spans are timed pieces of work, for the trace of a run.
 

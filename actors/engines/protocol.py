@@ -14,7 +14,7 @@ import numpy as np
 
 from ...codecs.weights.parameter_digests import ParameterDigests
 from ..process.memory import ProcessMemory
-from ..weight_sync.recovery import WeightOffer
+from ..weight_sync.base_offer import WeightOffer
 from ..weight_sync.transports.protocol import WeightUpdate
 
 PauseMode = Literal["keep", "wait", "abort"]

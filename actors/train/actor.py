@@ -13,7 +13,7 @@ from ...dataplane.listen_address import listening
 from ..process.own_process import ActorInfo, bind_process_groups
 from ..process.remote_methods import in_thread_of, invoke
 from ..process.rendezvous_store import RendezvousServer, RendezvousStore
-from ..weight_sync.recovery import BaseRecord, Recovery
+from ..weight_sync.base_offer import BaseRecord, Recovery
 from .process_groups import ProcessGroups
 from .worker import TrainWorker, WorkerSetup
 

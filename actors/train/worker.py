@@ -37,10 +37,10 @@ from ..protocols import (
     row_schema,
 )
 from ..sample_file import SampleFile, trained_line
+from ..weight_sync.base_offer import BaseRecord, KnownBase, Recovery, WeightReader
 from ..weight_sync.config import SyncConfig
 from ..weight_sync.pairs.rank_publisher import RankPublisher
 from ..weight_sync.publisher import WeightPublisher
-from ..weight_sync.recovery import BaseRecord, KnownBase, Recovery, WeightReader
 from ..weight_sync.stream import SendReport
 from ..weight_sync.transports.protocol import ReceiverGroup, WeightSender, WeightUpdate
 from .process_groups import ProcessGroups
@@ -178,7 +178,7 @@ class TrainWorker:
         address: IP address of this host at which engines reach rank 0. device: device to which the reader delivers
         rows. It is the CPU in training, because the backends arrange the rows in CPU memory. groups: the mesh's process
         groups, which `offload` destroys; None if the rank forms no process groups, such as a single rank whose backend
-        needs none. recovery: what a rank that starts again is told of the base of its adapter; None at the first start.
+        needs none. recovery: facts about the base of the adapter for a rank that starts again; None at the first start.
         """
         self._groups = groups
         self._offloaded = False

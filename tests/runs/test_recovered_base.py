@@ -36,8 +36,7 @@ def replace_weights(model: Path) -> None:
 
 @pytest.mark.timeout(400)
 def test_workers_recover_the_base_from_an_engine(tmp_path: Path) -> None:
-    """Once the folder has other weights, it is not read, and steps that are taken again have the figures of those that
-    the workers took that had read it."""
+    """The folder, which has other weights by then, is not read, and repeated steps have the same figures as before."""
     model, folder = model_folder(tmp_path / "model", "untied"), tmp_path / "run"
     process = runs.start(folder, runs.shared_ray(), *OPTIONS, f"model.path={model}")
     runs.wait_for_step(folder, 6, process)
@@ -58,4 +57,5 @@ def test_workers_recover_the_base_from_an_engine(tmp_path: Path) -> None:
     again = {line["step"]: line for line in lines[at:] if "reward/mean" in line}
     assert again[STEPS]["run/restarts"] == 1 and (twice := done.keys() & again.keys())
     for step in twice:
-        assert [again[step][name] for name in FIGURES] == [done[step][name] for name in FIGURES]
+        figures = [done[step][name] for name in FIGURES]  # Sums have another order, as in two equal runs on two engines.
+        assert [again[step][name] for name in FIGURES] == pytest.approx(figures, rel=1e-4, abs=1e-7)

@@ -16,7 +16,7 @@ from ..losses.distillation_config import DistillationConfig
 from .lora_config import LoraConfig
 
 if TYPE_CHECKING:  # The module imports torch, which takes seconds.
-    from ...actors.weight_sync.recovery import KnownBase
+    from ...actors.weight_sync.base_offer import KnownBase
 
 Head = Literal["auto", "selected", "full"]
 Recompute = Literal["none", "selective", "full"]

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from ...actors.adapters.spec import AdapterSpec
 from ...actors.protocols import TOP_IDS, MicroBatch, OffloadReport
+from ...actors.weight_sync.base_offer import BaseRecord
 from ...actors.weight_sync.plan.regions import Region
-from ...actors.weight_sync.recovery import BaseRecord
 from ...codecs.schema import DTYPES
 from ...codecs.weights.conversion import wire_dtype
 from ..losses.step_loss import build_loss
@@ -29,6 +29,7 @@ from .expert_balance import ExpertBalance
 from .hf_model import collect, export_dtypes, write_folder
 from .lora.adapter import BASE, Adapter
 from .lora.matrices import divided, merged, on_wire, wire_specs
+from .lora.recorded_base import RecordedSource
 from .residence import Residence, own_device
 from .router_replay import RouterReplay, require_replay
 from .rows.row_layout import loss_inputs, to_device
@@ -48,6 +49,9 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
     """Weights of the model with their pieces, those of an adapter among them."""
     _rounded: Container[str] = ()
     """Names of the weights of an adapter's base that are rounded to fewer bits."""
+
+    _recorded: RecordedSource | None = None
+    """Source of the base of an adapter; None if no digests are taken of what is read."""
 
     def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
         self._config, self._topology = config, config.topology
@@ -206,7 +210,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
     @property
     def base_record(self) -> BaseRecord | None:
         """Digests of this rank's parts of the adapter's base; None if none were taken."""
-        return None
+        return None if self._recorded is None else self._recorded.record
 
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return the dtype and shape of each tensor that `weights` yields, by its name, in the same order.

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -335,3 +336,21 @@ def _lay_out(batch: _Batch, arrived: torch.Tensor, out: torch.Tensor) -> None:
         for piece, values in _arrivals(weight, tensor, in_place=False):
             place = weight.place(whole[weight], piece)
             place.copy_(values.view_as(place))
+
+
+class WeightSource(Protocol):
+    """Interface for reading parts of a HF model's weights. Each part is returned in host memory, in the dtype of the
+    model's files."""
+
+    def empty_model(self, dtype: torch.dtype | None = None) -> Any:
+        """Return the HF model on the meta device, without values of its weights."""
+        ...
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Return a context manager in which many reads are fast."""
+        ...
+
+    def pieces(self, name: str, ranges: tuple[slice, ...]) -> Iterable[tuple[tuple[slice, ...], torch.Tensor]]:
+        """Return a part of the tensor `name` in pieces: the place of each in that part, and its values. `ranges` has
+        one slice for each dimension."""
+        ...

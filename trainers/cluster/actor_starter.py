@@ -18,7 +18,7 @@ from ...actors.process.own_process import ActorInfo
 from ...actors.rollout.actor import RolloutActor
 from ...actors.shared_engine import SeatOf
 from ...actors.train.actor import CONCURRENCY_GROUPS
-from ...actors.weight_sync.recovery import Recovery, WeightOffer
+from ...actors.weight_sync.base_offer import Recovery, WeightOffer
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.imports import shipped_objects

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ...actors.process.own_process import ActorInfo
-from ...actors.weight_sync.recovery import WeightOffer
+from ...actors.weight_sync.base_offer import WeightOffer
 from ...dataplane.errors import DataPlaneError
 from .actor_starter import ActorStarter, Started, build, identify, introduce_teachers, started
 from .calls import ActorFailed, ended, gather_each
@@ -168,8 +168,8 @@ class RunActors:
 
     @contextmanager
     def _base_offered(self) -> Iterator[WeightOffer | None]:
-        """Context in which an engine sends the base of its adapters to train workers; None if none of the engines can,
-        or no worker wants it."""
+        """Context in which an engine sends the base of its adapters to train workers. It yields where, or None if no
+        engine can, or no worker wants it."""
         first = self.workers[0]
         wanted = first.built is not None and first.setup.sync.recover != "off"
         alive = (one for one in self.engines.engines if not (one.left_out or one.dead))

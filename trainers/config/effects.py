@@ -265,6 +265,10 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
         for name in ("alpha", "targets", "dropout", "experts", "init", "base", "lr_factor")
     },
     "sync.adapter": (_above_zero("trainer.lora.rank"),),
+    "sync.recover": (
+        _above_zero("trainer.lora.rank"), _is("sync.adapter", "only"), _is("trainer.backend", "fsdp"),
+        _is("rollout.engine", "hf"),
+    ),
     "rollout.max_adapters": (_above_zero("trainer.lora.rank"), _is("sync.adapter", "only")),
     "rollout.routing": (_set("rollout.num_actors"),),
     "trainer.recompute_layers": (MODEL_BACKENDS, _is("trainer.recompute", "full")),

@@ -19,7 +19,7 @@ from ....codecs.tokens.routes import RouteSpec
 from ....codecs.weights.parameter_digests import ParameterDigests, compare_digests
 from ...adapters.spec import PREFIX, AdapterSlots, AdapterSpec
 from ...process.memory import ProcessMemory, measure
-from ...weight_sync.recovery import WeightOffer, WeightServer
+from ...weight_sync.base_offer import WeightOffer, WeightServer
 from ...weight_sync.transports.protocol import ReceiverConfig
 from ..config import Attention
 from ..in_process import DROPPED, InProcessEngine
@@ -64,6 +64,9 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
     end the service of all adapters; adapters that come later must still belong to the model that was loaded first.
     """
 
+    _offer: WeightServer | None = None
+    """Server of the base of the adapters; None while it is not offered."""
+
     def __init__(
         self,
         path: str,
@@ -99,7 +102,6 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         self.adapter: Adapter | None = None
         """The adapter in service; None for the model alone."""
         self._receiver = receiver
-        self._offer: WeightServer | None = None
         self.base = BaseAlone(version, EngineStats())
         """The model without its adapter, which answers the requests that name it."""
         super().__init__(receiver, self._check, version)

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from ....actors.engines.hf.positions import fix_rotary_length
 from ....actors.protocols import MicroBatch, TokenScores
-from ....actors.weight_sync.recovery import BaseRecord
 from ..config import BackendConfig
 from ..expert_balance import ExpertBalance
 from ..layers import compile_layers, recompute_layers
@@ -27,16 +26,14 @@ from ..rows.packed_rows import sum_rows, whole_counts
 from ..rows.row_layout import RowLayout, exactly, lay_out
 from ..throughput import flop_model
 from ..train_step import local_gradients, scale_, square_norm
-from ..weight_stream import OwnPiece
+from ..weight_stream import OwnPiece, WeightSource
 from .causal_lm import CausalLM, TokenValues, freeze_weights, half_parameters, use_closed_form_norms
 from .context_parallel import check_context, require_splittable, split_rows
 from .expert_parallel import holds_experts
 from .hf_routers import balance_experts, replay_routers
 from .output_checks import head_of
-from .recorded_base import RecordedSource
 from .row_checks import check_rows
 from .sharding import (
-    WeightSource,
     build_expert_mesh,
     build_mesh,
     context_group,
@@ -71,9 +68,8 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         self._cp = context_group(config.topology, self._device)
         self._tp = None if self._mesh is None or config.topology.tp == 1 else self._mesh["tp"].get_group()
         source = open_source(config.base, config.attention)
-        self._recorded: RecordedSource | None = None
         if self._adapter is not None and config.rounded is None:
-            source = self._recorded = RecordedSource(source, self._adapter.spec.base, config.known)
+            source = self._recorded = self._adapter.recorded(source, config.known)
         self._packed = False
         self._switch: LoraSwitch | None = None
         policy = self._build(source, trained=config.trains)
@@ -134,10 +130,6 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
                 half=self._half,
                 longest=min(self._config.context or 0, self._config.trainer.tokens_per_microbatch),
             )
-
-    @property
-    def base_record(self) -> BaseRecord | None:
-        return None if self._recorded is None else self._recorded.record
 
     # ---------------- These methods run one train step.
 

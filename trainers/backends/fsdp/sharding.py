@@ -10,7 +10,7 @@ import copy
 import logging
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from ..hf_model import HfSource, kept_in_float32, load_causal_lm
 from ..lora.adapter import Adapter
 from ..lora.matrices import is_matrix
 from ..lora.rounded_layers import restored, rounded_layers
-from ..weight_stream import Cut, OwnPiece, Piece, SpreadWeight, cut_box
+from ..weight_stream import Cut, OwnPiece, Piece, SpreadWeight, WeightSource, cut_box
 from .causal_lm import CausalLM
 from .expert_parallel import distribute_experts, holds_experts
 from .hf_routers import router_biases
@@ -183,24 +183,6 @@ def own_pieces(model: torch.nn.Module) -> OwnPiece:
 
 
 _log = logging.getLogger(__name__)
-
-
-class WeightSource(Protocol):
-    """Interface for reading parts of a HF model's weights. Each part is returned in host memory, in the dtype of the
-    model's files."""
-
-    def empty_model(self, dtype: torch.dtype | None = None) -> Any:
-        """Return the HF model on the meta device, without values of its weights."""
-        ...
-
-    def reading(self) -> AbstractContextManager[None]:
-        """Return a context manager in which many reads are fast."""
-        ...
-
-    def pieces(self, name: str, ranges: tuple[slice, ...]) -> Iterable[tuple[tuple[slice, ...], torch.Tensor]]:
-        """Return a part of the tensor `name` in pieces: the place of each in that part, and its values. `ranges` has
-        one slice for each dimension."""
-        ...
 
 
 class WholeModel:

@@ -12,10 +12,13 @@ import torch.distributed as dist
 from ....actors.adapters.base_digest import base_digest
 from ....actors.adapters.peft_folder import read_adapter, write_adapter
 from ....actors.adapters.spec import AdapterSpec
+from ....actors.weight_sync.base_offer import KnownBase
 from ...errors import UserError
 from ..config import BackendConfig
 from ..lora_config import LoraConfig
+from ..weight_stream import WeightSource
 from .matrices import from_wire, target_of, wire_module, wire_name
+from .recorded_base import RecordedSource
 from .start import start_value
 
 BASE = "lora.base"
@@ -75,6 +78,10 @@ class Adapter:
         if target_of(name)[1] == "B":
             return torch.zeros(shape)
         return start_value(wire_module(name), tuple(shape), self.config.init, _SEED, self.config.rank)
+
+    def recorded(self, source: WeightSource, known: KnownBase | None) -> RecordedSource:
+        """Return a source of the base that compares what it reads with what is `known` of it."""
+        return RecordedSource(source, self.spec.base, known)
 
     def write(self, path: str, *, base: str, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
         """Write the adapter as the folder `adapter` in the folder `path`. base: model to which it belongs. tensors: its

@@ -61,7 +61,7 @@ class WeightOffer:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What a train rank that starts again is told of the base."""
+    """Facts about the base for a train rank that starts again."""
 
     record: BaseRecord
     offer: WeightOffer | None
@@ -146,9 +146,11 @@ class WeightReader:
         self._connection.close()
 
     def parts(self, weight: str, box: Box, dtype: torch.dtype) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Yield a box of a weight part by part, in the order of its rows: the place of each part in the box, and its
-        values in `dtype`. Raises OSError if the engine is lost or has no such weight, or if a part is damaged or was
-        rounded to fewer digits than `dtype` has."""
+        """Yield a box of a weight part by part, in the order of its rows.
+
+        Each part comes with its place in the box, and in `dtype`. Raises OSError if the engine is lost or has no such
+        weight, or if a part is damaged or was rounded to fewer digits than `dtype` has.
+        """
         (start, stop), *rest = box or ((0, 1),)
         row_bytes = max(1, math.prod(end - first for first, end in rest) * dtype.itemsize)
         step = max(1, PART_BYTES // row_bytes)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import xxhash
 
-from ....actors.weight_sync.recovery import BaseRecord, KnownBase, WeightReader
+from ....actors.weight_sync.base_offer import BaseRecord, KnownBase, WeightReader
 from ....codecs.memory import flat_bytes
 from ....codecs.schema import DTYPES
-from .sharding import WeightSource
+from ..weight_stream import WeightSource
 
 _log = logging.getLogger(__name__)
 PROBE_BYTES = 32 << 20

@@ -8,8 +8,8 @@ from contextlib import closing, contextmanager
 import pytest
 import torch
 
-from headrace.actors.weight_sync import recovery
-from headrace.actors.weight_sync.recovery import WeightReader, WeightServer
+from headrace.actors.weight_sync import base_offer
+from headrace.actors.weight_sync.base_offer import WeightReader, WeightServer
 from headrace.codecs.weights.buckets import checksum
 from headrace.dataplane.security.handshake import new_key
 from headrace.dataplane.security.run_key import RunKey
@@ -41,7 +41,7 @@ def read(reader: WeightReader, name: str, *box: tuple[int, int], dtype: torch.dt
 
 @pytest.mark.parametrize("tls", [False, True])
 def test_parts_of_weights_arrive(tls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "PART_BYTES", 1000)
+    monkeypatch.setattr(base_offer, "PART_BYTES", 1000)
     with connected(RunKey.make(new_key(), "", "run", tls=tls)) as reader:
         assert torch.equal(read(reader, "w", (500, 1000), (0, 40)), WEIGHTS["w"][500:])
         assert torch.equal(read(reader, "w", (0, 1000), (10, 20)), WEIGHTS["w"][:, 10:20])
@@ -64,7 +64,7 @@ def test_what_an_engine_cannot_give_is_told() -> None:
 
 def test_a_part_that_is_damaged_on_the_way_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = iter((1, 0))
-    monkeypatch.setattr(recovery, "checksum", lambda payload: checksum(payload) ^ next(sent))
+    monkeypatch.setattr(base_offer, "checksum", lambda payload: checksum(payload) ^ next(sent))
     with connected() as reader, pytest.raises(OSError, match=r"w: its checksum is \w+, but \w+ was sent"):
         read(reader, "w", (0, 10), (0, 40))
 

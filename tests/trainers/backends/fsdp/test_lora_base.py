@@ -17,15 +17,15 @@ from safetensors.torch import load_file, save_file
 
 from headrace.actors.adapters.spec import AdapterSlots
 from headrace.actors.engines.hf.engine import HfEngine
+from headrace.actors.weight_sync.base_offer import BaseRecord, KnownBase, WeightReader
 from headrace.actors.weight_sync.config import SyncConfig
-from headrace.actors.weight_sync.recovery import BaseRecord, KnownBase, WeightReader
 from headrace.actors.weight_sync.transports.protocol import ReceiverConfig
 from headrace.dataplane.security.handshake import new_key
 from headrace.tests.trainers.backends.backend_ranks import backend_config
 from headrace.trainers.backends.factory import build_backend
-from headrace.trainers.backends.fsdp import recorded_base
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
-from headrace.trainers.backends.fsdp.recorded_base import RecordedSource
+from headrace.trainers.backends.lora import recorded_base
+from headrace.trainers.backends.lora.recorded_base import RecordedSource
 
 KEY = new_key()
 
