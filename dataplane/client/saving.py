@@ -2,8 +2,8 @@
 
 A file begins with MAGIC, which names the version of the format. Records follow. The number of bytes of a record and
 their xxh3 checksum stand before the record. The first record is the message `SavedPartition`. Two records follow for
-each chunk of rows: the message `SavedChunk`, and the parts of a block (`codecs/blocks.py`) that holds the rows. Nothing
-is pickled, so that reading a file runs no code.
+each chunk of rows: the message `SavedChunk`, and the parts of a block (`codecs/blocks.py`) that holds the rows. Then
+each blob to which rows refer follows in the same way. Nothing is pickled, so that reading a file runs no code.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ import secrets
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import xxhash
 
 from ...codecs import messages
 from ...codecs.batch import Batch
+from ...codecs.blobs import Blob, References
 from ...codecs.blocks import BlockLayout, encode_block, read_header
 from ...codecs.gather import RowSource, assemble
+from ...codecs.jagged import unpack
+from ..blobs.row_references import holder_of_blobs
 from ..directory import requests
 from ..directory.calls import Fence
 from ..directory.partition import PartitionState
@@ -56,6 +59,8 @@ class SavedPartition:
     state: bytes
     """Encoded state of the partition. Only the directory (the metadata service) interprets it."""
     num_chunks: int
+    blobs: dict[str, list[str]] = field(default_factory=dict)
+    """Digests of the blobs of each field with blobs, in the order of their chunks, which follow those of the rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +156,39 @@ class PartitionReader:
                 )
             self.saved = self._decoded(self._next(file), SavedPartition)
             self.rows = PartitionRows.from_bytes(self.saved.rows)
-            for _ in range(self.saved.num_chunks):
+            for _ in range(self.saved.num_chunks + sum(map(len, self.saved.blobs.values()))):
                 self._offsets.append(file.tell())
                 self._next(file)
                 self._next(file)
             if file.read(1):
                 raise ValueError(f"{self._path}: damaged: unexpected bytes after its {self.saved.num_chunks} chunks")
         self._matching: dict[tuple[str, ...], np.ndarray] = {}
+        names = [(name, blob) for name, blobs in self.saved.blobs.items() for blob in blobs]
+        self._blobs = {named: self.saved.num_chunks + place for place, named in enumerate(names)}
+        """Number of the chunk of each blob, by its field and its digest."""
 
     def chunk(self, number: int) -> tuple[np.ndarray, Batch]:
         """Return (positions of the rows in `rows`, their fields) of one chunk, from 0 to `num_chunks` - 1. Raises
         ValueError when the file has changed since it was opened."""
+        chunk, batch = self._batch(number)
+        if chunk.fields not in self._matching:
+            self._matching[chunk.fields] = rows_with(self.rows, chunk.fields)
+        return self._matching[chunk.fields][chunk.start : chunk.start + batch.num_rows], batch
+
+    def fields(self, batch: Batch) -> dict[str, Any]:
+        """Return the fields of a chunk, with the blobs to which its rows refer in place of their digests."""
+        found: dict[str, Any] = dict(batch)
+        for name in self.saved.blobs.keys() & found.keys():
+            references = References.read(batch.ragged(name))
+            blobs = [
+                Blob(batch.schema[name], _only_row(self._batch(self._blobs[name, blob])[1]))
+                for blob in references.names
+            ]
+            ends = np.cumsum(references.counts)
+            found[name] = [[blobs[i] for i in part] for part in np.split(references.index, ends)[:-1]]
+        return found
+
+    def _batch(self, number: int) -> tuple[SavedChunk, Batch]:
         with open(self._path, "rb") as file:
             file.seek(self._offsets[number])
             chunk = self._decoded(self._next(file), SavedChunk)
@@ -172,10 +199,7 @@ class PartitionReader:
         lengths = np.zeros(num_rows, np.int64) if found is None else found.astype(np.int64)
         places = np.arange(num_rows, dtype=np.int32)
         source = RowSource(chunk.fields, np.zeros_like(places), places, np.cumsum(lengths) - lengths)
-        batch = assemble(schema.subset(chunk.fields), lengths, [source], [layout], [views])
-        if chunk.fields not in self._matching:
-            self._matching[chunk.fields] = rows_with(self.rows, chunk.fields)
-        return self._matching[chunk.fields][chunk.start : chunk.start + num_rows], batch
+        return chunk, assemble(schema.subset(chunk.fields), lengths, [source], [layout], [views])
 
     def _next(self, file: BinaryIO) -> np.ndarray:
         """Read the record at the file's position and check it. Returns its bytes, uint8 1-D."""
@@ -194,6 +218,11 @@ class PartitionReader:
             return messages.decode(data.tobytes(), of)
         except ValueError as error:
             raise ValueError(f"{self._path}: not a partition that this version can read: {error}") from None
+
+
+def _only_row(batch: Batch) -> dict[str, Any]:
+    """Return the values of a batch of one row, by field."""
+    return {name: values[0] for name, values in unpack(batch).items()}
 
 
 _logger = logging.getLogger(__name__)
@@ -216,7 +245,12 @@ def save(
         (meta, start, stop) for meta in map(KVBatchMeta.from_bytes, exported.receipts) for start, stop in _chunks(meta)
     ]
     state = messages.encode(exported.state)
-    saved = SavedPartition(partition, exported.rows, state, len(chunks))
+    blobs: dict[str, list[str]] = {}
+    for name, declared in exported.state.schema.items():
+        if declared.parts:
+            listed = yield from operations.rows(holder_of_blobs(partition, name), None, timeout_s)
+            blobs[name] = listed.keys.tolist()
+    saved = SavedPartition(partition, exported.rows, state, len(chunks), blobs)
     writer = PartitionWriter(path)
     nbytes = 0
     yield SHIELD
@@ -226,6 +260,11 @@ def save(
             moved = yield from operations.get(meta.select(np.arange(start, stop)), None, timeout_s)
             nbytes += moved.nbytes
             yield Work("save", functools.partial(writer.add, start, moved.result), time.monotonic() + bound)
+        for name, blob in ((name, blob) for name, found in blobs.items() for blob in found):
+            parts = tuple(part.name for part in exported.state.schema[name].parts)
+            moved = yield from operations.get_keys(holder_of_blobs(partition, name), [blob], parts, timeout_s)
+            nbytes += moved.nbytes
+            yield Work("save", functools.partial(writer.add, 0, moved.result), time.monotonic() + bound)
         yield Work("save", writer.finish, time.monotonic() + bound)
     except BaseException:
         writer.discard()
@@ -267,8 +306,9 @@ def load(
         for number in range(saved.num_chunks):
             chunk = functools.partial(reader.chunk, number)
             places, batch = yield Work("load", chunk, time.monotonic() + bound)
+            fields = yield Work("load", functools.partial(reader.fields, batch), time.monotonic() + bound)
             keys, groups = rows.keys[places].tolist(), rows.group_names[places].tolist()
-            put = operations.fenced_put(name, keys, batch, None, groups, None, False, timeout_s, (Fence(None),))
+            put = operations.fenced_put(name, keys, fields, None, groups, None, False, timeout_s, (Fence(None),))
             moved = yield from put
             nbytes += moved.nbytes
     except BaseException as error:

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from headrace.codecs import messages
 from headrace.codecs.batch import Batch
+from headrace.codecs.blobs import Blob, blob_field
 from headrace.codecs.jagged import unpack
+from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.client import saving
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.client.operations import Operations
@@ -321,3 +323,28 @@ def test_a_cancelled_load_leaves_nothing(
     monkeypatch.setattr(Operations, "put", put_slowly)
     asyncio.run(cancel())
     assert client.status().partitions == {"p": 4}
+
+
+def test_the_pictures_of_rows_come_back_and_stay_shared(roomy: DataPlane, tmp_path: Path) -> None:
+    parts = [Field("pixels", Kind.RAGGED, torch.uint8, ndim=2), Field("alt", Kind.OBJECT)]
+    images = blob_field("images", [*parts, Field("grid", Kind.PER_SAMPLE, torch.int32, trailing=(3,))])
+    pixels, grid = torch.arange(60_000).to(torch.uint8).view(100, 600), torch.tensor([1, 10, 10], dtype=torch.int32)
+    one, other = (Blob(images, {"pixels": pixels, "grid": grid, "alt": {"text": name}}) for name in ("one", "other"))
+    with connect(roomy.handle) as client:
+        client.register("p", Schema([Field("x", Kind.PER_SAMPLE, torch.float32), images]))
+        listed = [[one, other], [], [one], [one, one]]
+        client.put("p", list("abcd"), {"x": torch.arange(4.0), "images": listed})
+        client.put("p", ["e"], {"x": torch.zeros(1)})
+        used = client.status().bytes_used
+        client.save("p", tmp_path / "saved")
+        assert (tmp_path / "saved").stat().st_size < 2.2 * pixels.numel()
+        client.unregister("p")
+        assert client.load(tmp_path / "saved", "q") == "q" and client.status().bytes_used <= used
+        found = client.get_blobs(client.lookup("q", list("abcd"), ["images"]), "images")
+        names = [[found.references.names[i] for i in found.of(row)] for row in range(4)]
+        assert names == [[blob.name for blob in row] for row in listed]
+        back = unpack(found.blobs)
+        assert back["alt"] == [{"text": "one"}, {"text": "other"}] and all(
+            (one == pixels).all() for one in back["pixels"]
+        )
+        assert client.unregister("q") == 5 and client.status().bytes_used == 0
