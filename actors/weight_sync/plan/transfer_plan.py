@@ -73,9 +73,14 @@ class TransferPlan:
         self.buckets = buckets
         self._specs, self._senders, self._receivers = [*specs.items()], senders, receivers
         self._cells, self._readers = cells, readers
+        self._made: dict[tuple[str, int], list[Bucket]] = {}
+        """Buckets of each process that was asked for: the next updates have the same plan."""
 
     def sending(self, sender: int) -> list[Bucket]:
         """Return the buckets that a sender fills and sends, in order."""
+        return self._made.get(("sends", sender)) or self._made.setdefault(("sends", sender), self._sending(sender))
+
+    def _sending(self, sender: int) -> list[Bucket]:
         numbers = (self.buckets.sender == sender).nonzero()[0]
         regions = _by_weight(self._senders[sender])
         return [self._bucket(int(number), regions, None) for number in numbers]
@@ -83,6 +88,9 @@ class TransferPlan:
     def taking(self, receiver: int) -> list[Bucket]:
         """Return the buckets of which a receiver needs a part, in order. It takes those of which it is the `receiver`
         from their senders, and the others from that receiver's memory. A bucket that it only hands on has no moves."""
+        return self._made.get(("takes", receiver)) or self._made.setdefault(("takes", receiver), self._taking(receiver))
+
+    def _taking(self, receiver: int) -> list[Bucket]:
         wanted = np.array([receiver in group for group in self._readers], bool)
         upto = np.append(0, np.cumsum(wanted[self._cells.readers[self.buckets.rows]]))
         needs = upto[self.buckets.ends] > upto[self.buckets.begins]
