@@ -93,8 +93,6 @@ class PairReceiver:
         self._deadline: Deadline | None = None
         self._over = False
         """True once the update has failed in this receiver, so that all its threads end."""
-        self._met = False
-        """True once rank 0 has sent something, so that all receivers have begun."""
 
     def receive(
         self,
@@ -112,7 +110,7 @@ class PairReceiver:
         not be served.
         """
         deadline = self._deadline = Deadline(self._name, update.version, update.timeout_s)
-        self._over = self._met = False
+        self._over = False
         share = _Share(update, rank, tensors, arrived, deadline, plan.passing(rank), {0: []})
         for bucket in plan.taking(rank):
             own = bucket.receiver == rank
@@ -196,7 +194,7 @@ class PairReceiver:
             try:
                 running += [pool.submit(self._run, lane, share, slots) for lane in lanes]
                 taken = tuple(running)
-                running += [pool.submit(self._read, share, one, patience_s) for one in share.by_sibling]
+                running += [pool.submit(self._read, share, one, patience_s, slots) for one in share.by_sibling]
                 if share.readers:
                     over = lambda: all(one.done() for one in taken)  # noqa: E731
                     running.append(pool.submit(slots.serve, over, patience_s, look))
@@ -222,7 +220,7 @@ class PairReceiver:
         for bucket in [*lane.buckets, None]:
             what = "the end" if bucket is None else f"bucket {bucket.number}"
             frame = self._next(lane, what, deadline)
-            self._met = self._met or lane.sender == 0
+            slots.all_here = slots.all_here or lane.sender == 0  # Rank 0 waits for all receivers.
             if frame is None and bucket is None:
                 return
             if bucket is None or frame is None or not self._fits(frame, bucket):
@@ -244,7 +242,7 @@ class PairReceiver:
             share.arrived(bucket)
             self._tell(lane, Note("through", number=bucket.number), deadline)
 
-    def _read(self, share: _Share, sibling: int, patience_s: float) -> None:
+    def _read(self, share: _Share, sibling: int, patience_s: float, slots: SharedSlots) -> None:
         """Read, verify and unpack the buckets that another receiver of this host takes."""
         update, deadline = share.update, share.deadline
         name = f"{worker_names(update.receivers)[sibling]}, which takes buckets for this host"
@@ -255,7 +253,7 @@ class PairReceiver:
 
         place = meeting_place(self._key, update.location, sibling, share.rank)
         try:
-            with contextlib.closing(SlotReader(place, patience_s, lambda: self._met, look)) as reader:
+            with contextlib.closing(SlotReader(place, patience_s, lambda: slots.all_here, look)) as reader:
                 while due:
                     slot, frame, payload = reader.passed(deadline.moved)
                     bucket = due.get(frame.bucket)

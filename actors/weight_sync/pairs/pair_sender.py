@@ -186,18 +186,17 @@ class PairSender(RankSender):
     def _meet(
         self, update: WeightUpdate, tracker: ReceiverTracker, deadline: Deadline, lanes: dict[int, _Lane]
     ) -> None:
-        """Wait until all receivers have connected, and make their lanes."""
+        """Wait until all receivers have connected, or have failed at another sender, and make their lanes."""
 
         def all_here() -> bool:
             tracker.poll()
             self._check(deadline)
-            if tracker.lost:
-                raise deadline.error(*tracker.blame("at the start"))
-            for rank in tracker.groups:
+            gone = tracker.gave_up | tracker.failed.keys()
+            for rank in tracker.groups.keys() - gone:
                 connection = None if rank in lanes else self._payloads.take(number_of(update), rank)
                 if connection is not None:
                     lanes[rank] = _Lane(tracker.link(rank), connection)
-            return len(lanes) == tracker.world - 1
+            return len(lanes.keys() | gone) == tracker.world - 1
 
         deadline.wait(all_here, lambda: tracker.blame("not here"), _TICK_S)
 
@@ -224,6 +223,8 @@ class PairSender(RankSender):
         look = self._look(lanes, tracker, deadline)
         self.encodings, nbytes = Counter(), 0
         for bucket in buckets:
+            if bucket.receiver + 1 not in lanes:
+                continue
             while True:
                 with contextlib.suppress(queue.Empty):
                     buffer = free.get(timeout=_SLICE_S)

@@ -85,8 +85,10 @@ class SharedSlots:
         self._doors: dict[int, socket.socket] = {}
         """Listening sockets of the readers that have not connected."""
         self._readers: dict[int, socket.socket] = {}
-        self._moved = dict.fromkeys(places, time.monotonic())
-        """Time at which each reader was last through with a slot, or was passed the first of those that it has."""
+        self._idle_s = dict.fromkeys(places, 0.0)
+        """Seconds for which each reader has had a bucket and done nothing, while this process ran itself."""
+        self.all_here = False
+        """True once all receivers of the update have begun. Until then, none is given up."""
         for slot in range(SLOTS):
             self._free.put(slot)
         try:
@@ -115,8 +117,6 @@ class SharedSlots:
             note = self._notes[slot] = Note("frame", number=slot, frame=frame)
             for reader in readers:
                 if reader in self._doors or reader in self._readers:
-                    if not self._owes(reader):
-                        self._moved[reader] = time.monotonic()
                     self._users[slot].add(reader)
                 if reader in self._readers:
                     self._send(reader, note)
@@ -132,13 +132,11 @@ class SharedSlots:
         A reader that has a bucket, and is through with none for `patience_s` seconds, is given up. look: function that
         is called again and again, and raises an error to end the call.
         """
+        before = time.monotonic()
         while True:
             look()
             ended, poll = over(), select.poll()
             with self._lock:
-                for reader in [*self._doors, *self._readers]:
-                    if self._owes(reader) and time.monotonic() > self._moved[reader] + patience_s:
-                        self._leave(reader)
                 ends = {one.fileno(): (reader, one) for reader, one in (*self._doors.items(), *self._readers.items())}
                 if ended and not any(self._owes(reader) for reader, _ in ends.values()):
                     return
@@ -151,6 +149,10 @@ class SharedSlots:
                         self._admit(reader)
                     elif one is self._readers.get(reader):
                         self._hear(reader)
+            now = time.monotonic()
+            with self._lock:
+                self._judge(min(now - before, _SLICE_S), patience_s)
+            before = now
 
     def close(self, reason: str = "") -> None:
         """Close all sockets. reason: why the update failed in the owner, for its readers. Idempotent."""
@@ -165,6 +167,12 @@ class SharedSlots:
     def _owes(self, reader: int) -> bool:
         return any(reader in users for users in self._users.values())
 
+    def _judge(self, passed_s: float, patience_s: float) -> None:
+        for reader in [*self._doors, *self._readers]:
+            self._idle_s[reader] += passed_s if self.all_here and self._owes(reader) else -self._idle_s[reader]
+            if self._idle_s[reader] > patience_s:
+                self._leave(reader)
+
     def _admit(self, reader: int) -> None:
         connection, _ = self._doors[reader].accept()
         if not _is_own(connection):
@@ -177,7 +185,7 @@ class SharedSlots:
             socket.send_fds(connection, [b"\0"], [self._memory.descriptor])
         except OSError:
             self._leave(reader)
-        for slot, note in self._notes.items():
+        for slot, note in [*self._notes.items()]:
             if reader in self._readers and reader in self._users.get(slot, ()):
                 self._send(reader, note)
 
@@ -188,7 +196,7 @@ class SharedSlots:
             self._leave(reader)
             return
         if note.kind == "through":
-            self._moved[reader] = time.monotonic()
+            self._idle_s[reader] = 0.0
             self._deadline.moved()
             self._release(note.number, reader)
         else:
@@ -227,14 +235,14 @@ class SlotReader:
         """Connect to the owner, once it listens at `place`.
 
         patience_s: seconds for which the owner may do nothing at all. is_there: function that returns whether the owner
-        has begun to listen, however it fared since. look: as in `SharedSlots.serve`. Raises LostOwner if the owner is
-        gone or does nothing, and OSError if its memory cannot be read.
+        has begun, however it fared since. look: as in `SharedSlots.serve`. Raises LostOwner if the owner is gone or
+        does nothing, and OSError if its memory cannot be read.
         """
-        self._patience_s, self._look, self._num_moves = patience_s, look, 0
+        self._patience_s, self._is_there, self._look, self._num_moves = patience_s, is_there, look, 0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         try:
-            self._connect(place, is_there)
+            self._connect(place)
             self._slots = _map_handed(self._await(lambda: socket.recv_fds(self._socket, 1, 1, socket.MSG_CMSG_CLOEXEC)))
         except BaseException:
             self._socket.close()
@@ -268,9 +276,9 @@ class SlotReader:
         """Close the socket. Idempotent."""
         self._socket.close()
 
-    def _connect(self, place: bytes, is_there: Callable[[], bool]) -> None:
+    def _connect(self, place: bytes) -> None:
         while True:
-            there = is_there()
+            there = self._is_there()
             try:
                 self._socket.connect(place)
                 break
@@ -284,14 +292,15 @@ class SlotReader:
 
     def _await(self, receive: Callable[[], T]) -> T:
         """Return what the owner sends next, and ask it for a sign of life when that takes long."""
-        since, asked, poll = time.monotonic(), False, select.poll()
+        idle_s, asked, poll = 0.0, False, select.poll()
         poll.register(self._socket, select.POLLIN)
         try:
             while not poll.poll(_SLICE_S * 1e3):
                 self._look()
-                if time.monotonic() > since + self._patience_s:
+                idle_s += _SLICE_S if self._is_there() else 0.0
+                if idle_s > self._patience_s:
                     raise LostOwner(f"it has done nothing for {self._patience_s:.1f} s")
-                if not asked and time.monotonic() > since + _ASK_S:
+                if not asked and idle_s > _ASK_S:
                     asked = True
                     self._socket.send(messages.encode(Note("moves")))
             return receive()

@@ -152,6 +152,7 @@ def test_a_damaged_bucket_is_told_and_harms_no_other(
     with monkeypatch.context() as patch:
         patch.setattr(pair_sender, "checksum", wrong)
         sent, got = ranks.update(1)
+    assert sum(map(bool, got)) == 1, got
     [hurt] = [rank for rank, error in enumerate(got) if error]
     assert re.search(r"sender \d at 127.0.0.1:\d+: bucket \d+ is damaged: its checksum is", got[hurt]), got
     engine = f"engine-{hurt // TP}"
