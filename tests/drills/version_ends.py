@@ -30,7 +30,7 @@ from headrace.bench.models import digest_of
 from headrace.tests.actors.weight_sync.transports import sample_weights
 
 SPECS = {"a": (torch.bfloat16, (500, 300)), "b": (torch.float32, (257, 128)), "scale": (torch.float32, ())}
-BUCKET_BYTES = 1 << 14
+BUCKET_BYTES = 1 << 13
 NUM_BUCKETS = 24
 """Every process handles at least as many buckets in an update."""
 Weights = dict[str, torch.Tensor]
