@@ -125,7 +125,7 @@ def references_of(field: Field, value: Any) -> tuple[References, dict[str, Blob]
     """
     if isinstance(value, Ragged):
         return References.read(value), {}
-    blobs: dict[str, Blob] = {}
+    declared, blobs = Schema(field.parts), dict[str, Blob]()
     names: list[str] = []
     counts: list[int] = []
     for row, listed in enumerate(value):
@@ -133,8 +133,8 @@ def references_of(field: Field, value: Any) -> tuple[References, dict[str, Blob]
         if wrong is not None:
             raise ValueError(f"field {field.name!r}, row {row}: got a {type(wrong).__name__}, expected a list of Blobs")
         for blob in listed:
-            if blob.batch.schema != Schema(field.parts):
-                raise ValueError(f"field {field.name!r}, row {row}: got a blob of other parts than {list(field.parts)}")
+            if blob.batch.schema != declared:
+                raise ValueError(f"field {field.name!r}, row {row}: got a blob of other parts than {list(declared)}")
             blobs[blob.name] = blob
             names.append(blob.name)
         counts.append(len(listed))

@@ -102,11 +102,11 @@ class DataPlaneClient(CountedClient):
 
         keys: ids of the N rows; new keys create rows, known keys get further fields. Rows that this client has claimed
         are written as by `write`, which is the call for results of a consumer, as long as it has their receipt or
-        renews the lease of a receipt that went elsewhere. fields: anything that
-        `codecs.jagged.pack` takes. versions: policy version of each new row, or one for all of them (None means -1).
-        groups: name of each row's group; None takes each key up to its last ".". tags: name -> a number or a string for
-        each row, `[N]`; a later put of a tag overwrites it with values of the same type. The integer tag `position` is
-        a row's position in the prompt stream.
+        renews the lease of a receipt that went elsewhere. fields: anything that `codecs.jagged.pack` takes, and for a
+        field with blobs, such as pictures, a list of them for each row. versions: policy version of each new row, or
+        one for all of them (None means -1). groups: name of each row's group; None takes each key up to its last ".".
+        tags: name -> a number or a string for each row, `[N]`; a later put of a tag overwrites it with values of the
+        same type. The integer tag `position` is a row's position in the prompt stream.
 
         The length of a row is the length of its PER_TOKEN fields, which must agree. It is 0 until one of them is
         written. A written field of a row is overwritten only with replace=True. This can also change the row's version,

@@ -256,8 +256,8 @@ class Operations:
         """Carry out a put, with those blobs of its rows that are not stored. Blobs can be freed until the put is
         committed; it is then done again. Returns the put as it was done."""
         while put.blobs:
-            absent: dict[str, set[str]] = {}
-            for name in blobs:
+            absent: dict[str, set[str]] = {name: set() for name in blobs}
+            for name in (name for name, one in blobs.items() if one.references.names):
                 request = requests.SomeRows(
                     holder_of_blobs(put.partition, name), pack_keys(blobs[name].references.names)
                 )

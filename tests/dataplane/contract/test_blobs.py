@@ -182,3 +182,14 @@ def test_writers_and_clearers_at_once_lose_no_picture_and_leave_none(
         thread.join()
     assert not failures, failures
     assert bytes_used(client) == 0 and client.rows(f"{pictures}#images").keys.tolist() == []
+
+
+def test_a_blob_of_other_parts_is_refused(client: Any, pictures: str) -> None:
+    other = blob_field("images", [Field("pixels", Kind.RAGGED, torch.uint8, ndim=2)])
+    with pytest.raises(ValueError, match=r"field 'images': got the parts \['grid'\] of a blob, expected \['pixels'\]"):
+        Blob(other, {"grid": torch.zeros(3)})
+    wrong = Blob(other, {"pixels": torch.zeros(2, 2, dtype=torch.uint8)})
+    with pytest.raises(
+        SchemaMismatch, match=r"row 0: got a blob of other parts than \['pixels', 'grid', 'num_tokens'\]"
+    ):
+        client.put(pictures, ["b.0"], columns([[wrong]]))
