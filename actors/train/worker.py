@@ -106,8 +106,8 @@ class WorkerSetup:
     bucket_bytes: int
     """Size of the largest bucket of weights in bytes, a multiple of 64."""
     rank_publisher: Callable[..., RankPublisher] | None = None
-    """Function that builds the publisher of this rank, given its address, and specs and regions of the weights; None if
-    rank 0 gathers and sends all weights."""
+    """Function that builds the publisher of this rank, given its address, specs and regions of the weights, and the
+    adapter that they are; None if rank 0 gathers and sends all weights."""
     keep_versions: bool = False
     """True if rank 0 keeps the last versions of the weights in host memory whatever `sync` says."""
     samples: SampleFile | None = None
@@ -236,7 +236,8 @@ class TrainWorker:
         return self._backend.base_record
 
     def _open_ranks(self, build: Callable[..., RankPublisher], address: str) -> RankPublisher:
-        publisher = build(address, self._backend.weight_specs(), self._backend.weight_regions())
+        backend = self._backend
+        publisher = build(address, backend.weight_specs(), backend.weight_regions(), backend.adapter)
         self._parts.callback(publisher.close)
         if self._setup.world > 1:
             publisher.meet()
@@ -388,6 +389,8 @@ class TrainWorker:
         if self._ranks is not None:
             assert update is not None, "every rank is given the update"
             with self._span("send weights"):
+                if self._backend.adapter is not None:
+                    return self._ranks.send_gathered(update, self._backend.weights())
                 if self._setup.sync.verify != "off":
                     self._ranks.take_digests(update.version, self._backend.weights())
                 return self._ranks.send(update, self._backend.own_weights())

@@ -52,6 +52,14 @@ CASES = {
     "megatron tp2 -> vllm tp2, pairs delta": (
         "tied", (*VLLM, *MEGATRON, "trainer.tp=2", "rollout.tp=2", "sync.transport=pairs", "sync.delta=true"), 20,
     ),
+    "fsdp dp2 lora -> 2 hf, pairs delta": (
+        "tied",
+        (*HF, *LORA, "trainer.dp=2", "rollout.num_engines=2", "sync.transport=pairs", "sync.delta=true"),
+        20,
+    ),
+    "fsdp tp2 lora -> vllm tp2, pairs": (
+        "untied", (*VLLM, *LORA, "trainer.tp=2", "rollout.tp=2", "sync.transport=pairs"), 20,
+    ),
     "fsdp -> vllm, ipc": ("tied", (*VLLM, "sync.transport=ipc"), SHORT),
     "fsdp dp2 -> vllm tp2, collective": (
         "untied", (*VLLM, "trainer.dp=2", "rollout.tp=2", "sync.transport=collective"), 20,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ...actors.adapters.spec import AdapterSpec
 from ...actors.protocols import TOP_IDS, MicroBatch, OffloadReport
 from ...actors.weight_sync.base_offer import BaseRecord
+from ...actors.weight_sync.plan.layouts import held
 from ...actors.weight_sync.plan.regions import Region
 from ...codecs.schema import DTYPES
 from ...codecs.weights.conversion import wire_dtype
@@ -238,7 +239,11 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         return self._merged(lambda name: specs[name][0])
 
     def weight_regions(self) -> Sequence[Sequence[Region]]:
-        """Return the regions of the weights that each rank has, by rank. An adapter is not among them."""
+        """Return the regions of the weights that each rank has, by rank. Rank 0 has an adapter that is sent, because it
+        gathers it."""
+        if self.adapter is not None:
+            whole = [part for name, (_, shape) in self.weight_specs().items() for part in held(name, shape)]
+            return [whole, *[[]] * (self._world - 1)]
         return rank_regions(divided(self._weights)[1], self._world)
 
     def own_weights(self) -> Callable[[str], torch.Tensor]:

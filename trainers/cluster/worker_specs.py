@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from ...actors.adapters.spec import AdapterSpec
 from ...actors.engines.config import ModelConfig, engine_dtype
 from ...actors.train.microbatch_plan import Budget
 from ...actors.train.teachers import TeacherSetup
@@ -69,11 +70,18 @@ def worker_setup(
 
 
 def _rank_publisher(
-    rank: int, key: bytes, sync: SyncConfig, device: str, host: str, specs: Specs, regions: Sequence[Sequence[Region]]
+    rank: int,
+    key: bytes,
+    sync: SyncConfig,
+    device: str,
+    host: str,
+    specs: Specs,
+    regions: Sequence[Sequence[Region]],
+    adapter: AdapterSpec | None,
 ) -> RankPublisher:
     bucket_bytes = bucket_mib(sync, PAIRS, device, pooled=False) << 20
     group = None if device == "cpu" else torch.device(device)
-    return RankPublisher(rank, host, key, sync, bucket_bytes, specs, regions, group)
+    return RankPublisher(rank, host, key, sync, bucket_bytes, specs, regions, group, adapter)
 
 
 def _sender_at(kind: str, config: SenderConfig, host: str) -> WeightSender:

@@ -321,10 +321,10 @@ def elastic_problems(resources: ResourcesConfig, sync: SyncConfig, store: str) -
 
 def sync_problems(sync: SyncConfig, resources: ResourcesConfig, lora_rank: int) -> Iterator[str]:
     """Yield one sentence for each setting of the weight sync that contradicts another setting or a time limit."""
-    if sync.transport == "pairs" and lora_rank:
+    if sync.transport == "pairs" and lora_rank and sync.adapter == "merged":
         yield (
-            f"sync.transport: got 'pairs' with trainer.lora.rank={lora_rank}, expected another transport, because it "
-            "sends the weights of the model as the train workers hold them, without an adapter"
+            "sync.adapter: got 'merged' with sync.transport='pairs', expected 'only', because each train worker sends "
+            "the weights that it holds, to which the adapter is not added"
         )
     bound_s, key = min(
         (resources.stage_timeout_s, "stage_timeout_s"),

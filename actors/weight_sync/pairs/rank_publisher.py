@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ....codecs.integers import ALIGN
 from ....codecs.weights.buckets import plan_buckets
 from ....codecs.weights.parameter_digests import DigestTaker, ParameterDigests, sampled_names
+from ...adapters.spec import AdapterSpec
 from ..config import SyncConfig
 from ..plan.arguments import LocalTensors, PlanArguments, read_arguments
 from ..plan.layouts import held
@@ -42,12 +43,13 @@ class RankPublisher:
         specs: Specs,
         regions: Sequence[Sequence[Region]],
         group: torch.device | None = None,
+        adapter: AdapterSpec | None = None,
     ) -> None:
         """Listen on `host` for receivers. key: the run's key. bucket_bytes: memory for buckets in transit, a multiple
         of ALIGN. specs: dtype and shape of all weights. regions: what each rank has of them, by rank. group: device of
-        the weights if a process group carries the buckets; None for TCP between CPUs. Raises OSError when listening
-        fails."""
-        self._rank, self._sync, self._bucket_bytes = rank, sync, bucket_bytes
+        the weights if a process group carries the buckets; None for TCP between CPUs. adapter: the adapter that the
+        weights make up; None if they are those of the model. Raises OSError when listening fails."""
+        self._rank, self._sync, self._bucket_bytes, self._adapter = rank, sync, bucket_bytes, adapter
         self._specs, self._regions = specs, regions
         self._sender: PairSender | GroupSender = (
             PairSender(host, key, sync.timeout_s)
@@ -96,9 +98,8 @@ class RankPublisher:
         num_bytes = plan_buckets(self._specs, self._bucket_bytes).num_bytes
         location, timeout_s = location_of(self._number, self.addresses), self._sync.timeout_s
         known = self._sent is not None and self._sent.holds(base, read_arguments(plan)[1])
-        return WeightUpdate(
-            version, base if known else None, KIND, location, num_bytes, tuple(receivers), timeout_s, plan=plan
-        )
+        kept, adapter, groups = base if known else None, self._adapter, tuple(receivers)
+        return WeightUpdate(version, kept, KIND, location, num_bytes, groups, timeout_s, adapter, plan)
 
     def send(self, update: WeightUpdate, read: Callable[[str], torch.Tensor]) -> SendReport:
         """Send this rank's part of the version, and wait until the receivers have all parts.
@@ -127,9 +128,25 @@ class RankPublisher:
         counts = int((plan.buckets.sender == self._rank).sum()) - same - sparse, same, sparse
         return SendReport(update.num_bytes, nbytes, 0.0, planned - started, ended - planned, *counts)
 
+    def send_gathered(self, update: WeightUpdate, weights: Iterator[tuple[str, torch.Tensor]]) -> SendReport:
+        """Send weights that are gathered to rank 0, which keeps a copy: those of an adapter, which are small. Every
+        rank is called, and rank 0 must have all regions. Raises what `send` raises."""
+        kept: dict[str, torch.Tensor] = {}
+
+        def keeping() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                if self._rank == 0:
+                    kept[name] = tensor.clone(memory_format=torch.contiguous_format)
+                yield name, tensor
+
+        self.take_digests(update.version, keeping())
+        return self.send(update, kept.__getitem__)
+
     def take_digests(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Take the digests that `sync.verify` wants compared, from gathered weights. Every rank is called."""
-        names = frozenset(self._specs if self._sync.verify == "full" else sampled_names(tuple(self._specs), version))
+        """Take the digests that `sync.verify` wants compared, and all of an adapter's, from gathered weights. Every
+        rank is called."""
+        full = self._sync.verify == "full" or self._adapter is not None
+        names = frozenset(self._specs if full else sampled_names(tuple(self._specs), version))
         taker = DigestTaker(version, names if self._rank == 0 else ())
         for name, tensor in weights:
             taker.take(name, tensor)

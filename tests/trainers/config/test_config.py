@@ -191,6 +191,13 @@ def test_only_the_builtin_model_is_warmed_up(tmp_path: Path) -> None:
     assert load(tmp_path, "", "warmup.corpus=digit_skills").warmup.corpus == "digit_skills"
 
 
+def test_pairs_send_an_adapter_only_by_itself(tmp_path: Path) -> None:
+    given = "trainer: {lora: {rank: 4}}\nsync: {transport: pairs}"
+    assert load(tmp_path, given, "sync.delta=true").sends_adapter
+    [sentence] = file_problems(tmp_path, given.replace("pairs", "pairs, adapter: merged"))
+    assert "sync.adapter: got 'merged' with sync.transport='pairs', expected 'only'" in sentence
+
+
 def test_reward_names_are_unique(tmp_path: Path) -> None:
     twice = "reward: {functions: [{kind: exact_match}, {kind: 'my.rewards:exact_match'}]}"
     assert "got the name 'exact_match', which is taken" in file_problems(tmp_path, twice)[0]

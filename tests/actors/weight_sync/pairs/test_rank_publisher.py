@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from headrace.actors.adapters.spec import AdapterSpec
 from headrace.actors.weight_sync.config import SyncConfig
 from headrace.actors.weight_sync.inbox import WeightInbox
 from headrace.actors.weight_sync.pairs import pair_receiver
@@ -254,6 +255,34 @@ def test_a_worker_that_has_moved_to_another_host_refuses_a_plan_for_the_old_one(
                 with pytest.raises(WeightTransferError, match="another host than in the version before"):
                     prepared.result(20)
                 run.senders[0].abort("an engine failed", update)
+
+
+def test_rank_0_sends_an_adapter_that_it_has_gathered() -> None:
+    """Its digests are all kept, and the other ranks take part without a byte."""
+    spec = AdapterSpec(4, 8.0, "base")
+    whole = [region for name, (_, shape) in SPECS.items() for region in held(name, shape)]
+    sync, source = SyncConfig(timeout_s=20.0), weights(1)
+    with ranks(2, "one", "two") as run:
+        for sender in run.senders:
+            sender.close()
+        run.senders = [
+            RankPublisher(rank, "127.0.0.1", KEY, sync, BUCKET_BYTES, SPECS, [whole, []], adapter=spec)
+            for rank in range(2)
+        ]
+        for sender in run.senders:
+            sender.addresses = [other._sender.address for other in run.senders]
+        update = run.senders[0].open(1, run.groups)
+        assert update.adapter == spec
+        streams = iter(source.items()), iter((name, one.new_empty(0)) for name, one in source.items())
+        pairs = zip(run.senders, streams, strict=True)
+        sends = [run.pool.submit(sender.send_gathered, update, stream) for sender, stream in pairs]
+        for prepared in run.prepare(update):
+            prepared.result(20)
+        first, second = (send.result(20) for send in sends)
+        assert first.bytes_sent >= 2 * sum(one.nbytes for one in source.values()) and not second.bytes_sent
+        for inbox in run.inboxes:
+            expect_equal(staged(inbox), source)
+        assert {one.name for one in run.senders[0].digests(1).weights} == set(source)
 
 
 def test_a_damaged_bucket_is_refused_and_the_next_version_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
