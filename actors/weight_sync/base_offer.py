@@ -1,10 +1,10 @@
 """Train ranks that start again read the base of an adapter from an engine's memory instead of the model's folder.
 
     rank      part(weight, box) ---> engine
-    rank      <--- dtype, checksum, bytes       one part at a time, at most `PART_BYTES` where a row is no larger
+    rank      <--- dtype, bytes                 one part at a time, at most `PART_BYTES` where a row is no larger
 
-The reader compares the checksum of each part, which covers the way. Whether the engine's copy is still what the folder
-had is for the caller to check, against the `BaseRecord` of the rank's first start.
+The caller compares each weight with the `BaseRecord` of the rank's first start, which covers the engine's memory and
+the way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import torch
 from ...codecs import messages
 from ...codecs.memory import flat_bytes
 from ...codecs.schema import DTYPES
-from ...codecs.weights.buckets import checksum
 from ...dataplane.listen_address import listening
 from ...dataplane.security.authenticated_listener import AuthenticatedListener, connect_authenticated, listen
 from .pairs.payload_wire import receive_payload, send_payload
@@ -89,7 +88,6 @@ class _Part:
 class _Reply:
     dtype: str
     nbytes: int
-    checksum: int
     error: str = ""
 
 
@@ -122,11 +120,11 @@ class WeightServer:
                     box = tuple(slice(*ends) for ends in wanted.box)
                     part = self._read(wanted.weight)[box].detach().cpu().contiguous()
                 except (LookupError, AttributeError) as error:
-                    _send_message(connection, messages.encode(_Reply("", 0, 0, f"no such weight ({error})")), look)
+                    _send_message(connection, messages.encode(_Reply("", 0, f"no such weight ({error})")), look)
                     continue
                 payload = flat_bytes(part)
-                dtype = str(part.dtype).removeprefix("torch.")
-                _send_message(connection, messages.encode(_Reply(dtype, len(payload), checksum(payload))), look)
+                reply = _Reply(str(part.dtype).removeprefix("torch."), len(payload))
+                _send_message(connection, messages.encode(reply), look)
                 send_payload(connection, payload.numpy().data, look)
 
 
@@ -149,7 +147,7 @@ class WeightReader:
         """Yield a box of a weight part by part, in the order of its rows.
 
         Each part comes with its place in the box, and in `dtype`. Raises OSError if the engine is lost or has no such
-        weight, or if a part is damaged or was rounded to fewer digits than `dtype` has.
+        weight, or keeps it with fewer digits than `dtype` has.
         """
         (start, stop), *rest = box or ((0, 1),)
         row_bytes = max(1, math.prod(end - first for first, end in rest) * dtype.itemsize)
@@ -173,8 +171,6 @@ class WeightReader:
             raise OSError(f"{weight}: got {reply.nbytes} bytes, expected the shape {shape}")
         payload = torch.empty(reply.nbytes, dtype=torch.uint8)
         receive_payload(self._connection, payload.numpy().data, look)
-        if (found := checksum(payload)) != reply.checksum:
-            raise OSError(f"{weight}: its checksum is {found:016x}, but {reply.checksum:016x} was sent")
         return payload.view(kept).view(shape).to(dtype)
 
 
