@@ -71,6 +71,7 @@ class PairGroup(Group):
 
     num_senders = 0
     _kept: Sequence[torch.Tensor] = ()
+    _words: Sequence[Part] = ()
 
     def buffers(self, buckets: Sequence[Bucket]) -> Sequence[torch.Tensor]:
         """Return SLOTS buffers, each with room for any of `buckets`. They are kept from update to update."""
@@ -109,6 +110,7 @@ class PairGroup(Group):
         sends = rank < num_senders
         peers = range(num_senders, world) if sends else range(num_senders)
         words = [(torch.zeros(8, dtype=torch.uint8, device=self.device), peer, 0) for peer in peers]
+        self._words = words  # They must outlive the exchange, also if this call fails.
         running, until = self.exchange("send" if sends else "recv", words), time.monotonic() + timeout_s
         while not running.ended(_SLICE_S):
             if time.monotonic() > until:
