@@ -113,12 +113,17 @@ class RankPublisher:
         needs, self._needs = self._needs, {}  # After an error, the next version is sent whole, to each worker.
         places, self._places = self._places, {}
         tensors, sender = LocalTensors(read, self._regions[self._rank]), self._sender
-        if self._sent is None:
-            nbytes = sender.send(update, plan, self._rank, tensors)
-        else:
-            assert isinstance(sender, PairSender)
-            with self._sent.writing(update, plan, self._rank) as fill:
-                nbytes = sender.send(update, plan, self._rank, tensors, fill)
+        try:
+            if self._sent is None:
+                nbytes = sender.send(update, plan, self._rank, tensors)
+            else:
+                assert isinstance(sender, PairSender)
+                with self._sent.writing(update, plan, self._rank) as fill:
+                    nbytes = sender.send(update, plan, self._rank, tensors, fill)
+        except BaseException as error:
+            # Receivers would otherwise wait for a rank that fails before it begins to send.
+            sender.abort(f"{type(error).__name__}: {error}", number_of(update))
+            raise
         workers = worker_names(update.receivers)
         told = {workers[number]: decode_regions(data) for number, data in self._sender.needs.items() if data}
         self._needs = needs | told

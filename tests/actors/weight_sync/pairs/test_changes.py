@@ -137,6 +137,22 @@ def test_a_rank_that_has_lost_what_it_sent_sends_its_part_whole() -> None:
         assert first.bytes_sent < 1000 and second.num_whole and not second.num_same
 
 
+def test_a_rank_without_memory_for_what_it_sends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ranks(2, "one", delta=True, timeout_s=60.0) as run:
+        one = begun(run)
+        monkeypatch.setattr("headrace.actors.weight_sync.cache.available_memory", lambda: 0)
+        run.senders[1]._sent = SentParts(20.0)
+        update, sends = run.start(2, two := changed(one), 1)
+        [prepared] = run.prepare(update)
+        assert isinstance(sends[1].exception(20), ValueError)
+        with pytest.raises(WeightTransferError, match="ended the update: ValueError: .* turn off sync.delta"):
+            prepared.result(20)
+        assert isinstance(sends[0].exception(20), WeightTransferError)
+        monkeypatch.undo()
+        run.sync(3, two)
+        assert sent(run.sync(4, changed(two), 3)) >= SIZE
+
+
 def test_a_failed_update_by_another_plan_does_not_make_its_parts_a_base() -> None:
     with ranks(1, "one", delta=True) as run:
         one = begun(run)
