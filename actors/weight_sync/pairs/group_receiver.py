@@ -68,14 +68,16 @@ class GroupReceiver:
         rank: int,
         tensors: Mapping[str, torch.Tensor],
         arrived: Callable[[Bucket], None] = lambda bucket: None,
+        deadline: Deadline | None = None,
     ) -> None:
         """Receive a version into `tensors`, the local tensors by name, on the receiver's device.
 
         rank: number of this receiver in the plan. arrived: function that is called with each bucket whose parts are at
-        their places. Raises WeightTransferError if a bucket is missing, damaged or late, or if any member of the group
-        is lost; the tensors then hold a mix and must not be served.
+        their places. deadline: as for `PairReceiver.receive`. Raises WeightTransferError if a bucket is missing,
+        damaged or late, or if any member of the group is lost; the tensors then hold a mix and must not be served.
         """
-        deadline = self._deadline = Deadline(self._name, update.version, update.timeout_s)
+        deadline = self._deadline = deadline or Deadline(self._name, update.version, update.timeout_s)
+        deadline.moved()
         self._senders, self._last = [], -1
         on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
         try:

@@ -101,15 +101,18 @@ class PairReceiver:
         rank: int,
         tensors: Mapping[str, torch.Tensor],
         arrived: Callable[[Bucket], None] = lambda bucket: None,
+        deadline: Deadline | None = None,
     ) -> None:
         """Receive a version into `tensors`, the local tensors by name, on the CPU.
 
         rank: number of this receiver in the plan. arrived: function that is called, in several threads, with each
-        bucket whose parts are at their places. Raises WeightTransferError if a bucket is missing, damaged or late,
+        bucket whose parts are at their places. deadline: limit of the waits, which ends the call when it is stopped,
+        even before the call; None for a new one. Raises WeightTransferError if a bucket is missing, damaged or late,
         or if a sender, or a receiver that takes buckets for this one, is lost; the tensors then hold a mix and must
         not be served.
         """
-        deadline = self._deadline = Deadline(self._name, update.version, update.timeout_s)
+        deadline = self._deadline = deadline or Deadline(self._name, update.version, update.timeout_s)
+        deadline.moved()
         self._over = False
         share = _Share(update, rank, tensors, arrived, deadline, plan.passing(rank), {0: []})
         for bucket in plan.taking(rank):

@@ -111,8 +111,11 @@ class PlannedStream(Stream):
         offsets = bucket_offsets(self.plan)
         memory = self._room(offsets[-1]) if self._memory is None else self._memory
         tensors = BucketViews().all(self.plan, memory)
-        self._thread = threading.Thread(target=self._receive, args=(tensors,), name="headrace-pairs", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._receive, args=(tensors,), name="headrace-pairs", daemon=True)
+        thread.start()
+        self._thread = thread
+        if self.closed:  # Another thread's `close` has perhaps not seen the thread.
+            self._close()
         left, under_way, ready = _Left(self.plan, self._transfer.taking(self._rank)), True, 0
         while under_way or ready < len(self.plan.sizes):
             arrived = self._next()
@@ -136,7 +139,8 @@ class PlannedStream(Stream):
 
     def _receive(self, tensors: dict[str, torch.Tensor]) -> None:
         try:
-            self._pairs.receive(self.update, self._transfer, self._rank, tensors, self._arrived.put)
+            # `close` stops the deadline, which also ends a `receive` that has not begun.
+            self._pairs.receive(self.update, self._transfer, self._rank, tensors, self._arrived.put, self.deadline)
             self._arrived.put(None)
         except Exception as error:  # The stream's own thread raises it.
             self._arrived.put(error)

@@ -344,3 +344,17 @@ def test_a_version_that_is_dropped_while_it_arrives_is_not_staged() -> None:
             prepared.result(20)
         with pytest.raises(WeightTransferError, match="one worker 0"):
             send.result(20)
+
+
+@WIRES
+def test_a_stream_that_is_closed_before_it_is_read_takes_nothing(group: torch.device | None) -> None:
+    """Another thread may drop the version at that moment. The sender must not believe that the engine has it."""
+    with ranks(1, "one", group=group) as run:
+        update, [send] = run.start(1, weights(1))
+        stream = run.inboxes[0]._receiver(update.kind).open(update)
+        stream.close()
+        with pytest.raises(WeightTransferError, match="the stream was closed"):
+            next(iter(stream))
+        run.senders[0].abort("nobody takes it", update)
+        assert isinstance(send.exception(20), WeightTransferError)
+        run.sync(2, weights(2))
