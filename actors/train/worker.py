@@ -388,7 +388,7 @@ class TrainWorker:
         """
         if self._ranks is not None:
             assert update is not None, "every rank is given the update"
-            with self._span("send weights"):
+            with self._span("send weights"), self._ranks.ending(update):
                 if self._backend.adapter is not None:
                     return self._ranks.send_gathered(update, self._backend.weights())
                 if self._setup.sync.verify != "off":

@@ -49,6 +49,8 @@ class PlannedReceiver(Receiver):
         self._pairs = PairReceiver(engine, worker, key)
         self._group = GroupReceiver(engine, worker, key, device)
         self._needs, self._kept = needs, kept
+        self._turn = threading.Lock()
+        """Held while an update is received, because one that was dropped can take a while to end."""
 
     def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> PlannedStream:
         try:
@@ -63,7 +65,7 @@ class PlannedReceiver(Receiver):
         layout = plan_buckets(arguments.specs, arguments.bucket_bytes)
         kept = None if update.base is None else self._kept(update.base, layout)
         self._pairs.base = None if kept is None else BucketViews().all(layout, kept)
-        return PlannedStream(update, layout, deadline, source, plan, rank)
+        return PlannedStream(update, layout, deadline, source, plan, rank, self._turn)
 
     def close(self) -> None:
         """Free what is kept between updates. Idempotent."""
@@ -83,11 +85,12 @@ class PlannedStream(Stream):
         source: PairReceiver | GroupReceiver,
         plan: TransferPlan,
         rank: int,
+        turn: threading.Lock,
     ) -> None:
         """layout: places of the whole weights in memory, in pieces that are yielded. source: receives the buckets.
-        plan: the plan of the update. rank: number of the receiver in it."""
+        plan: the plan of the update. rank: number of the receiver in it. turn: held while `source` receives."""
         super().__init__(update, layout, deadline)
-        self._pairs, self._transfer, self._rank = source, plan, rank
+        self._pairs, self._transfer, self._rank, self._turn = source, plan, rank, turn
         self.device = source.device
         self._memory: torch.Tensor | None = None
         self._arrived: queue.SimpleQueue[Bucket | Exception | None] = queue.SimpleQueue()
@@ -139,8 +142,14 @@ class PlannedStream(Stream):
 
     def _receive(self, tensors: dict[str, torch.Tensor]) -> None:
         try:
-            # `close` stops the deadline, which also ends a `receive` that has not begun.
-            self._pairs.receive(self.update, self._transfer, self._rank, tensors, self._arrived.put, self.deadline)
+            while not self._turn.acquire(timeout=_SLICE_S):
+                if not self.deadline.left_s:
+                    raise self.deadline.error("the update before it is still being received")
+            try:
+                # `close` stops the deadline, which also ends a `receive` that has not begun.
+                self._pairs.receive(self.update, self._transfer, self._rank, tensors, self._arrived.put, self.deadline)
+            finally:
+                self._turn.release()
             self._arrived.put(None)
         except Exception as error:  # The stream's own thread raises it.
             self._arrived.put(error)

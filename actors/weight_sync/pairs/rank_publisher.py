@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -113,17 +114,13 @@ class RankPublisher:
         needs, self._needs = self._needs, {}  # After an error, the next version is sent whole, to each worker.
         places, self._places = self._places, {}
         tensors, sender = LocalTensors(read, self._regions[self._rank]), self._sender
-        try:
+        with self.ending(update):
             if self._sent is None:
                 nbytes = sender.send(update, plan, self._rank, tensors)
             else:
                 assert isinstance(sender, PairSender)
                 with self._sent.writing(update, plan, self._rank) as fill:
                     nbytes = sender.send(update, plan, self._rank, tensors, fill)
-        except BaseException as error:
-            # Receivers would otherwise wait for a rank that fails before it begins to send.
-            sender.abort(f"{type(error).__name__}: {error}", number_of(update))
-            raise
         workers = worker_names(update.receivers)
         told = {workers[number]: decode_regions(data) for number, data in self._sender.needs.items() if data}
         self._needs = needs | told
@@ -132,6 +129,16 @@ class RankPublisher:
         same, sparse = sender.encodings["same"], sender.encodings["sparse"]
         counts = int((plan.buckets.sender == self._rank).sum()) - same - sparse, same, sparse
         return SendReport(update.num_bytes, nbytes, 0.0, planned - started, ended - planned, *counts)
+
+    @contextmanager
+    def ending(self, update: WeightUpdate) -> Iterator[None]:
+        """End the update for all when the block raises an error. Receivers would otherwise wait for a rank that fails
+        before it begins to send."""
+        try:
+            yield
+        except BaseException as error:
+            self.abort(f"{type(error).__name__}: {error}", update)
+            raise
 
     def send_gathered(self, update: WeightUpdate, weights: Iterator[tuple[str, torch.Tensor]]) -> SendReport:
         """Send weights that are gathered to rank 0, which keeps a copy: those of an adapter, which are small. Every

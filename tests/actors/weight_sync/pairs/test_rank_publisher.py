@@ -358,3 +358,28 @@ def test_a_stream_that_is_closed_before_it_is_read_takes_nothing(group: torch.de
         run.senders[0].abort("nobody takes it", update)
         assert isinstance(send.exception(20), WeightTransferError)
         run.sync(2, weights(2))
+
+
+@WIRES
+def test_an_update_does_not_begin_while_the_one_before_is_received(group: torch.device | None) -> None:
+    """One that was dropped can hang for a while, for example in a connection to a host that is gone."""
+    with ranks(1, "one", timeout_s=2.0, group=group) as run:
+        update, [send] = run.start(1, weights(1))
+        with run.inboxes[0]._receiver(update.kind)._turn:
+            [prepared] = run.prepare(update)
+            with pytest.raises(WeightTransferError, match="the update before it is still being received"):
+                prepared.result(20)
+            assert isinstance(send.exception(20), WeightTransferError)
+        run.sync(2, weights(2))
+
+
+def test_a_rank_that_fails_while_it_gathers_is_not_waited_for() -> None:
+    with ranks(2, "one", timeout_s=60.0) as run:
+        update = run.senders[0].open(1, run.groups)
+        send, [prepared] = run.send(0, update, weights(1)), run.prepare(update)
+        with pytest.raises(RuntimeError), run.senders[1].ending(update):
+            raise RuntimeError("a shard is gone")
+        with pytest.raises(WeightTransferError, match="RuntimeError: a shard is gone"):
+            prepared.result(20)
+        assert isinstance(send.exception(20), WeightTransferError)
+        run.sync(2, weights(2))
