@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..actors.engines.config import ModelConfig
+from ..actors.engines.config import ModelConfig, engine_dtype
 from ..actors.engines.factory import EngineConfig, build_engine
 from ..actors.engines.in_process import InProcessEngine
 from ..actors.engines.protocol import CommitReport, GenerationEngine
@@ -100,6 +100,7 @@ def make_backend(
         updates_per_step=updates_per_step,
         prev=prev,
         with_reference=with_reference,
+        engine_dtype=engine_dtype(ModelConfig(path=model), gpu=_device() != "cpu"),
     )
     return build_backend(config, 0, 1)
 

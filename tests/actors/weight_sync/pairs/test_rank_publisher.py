@@ -15,7 +15,7 @@ from headrace.actors.adapters.spec import AdapterSpec
 from headrace.actors.weight_sync.config import SyncConfig
 from headrace.actors.weight_sync.inbox import WeightInbox
 from headrace.actors.weight_sync.pairs import pair_receiver
-from headrace.actors.weight_sync.pairs.planned_receiver import missing_part
+from headrace.actors.weight_sync.pairs.planned_receiver import PlannedReceiver, missing_part
 from headrace.actors.weight_sync.pairs.rank_publisher import RankPublisher
 from headrace.actors.weight_sync.plan.layouts import held
 from headrace.actors.weight_sync.plan.regions import place
@@ -365,7 +365,9 @@ def test_an_update_does_not_begin_while_the_one_before_is_received(group: torch.
     """One that was dropped can hang for a while, for example in a connection to a host that is gone."""
     with ranks(1, "one", timeout_s=2.0, group=group) as run:
         update, [send] = run.start(1, weights(1))
-        with run.inboxes[0]._receiver(update.kind)._turn:
+        receiver = run.inboxes[0]._receiver(update.kind)
+        assert isinstance(receiver, PlannedReceiver)
+        with receiver._turn:
             [prepared] = run.prepare(update)
             with pytest.raises(WeightTransferError, match="the update before it is still being received"):
                 prepared.result(20)
