@@ -58,7 +58,7 @@ def worker_setup(
         teachers=teacher_setups(config.distillation, backend, offload=on_gpu),
         top_k=config.distillation.top_k,
         sender=partial(_sender_at, kind, sender),
-        rank_publisher=partial(_rank_publisher, rank, handle.store.key, sync, device) if kind == PAIRS else None,
+        rank_publisher=partial(_rank_publisher, rank, handle, sync, device) if kind == PAIRS else None,
         sync=sync,
         bucket_bytes=bucket_mib(sync, kind, device, pooled=pooled) << 20,
         keep_versions=pooled,
@@ -71,7 +71,7 @@ def worker_setup(
 
 def _rank_publisher(
     rank: int,
-    key: bytes,
+    handle: DataPlaneHandle,
     sync: SyncConfig,
     device: str,
     host: str,
@@ -81,7 +81,7 @@ def _rank_publisher(
 ) -> RankPublisher:
     bucket_bytes = bucket_mib(sync, PAIRS, device, pooled=False) << 20
     group = None if device == "cpu" else torch.device(device)
-    return RankPublisher(rank, host, key, sync, bucket_bytes, specs, regions, group, adapter)
+    return RankPublisher(rank, host, handle.store.key, sync, bucket_bytes, specs, regions, group, adapter)
 
 
 def _sender_at(kind: str, config: SenderConfig, host: str) -> WeightSender:

@@ -315,6 +315,7 @@ class CollectiveStream(Stream):
                 self.deadline.moved()
             if self._digests_due:
                 self._digests()
+            self._tell(Note("passed"))
             self._done = True
 
     def _close(self) -> None:

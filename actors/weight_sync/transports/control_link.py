@@ -75,7 +75,8 @@ class Note:
     kind: str
     """Kind of the message. The sender's are `start`, `frame`, `end`, `abort` and `without` (a reader has left); a
     receiver's are `through` (a bucket is finished), `moves`, `failed`, `gave up` and `done` (the version is complete).
-    The first receiver of a host sends `ring`, which the sender passes on to the host's others."""
+    The first receiver of a host sends `ring`, which the sender passes on to the host's others. One that failed sends
+    `passed` once it has received the rest for others."""
     text: str = ""
     """Name and backend of the process group in a `start` message; the reason in an `abort` or `failed` message; the
     location of the memory in a `ring` message; otherwise empty."""
@@ -317,6 +318,8 @@ class ReceiverTracker:
         self.gave_up: set[int] = set()
         """Ranks of the receivers that left before they had the complete version and reported no failure of their
         own."""
+        self._passed: set[int] = set()
+        """Ranks of the receivers that failed, but have received all payloads, so that others miss nothing."""
 
     @property
     def world(self) -> int:
@@ -336,7 +339,7 @@ class ReceiverTracker:
 
     @property
     def _gone(self) -> set[int]:
-        return self.gave_up | {rank for rank in self.failed if rank not in self._links}
+        return self.gave_up | {rank for rank in self.failed if rank not in self._links and rank not in self._passed}
 
     @property
     def over(self) -> bool:
@@ -409,6 +412,8 @@ class ReceiverTracker:
             self.needs[rank] = note.data
         elif note.kind == "failed":
             self.failed.setdefault(rank, note.text)
+        elif note.kind == "passed":
+            self._passed.add(rank)
         elif note.kind == "gave up":
             self.gave_up.add(rank)
             self._leave(rank)

@@ -9,12 +9,20 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from headrace.actors.weight_sync.transports.control_link import GroupPlace, LinkListener, ReceiverTracker
+from headrace.actors.weight_sync.transports.control_link import (
+    GroupPlace,
+    Hello,
+    Link,
+    LinkListener,
+    Note,
+    ReceiverTracker,
+)
 from headrace.actors.weight_sync.transports.host_ring import HostRing, Landing, OwnRing
 from headrace.actors.weight_sync.transports.protocol import ReceiverGroup
 from headrace.tests.actors.weight_sync.transports.conftest import KEY
 from headrace.tests.actors.weight_sync.transports.test_faults import BUCKET_BYTES, ROWS, at_once, one_update
 from headrace.tests.actors.weight_sync.transports.transport_peers import PeerGroup
+from headrace.tests.waiting import wait_until
 
 # ------------------------------------------------------------------ the ring
 
@@ -101,6 +109,29 @@ def test_the_first_receiver_of_each_host_is_a_member_of_the_group() -> None:
         4: GroupPlace(3, 4),
     }
     assert tracker.places(shared=False)[5] == GroupPlace(5, 6)
+    listener.close()
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_readers_of_a_receiver_that_failed_go_on_if_it_passed_everything_on(passed: bool) -> None:
+    listener = LinkListener("127.0.0.1", KEY)
+    tracker = ReceiverTracker(1, (ReceiverGroup("a", 2),), listener, 5.0)
+    links: list[Link] = []
+    for rank in (1, 2):
+        links.append(Link.connect("127.0.0.1", listener.port, KEY, 5.0))
+        links[-1].send(Hello(1, rank, "", "x"))
+    wait_until(lambda: not tracker.poll() and len(tracker.hosts) == 2, "both receivers", 5)
+    tracker.places(shared=True)
+    links[0].send(Note("failed", "a bucket is damaged"))
+    if passed:
+        links[0].send(Note("passed"))
+    links[0].close()
+    wait_until(lambda: not tracker.poll() and 1 not in tracker._links, "the end of the first receiver", 5)
+    assert (tracker.stranded, tracker.lost) == (not passed, not passed) and not tracker.over
+    links[1].send(Note("done"))
+    wait_until(lambda: not tracker.poll() and tracker.over, "the reader", 5)
+    tracker.close()
+    links[1].close()
     listener.close()
 
 
