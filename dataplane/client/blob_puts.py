@@ -23,7 +23,7 @@ class BlobsOfField:
 
     references: References
     blobs: Mapping[str, Blob]
-    """Those blobs that the caller has, by their digests."""
+    """The blobs that the caller has, by their digests."""
 
 
 def split_blobs(

@@ -29,8 +29,8 @@ class SavedTask:
 
 @dataclass(frozen=True, slots=True)
 class SavedReferences:
-    """What the rows of a partition refer to in one field. Rows and blobs are given by their positions in the order of
-    arrival."""
+    """Holds the blobs to which the rows of a partition refer in one field. Rows and blobs are given by their positions
+    in the order of arrival."""
 
     rows: np.ndarray
     counts: np.ndarray

@@ -110,7 +110,7 @@ class Kills:
 
 
 def ask(peer: PeerProcess, method: str) -> Any:
-    """What a call returned; None when the process is dead."""
+    """Return what a call returned; None when the process is dead."""
     try:
         return peer.call(method).expect()
     except (EOFError, OSError):

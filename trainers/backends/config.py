@@ -237,7 +237,7 @@ class BackendConfig:
     `megatron`, so does `offload`). It has no optimizer, so that a parameter takes 2 bytes (4 without mixed precision)
     instead of 12 or more. The backend `scripted` has no parameters and ignores this field."""
     known: KnownBase | None = None
-    """What this rank has recorded of the base of the adapter before it was started again; None at the first start."""
+    """Record that this rank made of the adapter's base before it was started again; None at the first start."""
 
     def __post_init__(self) -> None:
         if self.loss.kl_coef > 0 and not self.with_reference and self.loss.reference_model is None:

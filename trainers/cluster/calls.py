@@ -128,7 +128,7 @@ class ActorHandle:
         self.setup: Any = None
         """Settings from which the actor is made, which `configure` sends to its process; None until they are known."""
         self.built: Any = None
-        """What the last process has answered to `build`; None until it has."""
+        """The answer of the last process to `build`; None until it has."""
         self.info = ActorInfo(name, 0, "not up yet")
         """Name, process id and host of the actor, as its process last reported them."""
         self.ray_actor = start()

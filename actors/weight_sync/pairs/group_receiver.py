@@ -19,14 +19,13 @@ import numpy as np
 import torch
 
 from ....codecs.weights.gpu_scatter import device_digest
-from ....dataplane.listen_address import join_host
 from ..plan.packing import unpack
 from ..plan.transfer_plan import Bucket, TransferPlan
 from ..transports.collective_receiver import next_note
 from ..transports.control_link import Hello, Link, Note
-from ..transports.protocol import Deadline, WeightUpdate, worker_name
+from ..transports.protocol import Deadline, WeightUpdate
 from .group_wire import WIDTH, Exchange, Meeting, PairGroup, finish, in_rounds, join
-from .pair_receiver import Damaged
+from .pair_receiver import Damaged, PlanReceiver
 from .pair_sender import number_of
 
 _SLICE_S = 0.05
@@ -44,18 +43,14 @@ class _Sender:
     """Messages that have come and were not used yet."""
 
 
-class GroupReceiver:
-    """One of the receivers of a version, in an engine worker. Only one thread may call `receive`; any thread may call
-    `stop`."""
+class GroupReceiver(PlanReceiver):
+    """Receiver of buckets in a process group, into the memory of any device."""
 
     def __init__(self, engine: str, worker: int, key: bytes, device: torch.device) -> None:
         """key: the run's key, which the senders must know. device: device of the engine's weights."""
-        self._name = worker_name(engine, worker)
-        self._key, self.device = key, device
-        self.needs = b""
-        """Regions that this receiver needs of later versions, as `encode_regions` returns them; empty for all."""
+        super().__init__(engine, worker, key)
+        self.device = device
         self._group: PairGroup | None = None
-        self._deadline: Deadline | None = None
         self._senders: list[_Sender] = []
         self._told = 0.0
         self._last = -1
@@ -97,11 +92,6 @@ class GroupReceiver:
             for sender in self._senders:
                 sender.link.close()
 
-    def stop(self) -> None:
-        """Make a `receive` that runs in another thread fail at once."""
-        if self._deadline is not None:
-            self._deadline.stop()
-
     def leave(self) -> None:
         """Leave the group. Idempotent."""
         if self._group is not None:
@@ -117,15 +107,11 @@ class GroupReceiver:
         if meeting.backend == "nccl" and self.device.type != "cuda":
             raise deadline.error(f"the senders' weights are on GPUs, this engine's on {self.device}")
         hello = Hello(number_of(update), rank + 1, "" if self._group is None else self._group.name)
-        for number, address in enumerate(addresses):
-            host, port, *_ = address.split("|")
-            name = f"sender {number} at {join_host(host, int(port))}"
-            try:
+        for number in range(len(addresses)):
+            with self._reaching(update, number, deadline) as (name, host, [port, *_]):
                 link = Link.connect(host, int(port), self._key, max(deadline.left_s, 1e-3))
                 self._senders.append(_Sender(name, link))
                 link.send(hello)
-            except OSError as error:
-                raise deadline.error(f"{name} cannot be reached: {error}") from error
         names = {self._next(sender, "start", "waiting for the start", deadline).text for sender in self._senders}
         if len(names) > 1:  # One of them has left the last group; the next update makes a new one.
             raise deadline.error("the senders are not in the same process group")

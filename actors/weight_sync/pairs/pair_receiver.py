@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -57,7 +57,7 @@ class _Lane:
 
 @dataclass(slots=True)
 class _Share:
-    """What one receiver has to do in an update."""
+    """Describes what one receiver has to do in an update."""
 
     update: WeightUpdate
     rank: int
@@ -72,9 +72,10 @@ class _Share:
     """Buckets that another receiver of this host takes."""
 
 
-class PairReceiver:
-    """One of the receivers of a version, in an engine worker. Only one thread may call `receive`; any thread may call
-    `stop`."""
+class PlanReceiver:
+    """Base class of the receivers of a version, one in each engine worker, which reaches the senders.
+
+    Only one thread may call `receive`; any thread may call `stop`."""
 
     device = torch.device("cpu")
     """Device of the weights."""
@@ -85,12 +86,36 @@ class PairReceiver:
         self._key = key
         self.needs = b""
         """Regions that this receiver needs of later versions, as `encode_regions` returns them; empty for all."""
+        self._deadline: Deadline | None = None
+
+    def stop(self) -> None:
+        """Make a `receive` that runs in another thread fail at once."""
+        if self._deadline is not None:
+            self._deadline.stop()
+
+    @contextlib.contextmanager
+    def _reaching(self, update: WeightUpdate, sender: int, deadline: Deadline) -> Iterator[tuple[str, str, list[str]]]:
+        """Context in which a sender is connected to. It yields the sender's name, its host, and what follows the host
+        in its address. An OSError then names the sender."""
+        host, *rest = update.location.split(";")[1 + sender].split("|")
+        name = f"sender {sender} at {join_host(host, int(rest[0]))}"
+        try:
+            yield name, host, rest
+        except OSError as error:
+            raise deadline.error(f"{name} cannot be reached: {error}") from error
+
+
+class PairReceiver(PlanReceiver):
+    """Receiver of buckets over TCP, into the memory of CPUs."""
+
+    def __init__(self, engine: str, worker: int, key: bytes) -> None:
+        """key: the run's key, which the senders must know."""
+        super().__init__(engine, worker, key)
         self.host = host_name()
         """Space in which this receiver shares memory; "" once it was not able to read another's memory."""
         self._memory: SlotMemory | None = None
         self.base: Mapping[str, torch.Tensor] | None = None
         """Tensors of the base of the next update, like those that are received; None to be sent everything."""
-        self._deadline: Deadline | None = None
         self._over = False
         """True once the update has failed in this receiver, so that all its threads end."""
 
@@ -141,11 +166,6 @@ class PairReceiver:
                 lane.link.close()
                 lane.connection.close()
 
-    def stop(self) -> None:
-        """Make a `receive` that runs in another thread fail at once."""
-        if self._deadline is not None:
-            self._deadline.stop()
-
     def close(self) -> None:
         """Free the memory that is kept between updates. Idempotent."""
         self._memory = None
@@ -168,10 +188,8 @@ class PairReceiver:
     def _connect(
         self, update: WeightUpdate, sender: int, rank: int, buckets: list[Bucket], deadline: Deadline
     ) -> _Lane:
-        host, port, payload_port = update.location.split(";")[1 + sender].split("|")
-        name = f"sender {sender} at {join_host(host, int(port))}"
         number = number_of(update)
-        try:
+        with self._reaching(update, sender, deadline) as (name, host, [port, payload_port]):
             link = Link.connect(host, int(port), self._key, max(deadline.left_s, 1e-3))
             try:
                 base = "" if self.base is None else str(update.base)
@@ -181,8 +199,6 @@ class PairReceiver:
             except OSError:
                 link.close()
                 raise
-        except OSError as error:
-            raise deadline.error(f"{name} cannot be reached: {error}") from error
         return _Lane(sender, name, link, connection, buckets)
 
     def _run_all(self, share: _Share, lanes: list[_Lane], slots: SharedSlots) -> None:
@@ -193,13 +209,14 @@ class PairReceiver:
         def look() -> None:
             self._look("the last bucket", "its host", deadline)
 
+        def over() -> bool:
+            return all(one.done() for one in running[: len(lanes)])
+
         with ThreadPoolExecutor(len(lanes) + len(share.by_sibling) + 1, thread_name_prefix="headrace-lane") as pool:
             try:
                 running += [pool.submit(self._run, lane, share, slots) for lane in lanes]
-                taken = tuple(running)
                 running += [pool.submit(self._read, share, one, patience_s, slots) for one in share.by_sibling]
                 if share.readers:
-                    over = lambda: all(one.done() for one in taken)  # noqa: E731
                     running.append(pool.submit(slots.serve, over, patience_s, look))
                 self._await(running, lanes, deadline)
             finally:

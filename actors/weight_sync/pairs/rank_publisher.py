@@ -65,7 +65,7 @@ class RankPublisher:
         self._places: dict[str, str] = {}
         """Host that engines' workers have named, by worker. Other workers take a copy of their own."""
         self._sent = SentParts(sync.timeout_s) if sync.delta and group is None else None
-        """What this rank has sent; None if versions are always sent whole."""
+        """Keeps what this rank has sent; None if versions are always sent whole."""
         self._needs: dict[str, tuple[Region, ...]] = {}
         """Regions that engines' workers have said they need, by worker. Other workers are sent everything."""
         self._digests: ParameterDigests | None = None

@@ -79,7 +79,7 @@ class SharedSlots:
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._notes: dict[int, Note] = {}
-        """What was passed on in each slot that is not free."""
+        """Buckets that were passed on in the slots that are not free."""
         self._users: dict[int, set[int | None]] = {}
         """Readers that are not through with each slot, and None for the owner itself."""
         self._doors: dict[int, socket.socket] = {}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-import time
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from headrace.codecs.blobs import Blob, blob_field
 from headrace.codecs.schema import Field, Kind
 from headrace.dataplane.config import StoreConfig
 from headrace.dataplane.errors import ClaimTimeout, StoreLost
+from headrace.tests.dataplane.recovery.kills import rows_over_kills
 from headrace.tests.process_pool import kill
 
 pytestmark = pytest.mark.processes
@@ -65,35 +63,8 @@ def consume(plane: DataPlane, seen: list[str], failed: list[BaseException], done
 
 @pytest.mark.parametrize("kind", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_no_picture_is_lost_or_left_when_the_directory_is_killed(kind: str) -> None:
-    config = DataPlaneConfig(store=StoreConfig(kind=kind, capacity_mib=16))  # type: ignore[arg-type]
-    seen: list[str] = []
-    failed: list[BaseException] = []
-    done = threading.Event()
-    with open_data_plane(config, process=True) as plane:
-        with connect(plane.handle) as client:
-            client.register("p", SCHEMA, ("a",))
-        writers = [threading.Thread(target=write, args=(plane, number, failed)) for number in range(2)]
-        readers = [threading.Thread(target=consume, args=(plane, seen, failed, done)) for _ in range(2)]
-        for thread in writers + readers:
-            thread.start()
-        kills = 0
-        while any(thread.is_alive() for thread in writers) and kills < 2:
-            before = len(seen)
-            os.kill(plane.serving_pid(), signal.SIGKILL)
-            kills += 1
-            deadline = time.monotonic() + 5
-            while len(seen) < before + 20 and any(t.is_alive() for t in writers) and time.monotonic() < deadline:
-                time.sleep(0.01)
-        deadline = time.monotonic() + 40
-        while len(seen) < 2 * NUM_PUTS * ROWS and not failed and time.monotonic() < deadline:
-            time.sleep(0.01)
-        done.set()
-        for thread in writers + readers:
-            thread.join(30)
-        assert not failed and kills
-        with connect(plane.handle) as client:
-            status = client.status()
-        assert (status.rows, status.leases, status.blocks, status.bytes_used, status.store_bytes) == (0, 0, 0, 0, 0)
+    seen, status = rows_over_kills(kind, SCHEMA, write, consume, 2 * NUM_PUTS * ROWS, 2)
+    assert (status.rows, status.leases, status.blocks, status.bytes_used, status.store_bytes) == (0, 0, 0, 0, 0)
     assert len(seen) == len(set(seen)) == 2 * NUM_PUTS * ROWS
 
 

@@ -130,7 +130,7 @@ class Run:
             self.directory.lookup(HOLDER, ["none"], ("grid",))
 
     def has_score(self, key: str) -> bool:
-        """Whether the row's own block is there: a row whose picture is lost still has its score."""
+        """Return whether the row's own block is there: a row whose picture is lost still has its score."""
         return not self.directory.absent("p", [key], ("score",))[1]
 
 

@@ -21,6 +21,7 @@ from headrace.dataplane.directory import requests
 from headrace.dataplane.directory.calls import ClaimRows
 from headrace.dataplane.errors import ClaimTimeout, DataPlaneTimeout, DirectoryLost
 from headrace.dataplane.rpc.socket_link import SocketLink
+from headrace.tests.dataplane.recovery.kills import rows_over_kills
 
 pytestmark = pytest.mark.processes
 
@@ -58,37 +59,8 @@ def consume(plane: DataPlane, seen: list[str], failed: list[BaseException], done
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_no_row_is_lost_or_seen_twice_when_the_directory_is_killed(kind: str) -> None:
-    config = DataPlaneConfig(store=StoreConfig(kind=kind, capacity_mib=16))  # type: ignore[arg-type]
-    seen: list[str] = []
-    failed: list[BaseException] = []
-    done = threading.Event()
-    with open_data_plane(config, process=True) as plane:
-        with connect(plane.handle) as client:
-            client.register("p", SCHEMA, ("a",))
-        writers = [threading.Thread(target=write, args=(plane, number, failed)) for number in range(2)]
-        readers = [threading.Thread(target=consume, args=(plane, seen, failed, done)) for _ in range(2)]
-        for thread in writers + readers:
-            thread.start()
-        kills = 0
-        while any(thread.is_alive() for thread in writers) and kills < 4:
-            before = len(seen)
-            os.kill(plane.serving_pid(), signal.SIGKILL)
-            kills += 1
-            deadline = time.monotonic() + 5
-            while len(seen) < before + 20 and any(t.is_alive() for t in writers) and time.monotonic() < deadline:
-                time.sleep(0.01)
-        for thread in writers:
-            thread.join(30)
-        deadline = time.monotonic() + 30
-        while len(seen) < 2 * NUM_PUTS * ROWS and not failed and time.monotonic() < deadline:
-            time.sleep(0.01)
-        done.set()
-        for thread in readers:
-            thread.join(10)
-        assert not failed and kills
-        with connect(plane.handle) as client:
-            status = client.status()
-        assert (status.rows, status.leases, status.bytes_used) == (0, 0, 0)
+    seen, status = rows_over_kills(kind, SCHEMA, write, consume, 2 * NUM_PUTS * ROWS, 4)
+    assert (status.rows, status.leases, status.bytes_used) == (0, 0, 0)
     assert len(seen) == len(set(seen)) == 2 * NUM_PUTS * ROWS
 
 

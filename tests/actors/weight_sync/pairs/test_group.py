@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,6 +21,7 @@ from headrace.actors.weight_sync.plan.regions import Party
 from headrace.actors.weight_sync.plan.transfer_plan import Bucket, TransferPlan, plan_transfer
 from headrace.actors.weight_sync.transports.protocol import ReceiverGroup, WeightTransferError, WeightUpdate
 from headrace.dataplane.security.handshake import new_key
+from headrace.tests.actors.weight_sync.pairs.outcomes import outcomes
 
 SPECS = {"w": (torch.float32, (64, 40)), "odd": (torch.bfloat16, (7, 3)), "scalar": (torch.float32, ())}
 SENDERS, ENGINES, TP = 3, 2, 2
@@ -64,28 +64,11 @@ class Members:
         self._number = itertools.count(1)
 
     def update(self, version: int) -> tuple[list[str], list[str]]:
-        """What sending in each rank, and receiving in each worker, came to; "" when it went well."""
+        """Bring all workers to a version. Returns how sending and receiving ended, as `outcomes` does."""
         location = location_of(next(self._number), [sender.address for sender in self.senders])
         update = WeightUpdate(version, None, KIND, location, 0, GROUPS, self.timeout_s)
         rows = [part(weights(version), 0, SENDERS, rank) for rank in range(SENDERS)]
-
-        def outcome(call: Callable[..., object], *args: object) -> str:
-            try:
-                call(*args)
-            except WeightTransferError as error:
-                return f"{','.join(error.engines)}|{error}"
-            return ""
-
-        with ThreadPoolExecutor(SENDERS + len(self.receivers)) as pool:
-            sent = [
-                pool.submit(outcome, sender.send, update, self.plan, rank, rows[rank])
-                for rank, sender in enumerate(self.senders)
-            ]
-            got = [
-                pool.submit(outcome, receiver.receive, update, self.plan, rank, self.staged[rank])
-                for rank, receiver in enumerate(self.receivers)
-            ]
-            return [one.result() for one in sent], [one.result() for one in got]
+        return outcomes(self.senders, self.receivers, self.plan, update, rows, self.staged)
 
     def has(self, version: int, rank: int) -> bool:
         expected = part(weights(version), 1, TP, self.places[rank][1])

@@ -32,6 +32,7 @@ from headrace.actors.weight_sync.transports.protocol import (
 from headrace.codecs.weights.buckets import checksum
 from headrace.dataplane.security.handshake import new_key
 from headrace.dataplane.security.run_key import RunKey
+from headrace.tests.actors.weight_sync.pairs.outcomes import outcomes
 from headrace.tests.waiting import wait_until
 
 SPECS = {"w": (torch.float32, (64, 40)), "odd": (torch.bfloat16, (7, 3)), "scalar": (torch.float32, ())}
@@ -87,28 +88,10 @@ class Fleet:
         return WeightUpdate(version, None, KIND, location, 0, GROUPS, self.timeout_s)
 
     def update(self, version: int, during: Callable[[], None] = lambda: None) -> tuple[list[str], list[str]]:
-        """What sending in each rank, and receiving in each worker, came to; "" when it went well."""
+        """Bring all workers to a version. Returns how sending and receiving ended, as `outcomes` does."""
         announced = self.announced(version, next(self._number))
         rows = [{name: cut(one, 0, SENDERS, rank) for name, one in weights(version).items()} for rank in range(SENDERS)]
-
-        def outcome(call: Callable[..., object], *args: object) -> str:
-            try:
-                call(*args)
-            except WeightTransferError as error:
-                return f"{','.join(error.engines)}|{error}"
-            return ""
-
-        with ThreadPoolExecutor(SENDERS + len(self.receivers)) as pool:
-            sent = [
-                pool.submit(outcome, sender.send, announced, self.plan, rank, rows[rank])
-                for rank, sender in enumerate(self.senders)
-            ]
-            got = [
-                pool.submit(outcome, receiver.receive, announced, self.plan, rank, self.staged[rank])
-                for rank, receiver in enumerate(self.receivers)
-            ]
-            during()
-            return [one.result() for one in sent], [one.result() for one in got]
+        return outcomes(self.senders, self.receivers, self.plan, announced, rows, self.staged, during)
 
     def has(self, version: int, rank: int) -> bool:
         expected = self._columns(weights(version), rank % TP)

@@ -183,7 +183,7 @@ class ReceiverHost:
         return staged is not None and equal(staged.named, weights(seed, rows))
 
     def staged(self) -> dict[str, torch.Tensor]:
-        """What is staged, copied out of the transport's memory."""
+        """Return what is staged, copied out of the transport's memory."""
         staged = self._inbox.staged
         return {} if staged is None else {name: one.clone() for name, one in staged.named.items()}
 
