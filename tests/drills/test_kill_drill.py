@@ -21,7 +21,7 @@ pytestmark = pytest.mark.processes
     ("victim", "store", "extra"),
     [
         pytest.param("rollout 0", "shm", (), marks=pytest.mark.drill),
-        ("train worker 1", "shm", ("trainer.dp=2",)),
+        pytest.param("train worker 1", "shm", ("trainer.dp=2",), marks=pytest.mark.slow),  # test_healing kills one, too
         pytest.param("unit-0", "simple", ("dataplane.timeout_s=10",), marks=pytest.mark.drill),
         pytest.param("directory", "shm", ("dataplane.timeout_s=10",), marks=pytest.mark.drill),
     ],

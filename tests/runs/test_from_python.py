@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow  # the README's example runs in short
 @pytest.mark.processes
 @pytest.mark.timeout(280)
 def test_the_start_pages_run_from_python(tmp_path: Path) -> None:

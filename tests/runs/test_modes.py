@@ -20,7 +20,7 @@ def figures(line: dict[str, float]) -> list[float]:
 
 def test_streaming_gives_the_gradients_of_sync(tmp_path: Path) -> None:
     shared = (*SHORT, "trainer.dp=2", "loss.kl_coef=0.01")
-    modes = {"sync": (), "streaming": (), "async_streaming": ("algorithm.max_staleness=0",)}
+    modes = {"sync": (), "async_streaming": ("algorithm.max_staleness=0",)}
     runs.run_each(tmp_path, {mode: [*shared, f"algorithm.mode={mode}", *more] for mode, more in modes.items()})
     found = {mode: runs.steps_of(tmp_path / mode) for mode in modes}
     for alone, *others in zip(*found.values(), strict=True):

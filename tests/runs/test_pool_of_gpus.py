@@ -58,6 +58,7 @@ def test_two_runs_with_vllm_share_two_gpus(tmp_path: Path) -> None:
     assert summary["gpu.pool-tiny.lost_tokens"] == 0 and summary["gpu.pool-tiny.expands"] >= 8, output
 
 
+@pytest.mark.slow  # tests/trainers/pool/server/test_bundles.py places actors of tenants without runs
 @pytest.mark.processes
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("two_logical_gpus")

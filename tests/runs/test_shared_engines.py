@@ -72,6 +72,7 @@ def shared(folder: Path, model: Path, *overrides: str) -> Iterator[Shared]:
             yield pool
 
 
+@pytest.mark.slow  # test_time_sharing compares tenants with runs alone, and test_seats their adapters
 @pytest.mark.timeout(400)
 def test_each_run_has_the_figures_of_its_run_alone(tmp_path: Path) -> None:
     """Both sample from one engine with adapters of their own, of other ranks. Trainers take turns on the other GPU."""

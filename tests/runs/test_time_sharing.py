@@ -82,6 +82,7 @@ DEATHS = {"pool": None, "engine 0": "rollout/actors_replaced", "train worker 0":
 """Victim -> key of the figure that counts its death in its own run."""
 
 
+@pytest.mark.slow  # tests/trainers/pool ends each part of a pool by itself
 @pytest.mark.timeout(900)
 def test_deaths_in_one_tenant_and_of_the_pool_cost_the_other_nothing(tmp_path: Path) -> None:
     more = (*SCRIPTED, "scripted.latency_s=0.3", "scripted.train_step_s=0.1", "run.checkpoint_every=1")

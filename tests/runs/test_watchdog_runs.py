@@ -41,6 +41,7 @@ def gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow  # tests/trainers/supervision/test_watchdog.py watches stages that do not end
 @pytest.mark.timeout(300)
 def test_a_driver_that_hangs_is_reported_and_ended(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

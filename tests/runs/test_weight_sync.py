@@ -23,7 +23,7 @@ CASES = {
         "untied", (*HF, "rollout.num_engines=2", "sync.transport=collective", "sync.delta=true"), SHORT,
     ),
     "fsdp tp2 -> hf, store": ("tied", (*HF, "trainer.tp=2", "sync.transport=store"), SHORT),
-    "fsdp dp2 -> hf, disk delta": ("untied", (*HF, "trainer.dp=2", "sync.transport=disk", "sync.delta=true"), SHORT),
+    "fsdp dp2 -> hf, disk delta": ("untied", (*HF, "trainer.dp=2", "sync.transport=disk", "sync.delta=true"), 20),
     "fsdp -> hf, ipc delta": ("tied", (*HF, "sync.transport=ipc", "sync.delta=true"), 20),
     "fsdp -> hf, store delta": ("tied", (*HF, "sync.transport=store", "sync.delta=true"), 20),
     "megatron tp2 -> hf, collective": ("tied", (*HF, *MEGATRON, "trainer.tp=2", "sync.transport=collective"), 20),
@@ -85,7 +85,7 @@ CASES = {
     ),
     "fsdp lora -> hf, store": ("tied", (*HF, *LORA, "sync.transport=store"), 20),
     "megatron tp2 lora -> hf, ipc": ("tied", (*HF, *LORA, *MEGATRON, "trainer.tp=2", "sync.transport=ipc"), 20),
-    "fsdp lora -> vllm, ipc": ("tied", (*VLLM, *LORA, "sync.transport=ipc"), SHORT),
+    "fsdp lora -> vllm, ipc": ("tied", (*VLLM, *LORA, "sync.transport=ipc"), 20),
     "fsdp moe lora -> vllm, ipc": ("moe", (*VLLM, *LORA, "sync.transport=ipc"), 20),
     "fsdp tp2 lora -> vllm tp2, collective": (
         "untied", (*VLLM, *LORA, "trainer.tp=2", "rollout.tp=2", "sync.transport=collective"), 20,

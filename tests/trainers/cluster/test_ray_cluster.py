@@ -193,6 +193,7 @@ def greet(listener: socket.socket) -> None:
 @pytest.mark.parametrize("reason", ["WrongClusterID", "InvalidAuthToken"])
 def test_a_cluster_without_a_token_needs_a_trusted_network(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[str] = []
+    monkeypatch.setattr(ray_cluster, "CONNECT_TIMEOUT_S", 0.5)  # for the TLS that a test's port never answers
     monkeypatch.setattr(ray_cluster, "GcsClient", type("Refuses", (Gcs,), {"reason": reason}))
     monkeypatch.setattr(ray, "init", lambda **settings: joined.append(settings["address"]))
     for name, value in {"available_resources": {"CPU": 8.0}, "nodes": [], "cluster_resources": {}}.items():

@@ -344,10 +344,12 @@ def test_shared_memory_that_is_too_small(place: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def no_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Does not wait for the first bytes of a Ray, as a test's port sends none."""
+    """Does not wait for the first bytes of a Ray nor for its TLS, as a test's port sends none."""
     monkeypatch.setattr(ray_cluster, "GREETING_S", 0.01)
+    monkeypatch.setattr(ray_cluster, "CONNECT_TIMEOUT_S", 0.2)
 
 
+@pytest.mark.usefixtures("no_greeting")
 def test_a_joined_ray_is_asked_about_its_token(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "asks_for_token", lambda address: False)
     with socket.create_server(("127.0.0.1", 0)) as cluster:
