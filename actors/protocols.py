@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ..codecs.batch import Batch
+from ..codecs.blobs import BlobRows
 from ..codecs.schema import DTYPES, Field, Kind, Schema
 from ..codecs.tokens.routes import ROUTES, RouteSpec
 from .adapters.spec import AdapterSpec
@@ -379,6 +380,9 @@ class MicroBatch:
     counted: np.ndarray | None = None
     """1 for each row that counts in the step's mean over rows or groups, although it may be cut off and masked, else 0:
     int64 `[N]`. None: rows with a trained token count."""
+    pictures: BlobRows | None = None
+    """Pictures of the rows, each read once: for each, the arguments by which the model's vision tower takes it, and
+    `num_tokens`. None for rows without a column of pictures."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
 from ...actors.engines.config import Attention
-from ...actors.engines.hf.model import attention_options, refused_attention
+from ...actors.engines.hf.model import attention_options, auto_class, refused_attention
 from ...actors.engines.hf.stored_names import StoredTensor, stored_tensors
 from ...actors.engines.tokenizer import has_tokenizer, load_tokenizer
 from .checkpoint_files import draft_of, publish, start_draft
@@ -42,8 +42,9 @@ def load_causal_lm(model: str, attention: Attention = "auto") -> Any:
     hf_logging.disable_progress_bar()  # One progress bar per rank would garble the run's own progress display.
     try:
         with _refusing(attention, model):
-            options: dict[str, Any] = attention_options(attention, AutoConfig.from_pretrained(model))
-            return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **options).eval()
+            config = AutoConfig.from_pretrained(model)
+            options: dict[str, Any] = attention_options(attention, config)
+            return auto_class(config).from_pretrained(model, dtype=torch.float32, **options).eval()
     except OSError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
@@ -61,7 +62,7 @@ def build_empty(model: str, config: Any, attention: Attention, dtype: torch.dtyp
     options |= attention_options(attention, config)
     with torch.device("meta"), _refusing(attention, model):
         # Each model has a config of its own, in which its kind of attention stands.
-        built = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+        built = auto_class(config).from_config(copy.deepcopy(config), **options)
     with contextlib.suppress(OSError):  # A model without a generation config uses its model config.
         built.generation_config = GenerationConfig.from_pretrained(model)
     return built.eval()

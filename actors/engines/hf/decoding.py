@@ -23,6 +23,7 @@ from ..protocol import Completion, EngineStats, KeysAndValues, SamplingParams
 from ..token_sampling import StopTexts, sample
 from .adapters import Adapter
 from .model import RouteRecorder, cache_argument
+from .pictures import Pictures, join_pictures, picture_arguments, picture_positions
 
 COMPACT_BELOW = 0.75
 """Share of running rows in the key-value cache below which finished rows are removed from it. They are not removed one
@@ -39,6 +40,8 @@ class DecodeRequest:
     """Key of the random-number stream of each of the n samples (from `token_sampling.row_keys`), uint64 `[n]`."""
     routes_from: int = 0
     """Index of the first token whose route is wanted (`SamplingParams.routes_from`)."""
+    pictures: Pictures | None = None
+    """Pictures of the prompt; None if it has none."""
 
 
 class Decoding:
@@ -139,12 +142,13 @@ class Decoding:
         """Compute all keys and values from the start. Before the first decoding step, each prompt is computed once for
         all its rows. Later, the prompt and the tokens of each running row are computed."""
         rows, prompts = self._rows, [request.prompt_ids for request in self._requests]
+        pictures = [request.pictures for request in self._requests]
         owners = np.repeat(np.arange(len(prompts)), [len(request.keys) for request in self._requests])
         if not self._step:
-            return _Window(self._model, prompts, owners, np.arange(len(owners)))
+            return _Window(self._model, prompts, pictures, owners, np.arange(len(owners)))
         live = np.flatnonzero(rows.running)
         known = [np.concatenate([prompts[owners[row]], rows.tokens[row, : self._step]]) for row in live]
-        return _Window(self._model, known, np.arange(len(live)), live)
+        return _Window(self._model, known, [pictures[owners[row]] for row in live], np.arange(len(live)), live)
 
     def end(self, request: int) -> None:
         """Abort the running rows of the request with index `request`. Must not be called during `run`."""
@@ -240,11 +244,18 @@ class _Rows:
 class _Window:
     """The B rows that are still in the key-value cache, and the logits of their next token."""
 
-    def __init__(self, model: Any, known: Sequence[np.ndarray], owners: np.ndarray, rows: np.ndarray) -> None:
+    def __init__(
+        self,
+        model: Any,
+        known: Sequence[np.ndarray],
+        pictures: Sequence[Pictures | None],
+        owners: np.ndarray,
+        rows: np.ndarray,
+    ) -> None:
         """Run a forward pass over the token sequences `known`, each int64 `[L]`. Several rows may share one of them.
 
-        owners: index of each row's sequence in `known`, int64 `[B]`. rows: number of each row in its batch, int64
-        `[B]`.
+        pictures: those of each sequence. owners: index of each row's sequence in `known`, int64 `[B]`. rows: number of
+        each row in its batch, int64 `[B]`.
         """
         self.model = model
         self.cache = DynamicCache(config=model.config)
@@ -258,9 +269,14 @@ class _Window:
         device = model.device
         # Without padding no mask is needed, and attention without one is faster.
         self.mask = None if mask.all() else torch.from_numpy(mask).to(device=device, dtype=torch.int64)
-        positions = torch.from_numpy(np.maximum(mask.cumsum(axis=1) - 1, 0)).to(device)
-        self.next_position = torch.from_numpy(lengths).to(device)[:, None]
-        self.logits = self._forward(torch.from_numpy(ids).to(device), positions)
+        tokens, shown = torch.from_numpy(ids).to(device), join_pictures(pictures)
+        positions, arguments = torch.from_numpy(np.maximum(mask.cumsum(axis=1) - 1, 0)), dict[str, Any]()
+        if shown is not None:
+            spread = picture_positions(model, ids, mask, shown)
+            positions = positions if spread is None else spread  # In time, height and width, `[3, N, L]`.
+            arguments = picture_arguments(model, tokens, shown.to(device))
+        self.next_position = positions.view(-1, *positions.shape[-2:]).amax((0, 2)).to(device)[:, None] + 1
+        self.logits = self._forward(tokens, positions.to(device), **arguments)
         self.rows = np.arange(len(known))
         self.keep(owners)
         self.rows = rows
@@ -285,7 +301,7 @@ class _Window:
         self.logits = self._forward(tokens[:, None], self.next_position)
         self.next_position = self.next_position + 1
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, **pictures: Any) -> torch.Tensor:
         output = self.model(
             input_ids=ids,
             attention_mask=self.mask,
@@ -293,6 +309,7 @@ class _Window:
             use_cache=True,
             logits_to_keep=1,
             **self.cached,
+            **pictures,
         )
         return output.logits[:, -1]
 

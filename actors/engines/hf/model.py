@@ -12,7 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from ....codecs.integers import ALIGN
@@ -33,6 +39,15 @@ def cache_argument(model: type) -> str | None:
     """Return the name of the argument for the key-value cache in this class of models; None if there is none."""
     accepted = inspect.signature(model.forward).parameters
     return next((name for name in _CACHE_ARGUMENTS if name in accepted), None)
+
+
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that builds the model of an HF config.
+
+    It is the causal LM, or the model with its vision tower where transformers has no causal LM of this config.
+    """
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def attention_options(attention: Attention, config: Any) -> dict[str, str]:
@@ -76,7 +91,7 @@ def load_model(path: str, dtype: torch.dtype, attention: Attention = "auto") -> 
     try:
         source = str(folder) if folder.is_dir() else path
         config = AutoConfig.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **attention_options(attention, config))
+        model = auto_class(config).from_pretrained(source, dtype=dtype, **attention_options(attention, config))
     except (OSError, ValueError, ImportError) as error:
         if str(error).startswith("model.attention"):
             raise

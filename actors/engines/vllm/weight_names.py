@@ -13,9 +13,10 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from ..hf.model import auto_class
 from ..hf.stored_names import StoredTensor, stored_tensors
 
 
@@ -29,7 +30,7 @@ class WeightNames:
         """
         config = AutoConfig.from_pretrained(model)
         with torch.device("meta"):
-            meta: Any = AutoModelForCausalLM.from_config(config)
+            meta: Any = auto_class(config).from_config(config)
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Shape of each weight; a tied weight is listed under each of its names. Buffers that a checkpoint has, such as
         the biases of experts, are weights too."""

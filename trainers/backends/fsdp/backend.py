@@ -319,6 +319,8 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
             layout = split_rows(micro, self._topology, self._place, self._device, **given)
         else:
             layout = lay_out(micro.batch, self._device, packed=self._packed, **given)
+        if micro.pictures is not None:
+            layout = self._policy.with_pictures(layout, micro, self._topology, replays=self._replay is not None)
         if self._reach is not None and layout.longest >= self._reach:  # `longest` leaves out each row's last token.
             raise ValueError(
                 f"microbatch: got a row of {layout.longest + 1} tokens, expected at most {self._reach}, the context "

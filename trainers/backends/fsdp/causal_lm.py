@@ -26,9 +26,13 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
+from ....actors.engines.hf.pictures import packed_positions, picture_arguments
+from ....actors.protocols import MicroBatch
+from ....actors.train.topology import Topology
 from ..layers import attend_rows
 from ..optimizers.groups import freeze
 from ..rows.row_layout import RowLayout
+from ..vision.picture_layout import expect_computable, with_pictures
 from ..vocab.candidates import candidate_logprobs, most_likely
 from ..vocab.logprobs import Entropy, VocabShard, token_logprobs
 
@@ -83,11 +87,13 @@ class CausalLM(nn.Module):
         """
         places: dict[str, Any] = {}
         if layout.position_ids is not None:
-            places = {"position_ids": layout.position_ids}
-            if layout.plan is None:
-                places |= {"row_ends": layout.ends, "longest_row": layout.longest}
-            else:
+            places = {"position_ids": packed_positions(self.model, layout.position_ids)}
+            if layout.plan is not None:
                 places |= {"plan": layout.plan, "group": self.context}
+            elif layout.ends is not None:
+                places |= {"row_ends": layout.ends, "longest_row": layout.longest}
+        if layout.pictures is not None:
+            places |= picture_arguments(self.model, layout.input_ids, layout.pictures)
         if self._selected:
             hidden = self.model.base_model(input_ids=layout.input_ids, use_cache=False, **places).last_hidden_state
             layer = self.model.get_output_embeddings()
@@ -105,6 +111,13 @@ class CausalLM(nn.Module):
             return TokenValues(*values, candidate_logprobs(hidden, candidates, to_logits, self.vocab, temperature))
         ids, found = most_likely(hidden, top_k, to_logits, self.vocab, temperature)
         return TokenValues(*values, found, ids)
+
+    def with_pictures(self, layout: RowLayout, micro: MicroBatch, topology: Topology, *, replays: bool) -> RowLayout:
+        """Return the layout with the pictures of its rows, see `picture_layout.with_pictures`. topology: the train
+        mesh. replays: true if passes replay routes. Raises ValueError if pictures cannot be computed so."""
+        assert micro.pictures is not None
+        expect_computable(micro.pictures, topology, replays=replays)
+        return with_pictures(layout, micro, self.model, layout.input_ids.device)
 
     def layers(self) -> list[nn.Module]:
         """Return the decoder layers. Raises ValueError when there are none.

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ....actors.columns import ColumnConfig
+from ....actors.engines.hf.pictures import Pictures
 from ....actors.protocols import TOP_LOGPROBS, MicroBatch
 from ....codecs.batch import Batch
 from ....codecs.integers import exclusive_cumsum
@@ -45,7 +46,9 @@ class RowLayout:
     S]` for packed rows, which follow each other. There is at least one token, so that a rank without rows still takes
     part in the collectives."""
     position_ids: torch.Tensor | None
-    """Position of each token in its own row: int64 `[1, S]`; None for padded rows."""
+    """Position of each token in its own row: int64 `[1, S]`; None for padded rows. For a model whose pictures have
+    positions in time, height and width it has these: int64 `[3, N, L]` for padded rows, or `[4, 1, S]` after the first
+    ones for packed rows."""
     ends: torch.Tensor | None
     """Boundaries of the packed rows: 0, then the end of each row, int32 `[rows + 1]`. Rows without a token in
     `input_ids` are left out. None for padded rows."""
@@ -74,6 +77,8 @@ class RowLayout:
     whole_index: torch.Tensor | None = None
     """Position of each wanted token in packed columns of whole rows, int64 `[T]`; None for whole rows, where it is
     `index`."""
+    pictures: Pictures | None = None
+    """Pictures of the rows; None if they have none."""
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,191 @@
+"""Shows pictures to Hugging Face models, for the engine and the train backend, which thus compute the same policy.
+
+The vision tower runs here and not in the model's forward, which gets the tower's features. So a picture that many rows
+show is encoded once, and arguments for the attention of the text part do not reach the tower.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ....codecs.batch import Ragged
+from ....codecs.blobs import Blob, BlobRows, References
+from ....codecs.jagged import concat
+
+NUM_TOKENS = "num_tokens"
+"""Name of the part of a picture that has the number of its placeholders."""
+GRIDS = "image_grid_thw"
+"""Name of the part of a picture from which models with positions in three dimensions compute them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """The P distinct pictures of N rows."""
+
+    parts: Mapping[str, torch.Tensor]
+    """Arguments of the model's `get_image_features` by name, those of all pictures one after another along dimension
+    0."""
+    num_tokens: np.ndarray
+    """Number of placeholders of each picture, which is the number of its features, int64 `[P]`."""
+    index: np.ndarray
+    """Position of the picture of each reference among the P pictures, row after row, int64 `[sum(counts)]`."""
+    counts: np.ndarray
+    """Number of pictures of each row, int64 `[N]`."""
+
+    def to(self, device: torch.device) -> Pictures:
+        """Return the same pictures on a device."""
+        return replace(self, parts={name: part.to(device) for name, part in self.parts.items()})
+
+
+def read_pictures(rows: BlobRows) -> Pictures | None:
+    """Return the pictures of rows as models take them; None if there is none. Copies nothing.
+
+    A picture to which no row refers is encoded all the same, for ranks that must take part in passes of the vision
+    tower. Raises ValueError if the pictures cannot be joined, because a part of them has another shape than that of the
+    others.
+    """
+    references = rows.references
+    if not rows.blobs.num_rows:
+        return None
+    parts = {name: _joined(name, column) for name, column in rows.blobs.items() if isinstance(column, Ragged)}
+    num_tokens = rows.blobs.tensor(NUM_TOKENS).numpy().astype(np.int64)
+    return Pictures(parts, num_tokens, references.index, references.counts)
+
+
+def prompt_pictures(blobs: Sequence[Blob]) -> Pictures | None:
+    """Return the pictures of one prompt, given in the order of its placeholders; None if it has none.
+
+    Raises ValueError as `read_pictures` does.
+    """
+    if not blobs:
+        return None
+    references = References.of([blob.name for blob in blobs], [len(blobs)])
+    of_name = {blob.name: blob.batch for blob in blobs}
+    return read_pictures(BlobRows(concat([of_name[name] for name in references.names]), references))
+
+
+def join_pictures(of_rows: Sequence[Pictures | None]) -> Pictures | None:
+    """Return the pictures of several rows, given those of each; None if no row has one. Pictures that are the same
+    object are encoded once."""
+    distinct = {id(one): one for one in of_rows if one is not None}
+    if not distinct:
+        return None
+    parts = [one.parts for one in distinct.values()]
+    num_tokens = [one.num_tokens for one in distinct.values()]
+    starts = dict(zip(distinct, np.cumsum([0, *map(len, num_tokens)]), strict=False))
+    return Pictures(
+        {name: torch.cat([part[name] for part in parts]) for name in parts[0]},
+        np.concatenate(num_tokens),
+        np.concatenate([starts[id(one)] + one.index for one in of_rows if one is not None]),
+        np.array([0 if one is None else len(one.index) for one in of_rows], np.int64),
+    )
+
+
+def _joined(name: str, column: Ragged) -> torch.Tensor:
+    trailing = column.shapes[:, 1:]
+    other = np.flatnonzero((trailing != trailing[:1]).any(axis=1))
+    if len(other):
+        raise ValueError(
+            f"images: {name} of picture {other[0]} has the shape {column.shapes[other[0]].tolist()}, expected "
+            f"{['any', *trailing[0].tolist()]}, because pictures are joined along the first dimension"
+        )
+    return column.values.view(-1, *trailing[0].tolist())
+
+
+def placeholder_id(model: Any) -> int:
+    """Return the id of the token in whose places the model puts the features of pictures. Raises ValueError if the
+    model takes no pictures."""
+    found = getattr(model.config, "image_token_id", None)
+    if found is None or not hasattr(model.base_model, "get_image_features"):
+        raise ValueError(f"model.path: got a {type(model).__name__}, expected a model that takes pictures")
+    return int(found)
+
+
+def check_placeholders(
+    model: Any, ids: np.ndarray, mask: np.ndarray, pictures: Pictures, name: str = "images: row"
+) -> None:
+    """Raise ValueError if a row has another number of placeholders than its pictures have features.
+
+    ids: tokens of the rows, padded, int64 `[N, L]`. mask: which of them are the rows' own, bool `[N, L]`. name: what
+    the rows are called in the error.
+    """
+    found = ((ids == placeholder_id(model)) & mask).sum(axis=1)
+    rows = np.repeat(np.arange(len(ids)), pictures.counts)
+    wanted = np.bincount(rows, weights=pictures.num_tokens[pictures.index], minlength=len(ids)).astype(np.int64)
+    wrong = np.flatnonzero(found != wanted)
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(
+            f"{name} {row} has {found[row]} placeholders of pictures, expected {wanted[row]}, the number of features "
+            f"of its {pictures.counts[row]} pictures"
+        )
+
+
+def picture_positions(model: Any, ids: np.ndarray, mask: np.ndarray, pictures: Pictures) -> torch.Tensor | None:
+    """Return the positions of tokens in time, height and width, int64 `[3, N, L]` on the CPU.
+
+    They are 0 at padding. None for a model that counts tokens alone. The other arguments are as in
+    `check_placeholders`.
+    """
+    base = model.base_model
+    if not hasattr(base, "get_rope_index"):
+        return None
+    kept = mask.copy()
+    kept[~mask.any(axis=1), 0] = True  # The model's code needs a token in each row.
+    positions, _ = base.get_rope_index(
+        torch.from_numpy(ids),
+        mm_token_type_ids=torch.from_numpy(((ids == placeholder_id(model)) & kept).astype(np.int32)),
+        image_grid_thw=pictures.parts[GRIDS].cpu().long()[torch.from_numpy(pictures.index)],
+        attention_mask=torch.from_numpy(kept.astype(np.int64)),
+    )
+    return positions
+
+
+def packed_positions(model: Any, positions: torch.Tensor) -> torch.Tensor:
+    """Return the positions of tokens, int64 `[1, S]` for packed rows without pictures, as the model takes them.
+
+    A model with positions in time, height and width must get those in the text as well, because it finds by them where
+    a row begins: Qwen2.5-VL lets packed rows see each other without.
+    """
+    plain = positions.ndim == 2 and hasattr(model.base_model, "get_rope_index")
+    return positions.expand(4, *positions.shape) if plain else positions
+
+
+def picture_arguments(model: Any, ids: torch.Tensor, pictures: Pictures) -> dict[str, Any]:
+    """Run the vision tower, and return the arguments with which the model's forward shows its features in `ids`.
+
+    ids: tokens of all rows in one order of rows with that of `pictures`, int64 `[N, L]` or `[1, S]`, without wrong
+    numbers of placeholders. Raises ValueError if the tower gives another number of features than the pictures declare.
+    """
+    base = model.base_model
+    accepted = inspect.signature(type(base).get_image_features).parameters
+    given = {name: part for name, part in pictures.parts.items() if name in accepted}
+    output = base.get_image_features(**given, return_dict=True)
+    output.pooler_output = _shown(output.pooler_output, pictures)
+    if getattr(output, "deepstack_features", None) is not None:  # Qwen3-VL adds some to its first layers, too.
+        output.deepstack_features = [_shown(features, pictures) for features in output.deepstack_features]
+    arguments: dict[str, Any] = {"mm_encoder_outputs": {"image": output}}
+    if "token_type_ids" in inspect.signature(type(base).forward).parameters:  # The tokens of a picture see each other.
+        arguments["token_type_ids"] = (ids == placeholder_id(model)).long()
+    return arguments
+
+
+def _shown(features: Any, pictures: Pictures) -> Any:
+    """Return features of distinct pictures as those of every reference. They are a tuple with a tensor for each
+    picture, or one tensor `[pieces, tokens, H]`; the result is of the same kind."""
+    alone = isinstance(features, torch.Tensor)
+    flat = features.flatten(0, -2) if alone else torch.cat(list(features))
+    if len(flat) != pictures.num_tokens.sum():
+        raise ValueError(
+            f"images: the model gives {len(flat)} features to {len(pictures.num_tokens)} pictures, expected "
+            f"{pictures.num_tokens.sum()}, the sum of their {NUM_TOKENS}"
+        )
+    of_picture = flat.split(pictures.num_tokens.tolist())
+    shown = torch.cat([flat[:0], *(of_picture[index] for index in pictures.index)])
+    return shown if alone else (shown,)

@@ -1,0 +1,1 @@
+"""The pictures of rows, in the layouts in which the train backends compute them."""
