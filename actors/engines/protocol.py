@@ -12,6 +12,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
+from ...codecs.blobs import Blob
 from ...codecs.weights.parameter_digests import ParameterDigests
 from ..process.memory import ProcessMemory
 from ..weight_sync.base_offer import WeightOffer
@@ -90,6 +91,9 @@ class SamplingParams:
     schema: str = ""
     """JSON schema that the text of the completions must match; "" leaves it free. Tokens that do not fit are excluded
     at each step, so log-probs are those of the tokens that are left. Only the `vllm` engine can do this."""
+    pictures: tuple[Blob, ...] = ()
+    """Pictures of the prompt, in order. Their parts are arguments of the model's forward pass, and the prompt has one
+    placeholder token for each of their features."""
     continues: CutOff | None = None
     """The sample that this request continues; the sample's tokens so far are the end of the prompt. None for a request
     that begins a sample."""

@@ -197,6 +197,7 @@ class RecoveringEngine:
         else:  # Another sample with the same tokens so far has another rest.
             source = f"{self._asked.get(begun.request_id, begun.request_id)} {begun.sample}"
         limits = (params.n, params.max_new_tokens, params.stop, params.stop_token_ids, params.adapter, params.schema)
+        limits += tuple(picture.name for picture in params.pictures)
         asked = xxhash.xxh3_64(f"{source} {limits} {params.routes_from}".encode())
         asked.update(np.asarray(prompt_ids, np.int32).tobytes())
         return asked.intdigest()

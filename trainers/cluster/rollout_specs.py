@@ -132,7 +132,7 @@ def fingerprint(config: Config) -> str:
     if config.model.dtype == "auto":
         model["dtype"] = "float32"  # This was the default when the first journals were written.
     sampled = asdict(sampling(rollout, n=config.algorithm.group_size, seed=seed))
-    for varies_by_request in ("routes_from", "continues", "adapter", "schema"):
+    for varies_by_request in ("routes_from", "continues", "adapter", "schema", "pictures"):
         del sampled[varies_by_request]
     decisive = {
         "seed": seed,

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ....codecs.blobs import Blob
 from ....codecs.tokens.routes import RouteSpec
 from ....codecs.weights.parameter_digests import ParameterDigests, compare_digests
 from ...adapters.spec import PREFIX, AdapterSlots, AdapterSpec
@@ -140,18 +139,16 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
 
     # ---------------- These methods serve and pause requests.
 
-    async def generate(
-        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, pictures: Sequence[Blob] = ()
-    ) -> list[Completion]:
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return `params.n` completions, in order. Cancelling the call ends the request at the next decoding step.
 
-        pictures: those of the prompt, in the order of their placeholders in it. They are encoded once for all `n`.
-        Raises ValueError if the prompt does not fit (empty, too long, unknown token ids), a stop text cannot be found,
-        or the request id is already in flight, FloatingPointError if the model's logits are not finite, EngineBroken if
+        The pictures of the prompt are encoded once for all `n`. Raises ValueError if the prompt does not fit (empty,
+        too long, unknown token ids, placeholders that are not those of its pictures), a stop text cannot be found, or
+        the request id is already in flight, FloatingPointError if the model's logits are not finite, EngineBroken if
         `sleep` has dropped the weights, and RuntimeError if the engine is asleep or closed.
         """
         self._expect_usable(request_id, self._in_flight)
-        pending = self._in_flight[request_id] = self.checked(request_id, prompt_ids, params, self, pictures)
+        pending = self._in_flight[request_id] = self.checked(request_id, prompt_ids, params, self)
         if self._paused:
             self._held.append(pending)
         else:
@@ -163,20 +160,13 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
             if pending.future.cancelled():
                 self.end(pending)
 
-    def checked(
-        self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        served: Served,
-        pictures: Sequence[Blob] = (),
-    ) -> Pending:
+    def checked(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, served: Served) -> Pending:
         """Return a request that fits the model. Raises ValueError as `generate` does. served: what answers it."""
         self._expect_free(params)
         params = resolve_stops(params, self._tokenizer)
         prompt = checked_prompt(request_id, prompt_ids, params, context=self._context, vocab_size=self._vocab_size)
         keys = row_keys(self._seed if params.seed is None else params.seed, request_id, params.n)
-        shown = prompt_pictures(pictures)
+        shown = prompt_pictures(params.pictures)
         if shown is not None:
             every, name = np.ones((1, len(prompt)), np.bool_), f"request {request_id!r}: prompt"
             check_placeholders(self._model, prompt[None], every, shown, name)

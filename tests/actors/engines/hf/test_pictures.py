@@ -40,9 +40,11 @@ async def answers(folder: str, prompts: Sequence[np.ndarray], shown: Shown) -> l
     engine = HfEngine(folder)
     try:
         with pytest.raises(ValueError, match="request 'wrong': prompt 0 has 0 placeholders of pictures, expected "):
-            await engine.generate("wrong", [3, 4], PARAMS, [blob(shown.pictures[0][0])])
+            await engine.generate("wrong", [3, 4], replace(PARAMS, pictures=(blob(shown.pictures[0][0]),)))
         calls = [
-            engine.generate(f"r{index}", prompt.tolist(), PARAMS, [blob(one) for one in shown.pictures[index]])
+            engine.generate(
+                f"r{index}", prompt.tolist(), replace(PARAMS, pictures=tuple(map(blob, shown.pictures[index])))
+            )
             for index, prompt in enumerate(prompts)
         ]
         return await asyncio.gather(*calls)
