@@ -43,6 +43,9 @@ otherwise each row is an episode."""
 TEACHER_SOURCE = "teacher_source"
 """Name of the tag with the number of a row's data source among those that have teachers of their own, or -1. Rows have
 it only if teachers differ by data source."""
+PICTURE_TOKENS = "picture_tokens"
+"""Name of the tag with the number of tokens of a row that are placeholders of its pictures. Rows have it only if the
+run shows pictures."""
 KV_STALENESS = "kv_staleness"
 """Name of the tag with a row's staleness of keys and values (see `kv_staleness`). Rows have it only if engines keep
 keys and values over weight updates."""

@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from ...codecs.batch import Batch
+from ...codecs.blobs import BlobRows
 from ...codecs.jagged import concat
 from ...codecs.schema import Schema
 from ...codecs.tokens.packed_rows import piece_lengths, slice_batch
@@ -38,9 +39,11 @@ from .wire import (
     aligned,
     buffer_bytes,
     decode_header,
+    decode_pictures,
     describe,
     encode_error,
     encode_header,
+    encode_pictures,
     fill_buffer,
     raise_error,
     read_buffer,
@@ -148,9 +151,9 @@ class RankView:
         return self.landed(header, lengths, buffer)
 
 
-def _micro(batch: Batch, facts: RowFacts) -> MicroBatch:
+def _micro(batch: Batch, facts: RowFacts, pictures: BlobRows | None = None) -> MicroBatch:
     counts = (facts.group_tokens, facts.row_tokens, facts.counted)
-    return MicroBatch(batch, facts.lengths, facts.advantages, facts.group_ids, *counts)
+    return MicroBatch(batch, facts.lengths, facts.advantages, facts.group_ids, *counts, pictures)
 
 
 class Independent:
@@ -164,12 +167,15 @@ class Independent:
     def prepare(self, index: int, fields: Sequence[str], stop: threading.Event) -> Deliver:
         view, facts = self._view, self._rows.facts(range(index, index + 1))
         wanted = view.fields(view.place, fields)
-        missing = self._own.missing(index, wanted)
+        missing, pictures = self._own.missing(index, wanted), None
         if missing:
             with view.span(f"read {index}"):
                 whole = self._rows.columns(index, missing)
             self._own.add(index, view.place_on_device(view.slice(whole, facts.lengths, view.place), facts.lengths))
-        return lambda: _micro(self._own.batch(index, wanted, len(facts.lengths)), facts)
+        if self._rows.images is not None:
+            with view.span(f"read-pictures {index}"):
+                pictures = self._rows.pictures(index)
+        return lambda: _micro(self._own.batch(index, wanted, len(facts.lengths)), facts, pictures)
 
     def give_up(self, reason: str) -> None:
         """No-op: no other rank waits for a rank that reads for itself."""
@@ -203,14 +209,36 @@ class Leader:
         self._own = ColumnCache()
         self._sent: dict[tuple[Part, int], set[str]] = {}
         self._next: int | None = None
-        """Index of the first microbatch of the load (group of microbatches) that the other ranks wait for; None at the
-        start and while a load is being sent."""
+        """Index in the next message that the other ranks wait for: a load (group of microbatches), or the pictures of a
+        microbatch. None at the start and while one is being sent."""
 
     def prepare(self, index: int, fields: Sequence[str], stop: threading.Event) -> Deliver:
         load = load_of(index, len(self._sizes))
         parcels = self._send(load, fields, stop) if index == load.start else []
+        pictures = None if self._rows.images is None else self._show(index, stop)
         whole = self._rows.columns(index, fields)
-        return lambda: self._deliver(index, load, fields, whole, parcels)
+        return lambda: replace(self._deliver(index, load, fields, whole, parcels), pictures=pictures)
+
+    def _show(self, index: int, stop: threading.Event) -> BlobRows:
+        """Read the pictures of a microbatch, and broadcast them to the other ranks."""
+        view, links = self._view, self._links
+        self._next = index
+        try:
+            with view.span(f"read-pictures {index}"):
+                pictures = self._rows.pictures(index)
+                head, buffer = encode_pictures(pictures)
+        except Exception as error:
+            self._send_failure(index, error)
+            raise
+        self._next = None
+        prologue = Prologue(self._digest, False, index, len(head), len(buffer))
+        frames = [_as_tensor(prologue.to_bytes()), _as_tensor(head), *([buffer] if len(buffer) else [])]
+        with view.span(f"broadcast-pictures {index}"):
+            remote = links.remote()
+            links.send([(part, frames) for part in remote], f"broadcast of the pictures of microbatch {index}", stop)
+        view.broadcast_bytes += len(remote) * (PROLOGUE_BYTES + len(head) + len(buffer))
+        self._next = index + 1
+        return pictures
 
     def _send(self, load: range, fields: Sequence[str], stop: threading.Event) -> list[Parcel]:
         """Read a load, a group of microbatches, and broadcast everything that travels over gloo. Returns the encoded
@@ -298,6 +326,7 @@ class Sibling:
         self._links = links
         self._digest = shard.digest
         self._sizes = shard.sizes.tolist()
+        self._images = shard.images
         self._own = ColumnCache()
         self._facts: dict[int, RowFacts] = {}
 
@@ -305,13 +334,28 @@ class Sibling:
         load = load_of(index, len(self._sizes))
         wanted = self._view.fields(self._view.place, fields)
         land = self._receive(load, wanted, stop) if index == load.start else _nothing
+        pictures = None if self._images is None else self._look(index, Schema(self._images.parts), stop)
 
         def deliver() -> MicroBatch:
             land()
             facts = self._facts[index]
-            return _micro(self._own.batch(index, wanted, len(facts.lengths)), facts)
+            return _micro(self._own.batch(index, wanted, len(facts.lengths)), facts, pictures)
 
         return deliver
+
+    def _look(self, index: int, parts: Schema, stop: threading.Event) -> BlobRows:
+        """Receive the pictures of a microbatch from the leader. parts: declaration of one picture."""
+        view, links = self._view, self._links
+        what, started = f"broadcast of the pictures of microbatch {index}", time.monotonic()
+        with view.span(f"receive-pictures {index}"):
+            prologue = Prologue.from_bytes(links.receive(PROLOGUE_BYTES, what, stop).numpy().tobytes())
+            self._check(prologue, index)
+            head = links.receive(prologue.header_bytes, what, stop).numpy().tobytes()
+            if prologue.failed:
+                raise_error(head, links.name(links.leader), "read", time.monotonic() - started)
+            size = prologue.buffer_bytes
+            buffer = links.receive(size, what, stop) if size else torch.empty(0, dtype=torch.uint8)
+        return decode_pictures(head, parts, buffer)
 
     def _receive(self, load: range, wanted: Sequence[str], stop: threading.Event) -> Callable[[], None]:
         """Receive a load (group of microbatches) from the leader. Returns the function that moves it to the device and

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ...codecs.batch import Batch, Column, Jagged
+from ...codecs.blobs import BlobRows, References
 from ...codecs.jagged import slice_rows
-from ...codecs.schema import Schema
+from ...codecs.schema import Field, Schema
 from ...codecs.tokens.routes import ROUTES, RouteSpec
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.meta import KVBatchMeta
@@ -78,6 +79,17 @@ class TrainShard:
     sample_passes: int = 0
     """Number of microbatches in the pass over the rows of `samples`, one row each. It is the largest K of all ranks; 0
     if no row of the step is written."""
+    picture: bytes | None = None
+    """Receipt of one row of the plan that has pictures, as `KVBatchMeta.to_bytes()`, the same on all ranks; None if no
+    row has any. Microbatches without pictures get its first one."""
+
+    @property
+    def images(self) -> Field | None:
+        """Declaration of the column of pictures; None if no row of the plan has any."""
+        if self.picture is None:
+            return None
+        schema = KVBatchMeta.from_bytes(self.picture).schema
+        return next(one for one in schema.values() if one.parts)
 
     def of_samples(self, meta: KVBatchMeta | None) -> TrainShard:
         """Return the shard of the rows whose samples are written, one per microbatch. A rank with fewer rows than
@@ -141,6 +153,10 @@ class StepRows:
         self._meta = meta
         self._ranges = shard.ranges()
         self._cache = ColumnCache()
+        self.images = shard.images
+        """Declaration of the column of pictures; None if no row of the plan has any."""
+        self._picture = shard.picture
+        self._spare: BlobRows | None = None
 
     def facts(self, numbers: range) -> RowFacts:
         """Return the per-row values (lengths, advantages and groups) of the given microbatches, concatenated."""
@@ -167,6 +183,26 @@ class StepRows:
             for number, part in zip(numbers, cut(batch, [len(self._ranges[n]) for n in numbers]), strict=True):
                 self._cache.add(number, part)
         return self._cache.batch(index, fields, len(self._ranges[index]))
+
+    def pictures(self, index: int) -> BlobRows:
+        """Read the pictures of one microbatch, each once. Some row of the plan must have pictures.
+
+        They are not cached, because those of a whole step can be larger than the memory. A microbatch without pictures
+        gets one to which no row refers: ranks that share a vision tower must all run it as often as the others. Raises
+        what the client's `get_blobs` and `lookup` raise.
+        """
+        assert self.images is not None and self._picture is not None
+        name, rows = self.images.name, self._ranges[index]
+        self._look_up([name] if name not in self._meta.fields else [])
+        if len(rows):
+            found = self._client.get_blobs(self._meta.select(rows), name)
+            if found.blobs.num_rows:
+                return found
+        if self._spare is None:
+            self._spare = self._client.get_blobs(KVBatchMeta.from_bytes(self._picture), name)
+        names = self._spare.references.names[:1]
+        none = References(names, np.zeros(0, np.int64), np.zeros(len(rows), np.int64))
+        return BlobRows(slice_rows(self._spare.blobs, 0, 1), none)
 
     def keep(self, index: int, field: str, column: Jagged) -> None:
         """Cache a column that this process has written, so that it is not read back."""

@@ -18,6 +18,7 @@ import torch
 
 from ...codecs import messages
 from ...codecs.batch import Batch, Column, Jagged, Ragged
+from ...codecs.blobs import BlobRows, References
 from ...codecs.integers import round_up
 from ...codecs.memory import as_bytes
 from ...codecs.schema import Kind, Schema
@@ -32,6 +33,7 @@ PROLOGUE_BYTES = _PROLOGUE.size
 _MAGIC = b"hrrp"
 _OK, _ERROR = 0, 1
 _Facts = tuple[bytes, np.ndarray, bytes, bytes | None, bytes | None, bytes | None]
+_PicturesMessage = tuple[tuple[str, ...], np.ndarray, np.ndarray, bytes]
 _HeaderMessage = tuple[_Facts | None, tuple[str, ...], tuple[int, ...], dict[str, np.ndarray]]
 
 
@@ -234,6 +236,28 @@ def _items(kind: Kind, lengths: np.ndarray, num_rows: int, shapes: np.ndarray | 
         assert shapes is not None
         return int(shapes.prod(axis=1).sum())
     return num_rows
+
+
+# ---------------- The pictures of a microbatch are a message of their own, after that of its columns.
+
+
+def encode_pictures(pictures: BlobRows) -> tuple[bytes, torch.Tensor]:
+    """Return the header of a microbatch's pictures, and their buffer, uint8 on the CPU.
+
+    Raises ValueError for a part that is an OBJECT, because only tensors are broadcast.
+    """
+    header, references = describe(pictures.blobs, None), pictures.references
+    buffer = torch.empty(buffer_bytes(header), dtype=torch.uint8)
+    fill_buffer(pictures.blobs, header, buffer)
+    message = (tuple(references.names), references.index, references.counts, encode_header(header))
+    return messages.encode(message), buffer
+
+
+def decode_pictures(head: bytes, schema: Schema, buffer: torch.Tensor) -> BlobRows:
+    """Return the pictures that `encode_pictures` encoded, as views of the buffer. schema: the parts of a picture."""
+    names, index, counts, header = messages.decode(head, _PicturesMessage)
+    blobs = read_buffer(decode_header(header), schema, np.zeros(len(names), np.int64), buffer)
+    return BlobRows(blobs, References(names, index, counts))
 
 
 # ---------------- A leader that fails sends its error instead of rows.

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ...actors.rollout.rows import TEACHER_SOURCE
+from ...actors.rollout.rows import PICTURE_TOKENS, TEACHER_SOURCE
 from ...actors.sample_file import SampleFile
 from ...actors.train.microbatch_plan import Budget, RowHosts, plan_shards
 from ...actors.train.reader import FetchPolicy, holds_receipt
@@ -232,13 +232,26 @@ def plan_step(
     passes = max(map(len, picked))
     source = meta.tags.get(TEACHER_SOURCE, np.zeros(0)).astype(np.int64)
     sources = [source[rows] if len(source) else source for rows, _ in parts]
+    picture = _row_with_picture(meta)
     shards = []
     for rank in range(topology.world):
         dp = topology.place(rank).dp
         receipt = receipts[dp] if holds_receipt(topology, rules.fetch, rank) else None
-        shard = TrainShard(step, receipt, parts[dp][1], plan.digest, traced, columns, picked[dp], sources[dp], passes)
+        shard = TrainShard(
+            step, receipt, parts[dp][1], plan.digest, traced, columns, picked[dp], sources[dp], passes, picture
+        )
         shards.append(shard)
     return shards
+
+
+def _row_with_picture(meta: KVBatchMeta) -> bytes | None:
+    """Return the receipt of the row with the smallest pictures; None if no row has any."""
+    sizes = meta.tags.get(PICTURE_TOKENS, np.zeros(0))
+    shown = np.flatnonzero(sizes)
+    if not len(shown):
+        return None
+    smallest = shown[[np.argmin(sizes[shown])]]
+    return replace(meta, tags={}).select(smallest).to_bytes()
 
 
 def _picked(meta: KVBatchMeta, rows: np.ndarray, picks: SampleFile | None) -> np.ndarray:

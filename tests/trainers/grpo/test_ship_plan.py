@@ -135,3 +135,12 @@ def test_ranks_on_several_hosts_get_rows_of_their_own(
         for receipt, space in zip(receipts, spaces, strict=True):
             own = [host[meta.keys.index(key)] for key in receipt.keys]
             assert own.count(space) > 0.7 * len(own)
+
+
+def test_every_rank_knows_where_the_smallest_pictures_are(meta: KVBatchMeta) -> None:
+    tokens = np.where(np.arange(ROWS) % 5 == 2, 900.0 - np.arange(ROWS), 0.0).astype(np.float32)
+    shards, _ = ship(meta.with_tags(picture_tokens=tokens), trainer={"dp": 2, "tp": 2})
+    [picture] = {shard.picture for shard in shards}
+    assert picture is not None and KVBatchMeta.from_bytes(picture).keys == (meta.keys[252],)
+    for other in (meta, meta.with_tags(picture_tokens=0 * tokens)):
+        assert {shard.picture for shard in ship(other, trainer={"dp": 2})[0]} == {None}

@@ -174,3 +174,16 @@ def test_two_ranks_compute_the_same(mesh: Topology, tmp_path: Path) -> None:
         assert set(rank["gradients"]) == set(gradients)
         for key, expected in gradients.items():
             assert torch.linalg.norm(rank["gradients"][key] - expected) <= 1e-4 * torch.linalg.norm(expected), key
+
+
+def test_a_step_can_show_no_picture(folder: str, name: str) -> None:
+    """Weights of the tower then have no gradient, and stay as they are."""
+    backend, shown = build(folder), shown_rows(name)
+    before = weights_of(backend)
+    backend.begin_step(TEMPERATURE)
+    backend.accumulate([replace(shown.micro([3]), pictures=None)], 1)
+    backend.finish_step()
+    after = weights_of(backend)
+    backend.close()
+    changed = {key for key, weight in after.items() if not torch.equal(weight, before[key])}
+    assert changed and not any(key.startswith(TOWERS[name]) for key in changed)
