@@ -115,12 +115,12 @@ def _add_gpu(gpu: argparse.ArgumentParser) -> None:
     add: Callable[..., object] = gpu.add_argument
     add(
         "--work", required=True, metavar="NAME",
-        help="whole runs: grpo-0.6b grpo-1.7b grpo-4b; train steps alone: train-135m train-0.6b train-1.7b train-4b "
-        "train-moe; without a GPU: grpo-tiny train-tiny train-tiny-moe",
+        help="whole runs: grpo-0.6b grpo-1.7b grpo-4b grpo-30b-a3b; train steps alone: train-135m train-0.6b "
+        "train-1.7b train-4b train-moe; without a GPU: grpo-tiny grpo-tiny-moe train-tiny train-tiny-moe",
     )  # fmt: skip
     add(
         "--layout", nargs="+", metavar="NAME",
-        help="colocated separate tensor one-engine, each with -N for N GPUs; default: colocated on all GPUs",
+        help="colocated separate tensor experts one-engine, each with -N for N GPUs; default: colocated on all GPUs",
     )  # fmt: skip
     add("--backend", default="fsdp", choices=("fsdp", "megatron"), help="train backend; default: fsdp")
     add("--steps", type=int, metavar="N", help="steps of each run, the first of which is not counted; default: 6")
@@ -130,7 +130,7 @@ def _add_gpu(gpu: argparse.ArgumentParser) -> None:
         "--baseline", choices=("trl", "none"),
         help="trl: also run TRL twice on one GPU, where it is installed; none: train-* without plain torch beside it",
     )  # fmt: skip
-    add("--layers", type=int, metavar="N", help="train-*: number of layers of the model")
+    add("--layers", type=int, metavar="N", help="number of layers of the model; default: the work's")
     add("--tokens", type=int, metavar="N", help="train-*: tokens of a microbatch; default: 16384")
     add("--micros", type=int, metavar="N", help="train-*: microbatches of a step; default: 2")
     add("--row-tokens", type=int, default=0, metavar="N", help="train-*: tokens of each row; default: random lengths")
@@ -284,7 +284,7 @@ def _gpu_runs(arguments: argparse.Namespace, tell: Progress, out: Path) -> int:
 
     options = GpuOptions(
         out, arguments.work, layouts=chosen(arguments.layout, ()), backend=arguments.backend, steps=arguments.steps,
-        repeat=arguments.repeat, weak=arguments.weak,
+        layers=arguments.layers, repeat=arguments.repeat, weak=arguments.weak,
         baseline=None if arguments.baseline == "none" else arguments.baseline, model=arguments.model,
         limit_s=arguments.limit_s, overrides=tuple(arguments.overrides),
     )  # fmt: skip

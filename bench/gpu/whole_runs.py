@@ -12,7 +12,7 @@ import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from .nvml import gpu_names, sampler_of, usable_nvml
 from .train_run import PARTS, StepFigures, TrainOutcome, TrainTask, counted, median, run_train
 from .trl import TrlOutcome, TrlTask, best, check_trl, run_trl
 from .work_report import WorkReport
-from .works import CPU, EXACT, EXAMPLES, GRPO_WORKS, Bounds, Layout, parse_layout
+from .works import CPU, EXACT, EXAMPLES, GRPO_WORKS, TINY, Bounds, GrpoWork, Layout, parse_layout
 
 FIGURES = {
     "step_s": "seconds",
@@ -56,6 +56,8 @@ class GpuOptions:
     """Train backend, `fsdp` or `megatron`."""
     steps: int | None = None
     """Number of steps of a run; None means the number of the work."""
+    layers: int | None = None
+    """Number of layers of the model; None means that of the work's shape."""
     repeat: int = 1
     """Number of runs of each layout."""
     weak: bool = False
@@ -68,6 +70,10 @@ class GpuOptions:
     """Seconds after which each run is ended."""
     overrides: tuple[str, ...] = ()
     """Keys for the configuration of the runs, as `key=value`."""
+
+    def shaped(self) -> GrpoWork:
+        """Return the work with the number of layers of these options."""
+        return replace(GRPO_WORKS[self.work], layers=self.layers or 0)
 
 
 @dataclass(slots=True)
@@ -91,7 +97,7 @@ def run_gpu(options: GpuOptions, report: GpuReport) -> None:
 
     Raises UserError before anything is started if the options do not fit each other or this machine.
     """
-    work = GRPO_WORKS[options.work]
+    work = options.shaped()
     gpus = torch.cuda.device_count()
     layouts = chosen_layouts(options, gpus)
     bounds = work.half if gpus else EXACT
@@ -125,8 +131,9 @@ def chosen_layouts(options: GpuOptions, gpus: int) -> list[Layout]:
     """Return the layouts to run on a machine with `gpus` GPUs. Raises UserError if this machine cannot run one of them,
     or if TRL, which runs on one GPU, has no layout to be compared with."""
     if gpus == 0:
-        if options.work != "grpo-tiny":
-            raise UserError(f"--work: got {options.work!r} on a machine without a GPU, expected grpo-tiny")
+        if options.work not in TINY:
+            tiny = " or ".join(TINY)
+            raise UserError(f"--work: got {options.work!r} on a machine without a GPU, expected {tiny}")
         for text in options.layouts:
             parse_layout(text, gpus)
         return [Layout(CPU, CPU, 0)]
@@ -186,7 +193,7 @@ def part_shares(steps: Sequence[StepFigures]) -> dict[str, float]:
 
 
 def _task(options: GpuOptions, layout: Layout, model: Path, number: int) -> TrainTask:
-    work = GRPO_WORKS[options.work]
+    work = options.shaped()
     return TrainTask(
         work=work,
         layout=layout,
@@ -201,7 +208,7 @@ def _task(options: GpuOptions, layout: Layout, model: Path, number: int) -> Trai
 
 
 def _run_trl(options: GpuOptions, model: Path, report: GpuReport, name: str) -> None:
-    work = GRPO_WORKS[options.work]
+    work = options.shaped()
     task = TrlTask.of(work, model, options.steps or work.steps, gpu=torch.cuda.device_count() > 0)
     stem = options.out / f"trl.{len(report.baselines) + 1}"
     run_trl(task, stem.resolve(), options.limit_s, report.tell, report.baselines.append)
@@ -209,10 +216,11 @@ def _run_trl(options: GpuOptions, model: Path, report: GpuReport, name: str) -> 
 
 
 def _conditions(options: GpuOptions, gpus: list[str], bounds: Bounds, versions: Mapping[str, str]) -> dict[str, Any]:
-    work = GRPO_WORKS[options.work]
+    work = options.shaped()
     facts = conditions(
         gpus=gpus,
-        work=options.work, example=work.example, backend=options.backend, steps=options.steps or work.steps,
+        work=options.work, layers=work.folder_task("").shape.layers, example=work.example, backend=options.backend,
+        steps=options.steps or work.steps,
         repeat=options.repeat, prompts=work.prompts, prompts_per_gpu=options.weak, group_size=work.group_size,
         prompt_tokens=list(work.prompt_tokens), max_new_tokens=work.max_new_tokens, overrides=list(options.overrides),
         bounds={name: getattr(bounds, name) for name in ("mismatch_mean", "mismatch_max", "grad_norm")},

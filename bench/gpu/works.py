@@ -10,16 +10,19 @@ A layout is written NAME-N for N GPUs, or NAME for all GPUs. It becomes keys of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...actors.protocols import Prompt
 from ...trainers.errors import UserError
 from ..models import SHAPES, FolderTask
 
-LAYOUTS = ("colocated", "separate", "tensor", "one-engine")
+LAYOUTS = ("colocated", "separate", "tensor", "experts", "one-engine")
 CPU = "cpu"
 """Name of the only layout of a machine without a GPU."""
+
+ONE_OF_EACH = {"rollout.num_engines": 1, "rollout.tp": 1, "trainer.dp": 1, "trainer.tp": 1, "trainer.ep": 1}
+"""Numbers of engines and ranks that replace an example's own, where a layout does not say others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +44,21 @@ class Layout:
     def overrides(self) -> list[str]:
         """Return the keys of the run's configuration, as `key=value`."""
         if self.name == CPU:
-            return []
+            return [f"{key}={value}" for key, value in ONE_OF_EACH.items()]
         if self.name == "one-engine":
             everywhere = ",".join(map(str, range(self.gpus)))
             placed = [f"resources.trainer_gpus=[{everywhere}]", "resources.rollout_gpus=[0]"]
         else:
             placed = [f"resources.layout={'colocated' if self.shared else 'separate'}"]
-        return [*placed, *(f"{key}={value}" for key, value in self._sizes().items())]
+        return [*placed, *(f"{key}={value}" for key, value in (ONE_OF_EACH | self._sizes()).items())]
 
     def _sizes(self) -> dict[str, int]:
         if self.name == "tensor":
             return {"rollout.tp": self.gpus, "trainer.tp": self.gpus}
+        if self.name == "experts":  # each engine has two GPUs, so that half of the weights leave room for its cache
+            tensor = 2 if self.gpus % 2 == 0 else 1
+            engines = {"rollout.num_engines": self.gpus // tensor, "rollout.tp": tensor}
+            return engines | {"trainer.dp": self.gpus, "trainer.ep": self.gpus}
         if self.name == "one-engine":
             return {"trainer.dp": self.gpus}
         ranks = self.gpus if self.shared else self.gpus // 2
@@ -137,20 +144,29 @@ class GrpoWork:
     """True if TRL must recompute activations (gradient checkpointing) because they do not fit into memory."""
     half: Bounds = HALF
     """Bounds of a run in bfloat16."""
+    layers: int = 0
+    """Number of layers of the model; 0 means that of the shape."""
 
     def folder_task(self, dtype: str) -> FolderTask:
         """Return the contents of the model folder, with weights of `dtype`."""
-        return FolderTask(SHAPES[self.size], dtype, self.mean_tokens, self.prompt_tokens, num_prompts=2048)
+        shape = SHAPES[self.size]
+        shape = replace(shape, layers=self.layers or shape.layers)
+        return FolderTask(shape, dtype, self.mean_tokens, self.prompt_tokens, num_prompts=2048)
 
 
 _LONG = (1024, 672, (64, 281))
 GRPO_WORKS = {
     "grpo-tiny": GrpoWork("tiny", "gpu-0.6b.yaml", 32, 24, (16, 48), prompts=4, group_size=4, steps=3),
+    "grpo-tiny-moe": GrpoWork("tiny-moe", "gpu-30b-a3b.yaml", 32, 24, (16, 48), prompts=4, group_size=4, steps=3),
     "grpo-0.6b": GrpoWork("0.6b", "gpu-0.6b.yaml", *_LONG),
     "grpo-1.7b": GrpoWork("1.7b", "gpu-1.7b.yaml", *_LONG, trl_micro=8, trl_memory=0.35),
     "grpo-4b": GrpoWork("4b", "gpu-4b.yaml", *_LONG, trl_micro=4, trl_memory=0.25, trl_recompute=True, half=WIDE),
+    "grpo-30b-a3b": GrpoWork("30b-a3b", "gpu-30b-a3b.yaml", *_LONG, prompts=64, trl_memory=0.25, half=WIDE),
 }
-"""Name of a work -> its whole runs. `grpo-tiny` also runs without a GPU, to try out the command."""
+"""Name of a work -> its whole runs."""
+
+TINY = ("grpo-tiny", "grpo-tiny-moe")
+"""Works whose whole runs also run without a GPU."""
 
 
 @dataclass(frozen=True, slots=True)

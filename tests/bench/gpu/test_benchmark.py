@@ -87,7 +87,9 @@ def test_an_example_runs_as_it_stands(path: Path) -> None:
 
 def test_a_machine_without_a_gpu_runs_the_tiny_work_alone(tmp_path: Path) -> None:
     assert [one.label for one in chosen_layouts(GpuOptions(tmp_path, "grpo-tiny"), 0)] == ["cpu"]
-    with pytest.raises(UserError, match="--work: got 'grpo-4b' on a machine without a GPU, expected grpo-tiny"):
+    with pytest.raises(
+        UserError, match="--work: got 'grpo-4b' on a machine without a GPU, expected grpo-tiny or grpo-tiny-moe"
+    ):
         chosen_layouts(GpuOptions(tmp_path, "grpo-4b"), 0)
     with pytest.raises(UserError, match="--layout: got 'separate' on a machine without a GPU"):
         chosen_layouts(GpuOptions(tmp_path, "grpo-tiny", layouts=("separate",)), 0)
@@ -103,7 +105,7 @@ def test_trl_is_compared_with_one_gpu(tmp_path: Path) -> None:
 def test_mistakes_are_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = ["bench", "gpu", "--out", str(tmp_path / "out")]
     assert main([*start, "--work", "grpo-7b"]) == 2
-    assert "--work: got 'grpo-7b', expected some of grpo-tiny, grpo-0.6b" in capsys.readouterr().err
+    assert "--work: got 'grpo-7b', expected some of grpo-tiny, grpo-tiny-moe, grpo-0.6b" in capsys.readouterr().err
     assert main([*start, "--work", "grpo-tiny", "--steps", "1"]) == 2
     assert "--steps: got 1, expected at least 2" in capsys.readouterr().err
     assert main([*start, "--work", "grpo-tiny", "--baseline", "trl"]) == 2
