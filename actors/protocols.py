@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -20,8 +20,12 @@ from .adapters.spec import AdapterSpec
 from .columns import ColumnConfig, TokenValues
 from .engines.protocol import Generator, SamplingParams
 from .failures import FailureKind
+from .images.pictures import Picture
 from .weight_sync.base_offer import BaseRecord
 from .weight_sync.plan.regions import Region
+
+if TYPE_CHECKING:
+    from .images.processor import Prepared  # It imports transformers, which takes seconds.
 
 # ---------------- Spans are timed pieces of work, for the trace of a run.
 
@@ -100,18 +104,23 @@ TOP_IDS, TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
 
 
 def row_schema(
-    routes: RouteSpec | None, columns: Sequence[ColumnConfig] = (), top_k: int = 0, *, several_rows: bool = False
+    routes: RouteSpec | None,
+    columns: Sequence[ColumnConfig] = (),
+    top_k: int = 0,
+    *,
+    several_rows: bool = False,
+    images: Field | None = None,
 ) -> Schema:
     """Return the schema of a run's rows: ROLLOUT_SCHEMA, the user's columns, and with router replay `routed_experts`.
 
     With `top_k` above 0, rows also have the teacher's `top_k` most likely tokens at each position, written back by
     train workers: TOP_IDS, int32 `[L, top_k]`, and their log-probs TOP_LOGPROBS, float32. routes: shape of the model's
     routes; None for a run without router replay. columns: see `data.columns`. several_rows: whether an episode may have
-    several rows; they often repeat a long history, so all fields of TRAIN_FIELDS then share leading tokens. Raises
-    ValueError if two fields have the same name.
+    several rows; they often repeat a long history, so all fields of TRAIN_FIELDS then share leading tokens. images:
+    declaration of the column of pictures; None without pictures. Raises ValueError if two fields have the same name.
     """
     own = [Field(column.name, Kind(column.kind), DTYPES[column.dtype]) for column in columns]
-    names = [*ROLLOUT_SCHEMA, ROUTES, TOP_IDS, TOP_LOGPROBS]
+    names = [*ROLLOUT_SCHEMA, ROUTES, TOP_IDS, TOP_LOGPROBS, *([] if images is None else [images.name])]
     for field_ in own:
         if field_.name in names:
             raise ValueError(f"data.columns: got {field_.name!r}, expected a name that no other field of a row has")
@@ -121,13 +130,17 @@ def row_schema(
     fields = [
         replace(one, shared=one.shared or several_rows and name in TRAIN_FIELDS) for name, one in ROLLOUT_SCHEMA.items()
     ]
-    return Schema([*fields, *([] if routes is None else [routes.field]), *of_teacher, *own])
+    extra = [one for one in (images, None if routes is None else routes.field) if one is not None]
+    return Schema([*fields, *extra, *of_teacher, *own])
 
 
-def written_fields(routes: RouteSpec | None, columns: Sequence[ColumnConfig] = ()) -> tuple[str, ...]:
-    """Return the fields that rollout actors write. They are ROLLOUT_FIELDS, the user's columns, and with router replay
-    `routed_experts`. routes, columns: see `row_schema`."""
-    return (*ROLLOUT_FIELDS, *([] if routes is None else [ROUTES]), *(column.name for column in columns))
+def written_fields(
+    routes: RouteSpec | None, columns: Sequence[ColumnConfig] = (), images: Field | None = None
+) -> tuple[str, ...]:
+    """Return the fields that rollout actors write. They are ROLLOUT_FIELDS, the user's columns, with router replay
+    `routed_experts`, and the column of pictures. routes, columns, images: see `row_schema`."""
+    pictures = [] if images is None else [images.name]
+    return (*ROLLOUT_FIELDS, *pictures, *([] if routes is None else [ROUTES]), *(column.name for column in columns))
 
 
 # ---------------- These classes describe prompts, samples and rewards.
@@ -146,6 +159,8 @@ class PromptRow:
     messages: tuple[Mapping[str, Any], ...] = ()
     """Chat messages from which `text` was rendered, for environments that continue the conversation; () for a text
     prompt."""
+    pictures: tuple[Picture, ...] = ()
+    """Pictures of the prompt, in the order in which they stand in it; not read yet."""
 
     @property
     def rendered(self) -> bool:
@@ -192,6 +207,10 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] = ()
     """Chat messages from which `text` was rendered, for environments that continue the conversation; () for a text
     prompt."""
+    pictures: tuple[Picture, ...] = ()
+    """Pictures of the prompt, in the order in which they stand in it; not read yet."""
+    prepared: tuple[Prepared, ...] = ()
+    """The pictures after preprocessing, in the same order; () before. Then `text` has all their placeholder tokens."""
 
     @property
     def rendered(self) -> bool:

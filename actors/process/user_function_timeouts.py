@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -74,7 +74,7 @@ class UserProcesses:
 
         Raises UserFunctionFailed when the first attempt and `retries` more have failed.
         """
-        given = [{PROMPT: asdict(one)} if is_dataclass(one) and not isinstance(one, type) else one for one in arguments]
+        given = [{PROMPT: _plain(one)} if is_dataclass(one) and not isinstance(one, type) else one for one in arguments]
         line = json.dumps({"method": method, "arguments": given}, default=str).encode() + b"\n"
         async with self._places:
             for attempt in range(retries + 1):
@@ -251,3 +251,8 @@ class _Call(Generic[T]):
     def _settle(self, settle: Callable[[], None]) -> None:
         if not self._result.done():
             settle()
+
+
+def _plain(prompt: Any) -> dict[str, Any]:
+    """Return the fields of a prompt without its pictures, because JSON has no bytes."""
+    return asdict(replace(prompt, pictures=(), prepared=()) if getattr(prompt, "pictures", ()) else prompt)

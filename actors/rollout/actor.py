@@ -10,7 +10,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,6 +39,9 @@ from .supervised.config import SftConfig
 from .supervised.supervised_rows import SupervisedRows
 from .turn_journal import TurnJournal
 from .worker import HeldOut, KnownGroups, RolloutWorker
+
+if TYPE_CHECKING:
+    from ..images.preparation import PicturePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,7 @@ class RolloutActor(EngineHost):
         rubric = build_rubric(setup.reward)
         tokenizer = load_tokenizer(setup.tokenizer)
         prompts, journal = self._open_rows(tokenizer)
+        images = self._open_images(tokenizer)
         environment = build_environment(setup.environment)
         held_out = {evaluation.name: self._open_evaluation(evaluation, tokenizer) for evaluation in setup.evaluations}
         if setup.engine is None:
@@ -181,6 +185,8 @@ class RolloutActor(EngineHost):
             max_rows=setup.environment.max_rows,
             columns=setup.data.columns,
             teachers=setup.teachers,
+            images=images,
+            max_prompt_tokens=setup.data.max_prompt_tokens,
             on_failure=setup.environment.on_failure,
             retries=setup.environment.retries,
             name=setup.name,
@@ -220,6 +226,19 @@ class RolloutActor(EngineHost):
         prompts = PromptStream(opened.source, shuffle=False, uid_prefix=f"{setup.prefix.replace('/', '-')}-")
         scheme = FigureScheme(setup.prefix, setup.correct)
         return HeldOut(prompts, min(sizes), rubric, setup.reward.timeout_s, scheme)
+
+    def _open_images(self, tokenizer: Any) -> PicturePool | None:
+        """Start the processes that preprocess pictures. None if prompts have none."""
+        setup = self._setup
+        if not setup.data.images.enabled:
+            return None
+        try:
+            from ..images.preparation import PicturePool  # It imports transformers, which takes seconds.
+        except ModuleNotFoundError as error:
+            raise MissingExtra(error.name or "PIL", "data.images.enabled=true", "vision") from None
+        images = PicturePool(setup.data.images, setup.model.path, setup.tokenizer, tokenizer)
+        self._data_notes += (images.processor.note,)
+        return images
 
     def _open_turns(self, environment: Any, journal: KnownGroups | None) -> TurnJournal | None:
         """Open the journal of turns. None if the run keeps no journal, or has no turns to record."""

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ...dataplane.config import Count, PathText, Positive, Section, Text
 from ..columns import ColumnConfig
+from ..images.config import ImagesConfig
 
 Share = Annotated[float, Field(ge=0, le=1)]
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -168,6 +169,8 @@ class DataConfig(Section):
     mixture: tuple[MixedSourceConfig, ...] = ()
     """Sources of `data.train=mixture`, with weights. Each source is read in its own shuffled epochs. The field
     `data_source` of a prompt names its source, unless its row already has a column of that name."""
+    images: ImagesConfig = ImagesConfig()
+    """Pictures of the prompts."""
     columns: tuple[ColumnConfig, ...] = ()
     """Numeric columns that are passed to a loss function of your own. Environments and rewards get all columns of a
     row."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ import numpy as np
 from ..engines.chat import text_of
 from ..engines.chat_template import apply_chat_template
 from ..engines.tokenizer import count_tokens
+from ..images.pictures import OTHER_TYPES, PICTURE_TYPES, Picture, take_pictures
 from ..protocols import Prompt, PromptRow, PromptSource
 from .data_config import DataConfig, indexed_fields
 from .difficulty import success_rates, wanted_prompts
-from .prompt_rows import check_encodable, check_rendered, read_row
+from .prompt_rows import ReadRow, check_encodable, check_rendered, read_row
 from .prompt_sources import (
     ENVIRONMENT,
     PREFIX,
@@ -70,6 +72,9 @@ class TableSource:
         self._config = config
         self._tokenizer = tokenizer
         self._indexed = indexed_fields(config.template)
+        self._images = config.images
+        path = Path(rows.name)
+        self._folder = Path(config.images.folder or (path if path.is_dir() else path.parent))
         if not self.size:
             raise ValueError(f"data: {self.name!r} is empty, expected at least one row")
         self._check_template_arguments()
@@ -88,24 +93,48 @@ class TableSource:
 
     def _row(self, row: Mapping[str, Any], index: int) -> PromptRow:
         read = read_row(self._config, row, self.place(index))
-        text, messages = self._text(row, read.prompt, index)
+        prompt, pictures = self._illustrated(read, index)
+        text, messages = self._text(row, prompt, index, len(pictures))
         where = f"data: {self.place(index)}, column {self._config.prompt_field!r}"
         check_encodable(text, where)
-        added = len(messages) - (len(read.prompt) if isinstance(read.prompt, list) else 1)
+        added = len(messages) - (len(prompt) if isinstance(prompt, list) else 1)
         check_rendered(text, messages, self.place(index), added, where)
-        return PromptRow(text, read.answer, read.others, messages)
+        others = {name: value for name, value in read.others.items() if not pictures or name != self._images.field}
+        return PromptRow(text, read.answer, others, messages, pictures)
 
-    def _text(self, row: Mapping[str, Any], prompt: Any, index: int) -> tuple[str, tuple[Mapping[str, Any], ...]]:
+    def _illustrated(self, read: ReadRow, index: int) -> tuple[str | list[Mapping[str, Any]], tuple[Picture, ...]]:
+        """Return the prompt of a row without its pictures, and these."""
+        images, where = self._images, f"data: {self.place(index)}"
+        if not images.enabled:
+            for message in read.prompt if isinstance(read.prompt, list) else ():
+                for part in message.get("content") if isinstance(message.get("content"), list) else ():
+                    if part["type"] in (*PICTURE_TYPES, *OTHER_TYPES):
+                        raise ValueError(
+                            f"{where}: got a part of type {part['type']!r} while data.images.enabled=false, expected "
+                            "only text"
+                        )
+            return read.prompt, ()
+        taken = take_pictures(
+            read.prompt, read.others.get(images.field), where, folder=self._folder, allow_urls=images.allow_urls
+        )
+        return taken.prompt, taken.pictures
+
+    def _text(
+        self, row: Mapping[str, Any], prompt: Any, index: int, num_pictures: int
+    ) -> tuple[str, tuple[Mapping[str, Any], ...]]:
         """Return the text that the model gets for a prompt, and the chat messages that it was rendered from, if any.
+
         The text of a prompt, which is that of the user's last message in a chat, is put into `data.template`. A text
-        prompt then becomes a user message with `data.chat_template=all`. Chat messages are rendered last."""
+        prompt then becomes a user message with `data.chat_template=all`, in which its pictures come first. Chat
+        messages are rendered last."""
         if isinstance(prompt, list):
             messages = self._with_system(self._templated(row, prompt, index))
             return self._chat(messages, index), messages
         text = self._formatted(row, prompt, index)
         config = self._config
         if config.chat_template == "all":
-            messages = self._with_system([{"role": "user", "content": text}])
+            parts = [*[{"type": "image"}] * num_pictures, {"type": "text", "text": text}]
+            messages = self._with_system([{"role": "user", "content": parts if num_pictures else text}])
             return self._chat(messages, index), messages
         for key in ("system_prompt", "chat_template_kwargs"):
             if getattr(config, key):
@@ -219,7 +248,7 @@ class PromptStream:
             if self._shuffle:
                 index = int(self._order(epoch)[index])
         row = self._source.row(index)
-        return Prompt(self._uid_prefix + base36(position), row.text, row.answer, row.fields, row.messages)
+        return Prompt(self._uid_prefix + base36(position), row.text, row.answer, row.fields, row.messages, row.pictures)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         assert self._source.size is not None
@@ -342,7 +371,8 @@ class MixedSource:
         parts, before = self._order(block)
         part = int(parts[place])
         prompt = self._streams[part][block * int(self._counts[part]) + int(before[place])]
-        return PromptRow(prompt.text, prompt.answer, {SOURCE: self._names[part], **prompt.fields}, prompt.messages)
+        fields = {SOURCE: self._names[part], **prompt.fields}
+        return PromptRow(prompt.text, prompt.answer, fields, prompt.messages, prompt.pictures)
 
     def rows(self, start: int, stop: int) -> list[PromptRow]:
         """Return the prompts `start` to `stop - 1`."""

@@ -6,6 +6,7 @@ are counted.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -15,8 +16,10 @@ import numpy as np
 import torch
 
 from ...codecs.batch import Batch, Column, Jagged, Ragged
+from ...codecs.blobs import Blob
 from ...codecs.integers import exclusive_cumsum
 from ...codecs.jagged import concat, slice_rows
+from ...codecs.schema import Field
 from ...codecs.tokens.routes import (
     ROUTES,
     RoutesDamaged,
@@ -154,6 +157,8 @@ class RolloutRows:
     in the prompt stream, is int64; all others are float32."""
     batch: Batch
     """Columns of the rows, one for each of `written_fields`."""
+    pictures: Mapping[str, Blob] = dataclasses.field(default_factory=dict)
+    """The pictures to which the rows refer, by their digests, and possibly more."""
 
     def split(self, counts: Sequence[int]) -> list[RolloutRows]:
         """Split the rows into consecutive parts, which are views. counts: number of rows of each part; they must add up
@@ -164,7 +169,8 @@ class RolloutRows:
 
     def _part(self, start: int, stop: int) -> RolloutRows:
         tags = {name: values[start:stop] for name, values in self.tags.items()}
-        return RolloutRows(self.keys[start:stop], self.versions[start:stop], tags, slice_rows(self.batch, start, stop))
+        batch = slice_rows(self.batch, start, stop)
+        return RolloutRows(self.keys[start:stop], self.versions[start:stop], tags, batch, self.pictures)
 
 
 def join(parts: Sequence[RolloutRows]) -> RolloutRows:
@@ -175,6 +181,7 @@ def join(parts: Sequence[RolloutRows]) -> RolloutRows:
         np.concatenate([part.versions for part in parts]),
         {name: np.concatenate([part.tags[name] for part in parts]) for name in parts[0].tags},
         concat([part.batch for part in parts]),
+        {name: picture for part in parts for name, picture in part.pictures.items()},
     )
 
 
@@ -213,6 +220,8 @@ def rollout_rows(
     max_rows: int = 1,
     columns: Sequence[ColumnConfig] = (),
     teachers: TeacherSources | None = None,
+    images: Field | None = None,
+    pictures: Ragged | None = None,
 ) -> tuple[Batch, dict[str, np.ndarray]]:
     """Convert samples and their scores to N rows with the fields of `written_fields`, and to tags. Tags are the
     metadata of the rows (tag name -> float32 `[N]`). Failed rows are masked, which means that none of their tokens is
@@ -228,7 +237,8 @@ def rollout_rows(
     of tokens of each row that are trained on. keeps_old_kv: whether tokens may have been generated from keys and values
     of older weights; the tag KV_STALENESS then says how old they were at most. routes: with router replay, the routes
     of each row, `[L, layers, k]`. spec: shape of the routes; None without router replay. columns: the user's columns.
-    teachers: data sources that have teachers of their own, for the tag TEACHER_SOURCE; None if no source has.
+    teachers: data sources that have teachers of their own, for the tag TEACHER_SOURCE; None if no source has. images,
+    pictures: declaration and column of the rows' pictures; None without pictures.
     """
     rows = [row for sample in samples for row in _rows_of(sample, max_rows)]
     lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
@@ -247,8 +257,10 @@ def rollout_rows(
         **{name: Jagged(torch.from_numpy(column), lengths) for name, column in values.items()},
         "version_spans": version_spans(versions, lengths),
         **own_columns(columns, samples, scores, lengths, max_rows),
+        **({} if images is None or pictures is None else {images.name: pictures}),
     }
-    batch = Batch(row_schema(spec, columns).subset(written_fields(spec, columns)), len(rows), fields)
+    schema = row_schema(spec, columns, images=images)
+    batch = Batch(schema.subset(written_fields(spec, columns, images)), len(rows), fields)
     tags = {
         "reward": _per_row([score.reward if score.valid else 0.0 for score in scores], max_rows),
         "valid": valid.astype(np.float32),

@@ -14,12 +14,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from ...codecs.blobs import Blob, References
+from ...codecs.schema import Field
 from ...dataplane.client.async_client import AsyncDataPlaneClient
 from ...dataplane.meta import POSITION
 from ..columns import ColumnConfig
@@ -28,11 +30,13 @@ from ..engines.protocol import Generator, SamplingParams, ServingEngine
 from ..engines.router import LeftOut
 from ..engines.tokenizer import encode_prompts
 from ..environments.config import OnFailure
+from ..images.pictures import BadPicture
 from ..protocols import EPISODE_ERRORS, GroupPlayer, Prompt, Sample, Score, Span
 from ..rewards.rubric import Rubric
 from ..sample_file import TRAINING, SampleFile, episode_line
 from .evaluation_metrics import FigureScheme, FigureSums
 from .journal import JournaledGroup, Purpose
+from .picture_rows import checked_pictures, picture_column, put_values, ragged_of, with_pictures
 from .prompts import PromptStream, row_key
 from .results import EvaluationReport, RolloutReport, RolloutTally, group_figures, token_figures
 from .rows import (
@@ -48,6 +52,9 @@ from .rows import (
 )
 from .scorer import Scorer
 from .turn_journal import TurnJournal
+
+if TYPE_CHECKING:
+    from ..images.preparation import PicturePool  # It imports transformers, which takes seconds.
 
 _log = logging.getLogger(__name__)
 _RESTORED_TOGETHER = 16
@@ -106,6 +113,8 @@ class RolloutWorker:
         max_rows: int = 1,
         columns: Sequence[ColumnConfig] = (),
         teachers: TeacherSources | None = None,
+        images: PicturePool | None = None,
+        max_prompt_tokens: int = 1 << 30,
         on_failure: OnFailure | None = None,
         retries: int = 0,
         name: str = "rollout",
@@ -115,8 +124,10 @@ class RolloutWorker:
         reward_timeout_s: time limit in seconds for the reward functions of one row.
         mask_truncated, keeps_old_kv, max_rows, columns, teachers: see `rollout_rows`. routes: the routes that the
         engine records and rows carry, where an episode is one row; None without router replay. samples: file of
-        episodes for people to read; None writes none. on_failure, retries: see `EnvironmentConfig`.
-        name: name of the actor, which is that of an engine in its own process."""
+        episodes for people to read; None writes none. images: preprocesses the pictures of prompts; None if prompts
+        have none. max_prompt_tokens: largest number of tokens of a prompt with pictures.
+        on_failure, retries: see `EnvironmentConfig`. name: name of the actor, which is that of an engine in its own
+        process."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -140,6 +151,8 @@ class RolloutWorker:
         self._max_rows = max_rows
         self._columns = tuple(columns)
         self._teachers = teachers
+        self._images = images
+        self._max_prompt_tokens = max_prompt_tokens
         self._meter = EngineMeter(name, engine)
 
     def note_left_out(self, engine: LeftOut) -> None:
@@ -274,6 +287,8 @@ class RolloutWorker:
                 if rubric.apart is not None:
                     await rubric.apart.close()
         finally:  # This block runs even if a user's environment raises an error.
+            if self._images is not None:
+                await self._images.close()
             if self._turns is not None:
                 await self._turns.close()
             if self._journal is not None:
@@ -295,13 +310,30 @@ class RolloutWorker:
 
     async def _episodes(self, prompt: Prompt, engine: Generator, params: SamplingParams) -> list[Sample]:
         try:
+            if self._images is not None:
+                prompt = await with_pictures(self._images, prompt, self._tokenizer, self._max_prompt_tokens)
+                params = replace(params, pictures=tuple(one.blob for one in prompt.prepared))
             return await self._environment.run(prompt, engine, self._tokenizer, params)
         except EPISODE_ERRORS as error:
             return _failed_samples(prompt, self._tokenizer, params.n, f"{type(error).__name__}: {error}")
 
     async def _journaled(self, positions: Sequence[int]) -> list[JournaledGroup]:
         journal = self._journal
-        return [] if journal is None else await asyncio.to_thread(journal.find_all, positions)
+        groups = [] if journal is None else await asyncio.to_thread(journal.find_all, positions)
+        if self._images is None:
+            return groups
+        shown = [await self._with_journaled_pictures(self._images, group) for group in groups]
+        return [group for group in shown if group is not None]
+
+    async def _with_journaled_pictures(self, images: PicturePool, group: JournaledGroup) -> JournaledGroup | None:
+        """Return a group with the pictures of its prompt, which the journal does not keep. None if they are others now;
+        the group is then generated again."""
+        with suppress(BadPicture):
+            pictures = {one.blob.name: one.blob for one in await images.prepare(self._prompts[group.position].pictures)}
+            column = ragged_of(group.rows.batch, images.processor.field)
+            if pictures.keys() >= set(References.read(column).names):
+                return replace(group, rows=replace(group.rows, pictures=pictures))
+        return None
 
     async def _score_and_put(self, groups: Mapping[int, list[Sample]], partition: str, tally: RolloutTally) -> None:
         """Score finished groups (prompt position -> samples), and write them to the journal and the data plane."""
@@ -315,6 +347,10 @@ class RolloutWorker:
                 checked = await asyncio.to_thread(checked_routes, samples, scores, self._routes)
             routes, scores, counts = checked.columns, checked.scores, checked.counts
         scores = checked_scores(self._columns, samples, scores)
+        column, pictures = None, dict[str, Blob]()
+        if self._images is not None:
+            samples, scores = checked_pictures(self._images.processor, samples, scores)
+            column, pictures = picture_column(self._images.processor.field, samples)
         batch, tags = rollout_rows(
             samples,
             scores,
@@ -326,11 +362,13 @@ class RolloutWorker:
             max_rows=self._max_rows,
             columns=self._columns,
             teachers=self._teachers,
+            images=self._image_field,
+            pictures=column,
         )
         sizes = [self._max_rows * len(group) for group in groups.values()]
         tags[POSITION] = np.repeat(np.fromiter(groups, np.int64), sizes)
         keys = [key for sample in samples for key in sample_keys(sample, self._max_rows)]
-        rows = RolloutRows(keys, self._versions(samples), tags, batch)
+        rows = RolloutRows(keys, self._versions(samples), tags, batch, pictures)
         await self._keep(rows, scores, groups, tally, counts)
         await self._put(rows, partition, tally)
         picked = [self._samples is not None and self._samples.picks(position) for position in groups]
@@ -366,7 +404,8 @@ class RolloutWorker:
 
     async def _put(self, rows: RolloutRows, partition: str, tally: RolloutTally) -> None:
         with _span(tally, "put"):
-            await self._client.put(partition, rows.keys, rows.batch, versions=rows.versions, tags=rows.tags)
+            values = put_values(rows.batch, self._image_field, rows.pictures)
+            await self._client.put(partition, rows.keys, values, versions=rows.versions, tags=rows.tags)
         self._step()
 
     async def _write_samples(
@@ -395,6 +434,10 @@ class RolloutWorker:
         the policy gets the version that the engine serves."""
         versions = np.repeat(np.array([sample.version for sample in samples], dtype=np.int64), self._max_rows)
         return np.where(versions < 0, self._engine.version, versions)
+
+    @property
+    def _image_field(self) -> Field | None:
+        return None if self._images is None else self._images.processor.field
 
     def _step(self, _: object = None) -> None:
         """Add one to `progress`. The ignored argument allows this method to be used as a callback of tasks."""

@@ -1,0 +1,180 @@
+"""Finds the pictures of a prompt in the values of a data set, and reads their bytes where they are preprocessed.
+
+A picture is a path, bytes, a PIL image, a mapping with `bytes` or `path` as the library datasets stores it, a data URI
+or, if that is allowed, a URL. Nothing is read before a prompt is about to be rolled out.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+MAX_BYTES = 256 << 20
+"""Largest number of bytes of an encoded picture."""
+_FETCH_S = 30.0
+_EXPECTED = "expected a path, bytes, a PIL image, a mapping with `bytes` or `path`, or a data URI"
+
+
+class BadPicture(ValueError):
+    """A picture cannot be used. The message is one sentence that names its place and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One picture of a prompt that has not been read yet."""
+
+    place: str
+    """Place of the picture, for messages, such as `picture 0 of line 3 of 'my.jsonl'`."""
+    data: bytes = b""
+    """Encoded picture, such as the content of a PNG file; b"" if it is still to be read."""
+    address: str = ""
+    """Path or URL to read the picture from; "" if `data` has it."""
+
+    def read(self) -> bytes:
+        """Return the encoded picture. Raises BadPicture if it cannot be read, is empty or is too large."""
+        if self.data:
+            return self.data
+        try:
+            with (
+                urllib.request.urlopen(self.address, timeout=_FETCH_S)
+                if is_url(self.address)
+                else open(self.address, "rb") as source
+            ):
+                data = source.read(MAX_BYTES + 1)
+        except OSError as error:
+            reason = error.strerror or getattr(error, "reason", "") or error
+            raise BadPicture(f"{self.place}: {self.address!r} cannot be read: {reason}") from None
+        if not data or len(data) > MAX_BYTES:
+            raise BadPicture(f"{self.place}: got {len(data)} bytes or more, expected 1 to {MAX_BYTES} bytes")
+        return data
+
+
+def is_url(address: str) -> bool:
+    """Return whether a text names a picture by its address on the web."""
+    return address.lower().startswith(("http://", "https://"))
+
+
+def picture_of(value: Any, place: str, *, folder: Path | None, allow_urls: bool) -> Picture:
+    """Return the picture that a value of a data set stands for. Raises BadPicture for anything else.
+
+    folder: where relative paths begin; None refuses all paths, for values that do not come from the run's own data.
+    """
+    if isinstance(value, Mapping):
+        data, path = value.get("bytes"), value.get("path")
+        # In a data set with embedded pictures, `path` is only the name that the file once had.
+        return picture_of(path if data is None else data, place, folder=folder, allow_urls=allow_urls)
+    if isinstance(value, bytes | bytearray | memoryview) and len(value):
+        return Picture(place, data=bytes(value))
+    if hasattr(value, "save") and hasattr(value, "getexif"):
+        return Picture(place, data=_encoded(value))
+    if isinstance(value, Path):
+        value = str(value)
+    if not isinstance(value, str) or not value:
+        raise BadPicture(f"{place}: got {value!r:.80}, {_EXPECTED}")
+    if value.lower().startswith("data:"):
+        return Picture(place, data=_data_of(value, place))
+    if is_url(value):
+        if not allow_urls:
+            raise BadPicture(f"{place}: got the URL {value!r:.80}, expected none (data.images.allow_urls=false)")
+        return Picture(place, address=value)
+    if folder is None or "://" in value:
+        raise BadPicture(f"{place}: got {value!r:.80}, expected a data URI{'' if folder is None else ' or a path'}")
+    return Picture(place, address=str(folder / Path(value.removeprefix("file:")).expanduser()))
+
+
+def _encoded(image: Any) -> bytes:
+    """Return a PIL image as a file without loss.."""
+    target = io.BytesIO()
+    if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16"):  # PNG has no other modes.
+        image = image.convert("RGB")
+    image.save(target, format="PNG", compress_level=1)
+    return target.getvalue()
+
+
+def _data_of(uri: str, place: str) -> bytes:
+    """Return the content of a data URI. Raises BadPicture if it is none of a picture."""
+    head, comma, body = uri[5:].partition(",")
+    kind, *options = head.lower().split(";")
+    if not comma or not kind.startswith("image/"):
+        raise BadPicture(f"{place}: got a data URI that begins with {uri[:40]!r}, expected `data:image/...;base64,...`")
+    try:
+        data = base64.b64decode(body, validate=True) if "base64" in options else unquote_to_bytes(body)
+    except (binascii.Error, ValueError) as error:
+        raise BadPicture(f"{place}: the base64 text of the data URI is damaged: {error}") from None
+    if not data:
+        raise BadPicture(f"{place}: got an empty data URI, expected a picture")
+    return data
+
+
+PICTURE_TYPES = ("image", "image_url")
+"""Types of the parts of a chat message that are pictures."""
+OTHER_TYPES = ("video", "video_url", "audio", "input_audio", "audio_url")
+"""Types of parts that no row can have yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Illustrated:
+    """A prompt of a data set, apart from its pictures."""
+
+    prompt: str | list[Mapping[str, Any]]
+    """Text, or chat messages in which `{"type": "image"}` stands for each picture."""
+    pictures: tuple[Picture, ...]
+    """The pictures, in the order in which they stand in the prompt."""
+
+
+def take_pictures(
+    prompt: str | list[Mapping[str, Any]], column: Any, place: str, *, folder: Path | None, allow_urls: bool
+) -> Illustrated:
+    """Take the pictures out of a prompt. column: the pictures beside the prompt, one or a list; None if there are none.
+
+    Parts of the messages without a picture of their own take those of the column, in order. Raises BadPicture, naming
+    the place, if a value is no picture, or if these parts and the pictures of the column differ in number.
+    """
+    given = [] if column is None else list(column) if isinstance(column, list | tuple) else [column]
+    values: list[Any] = []
+    if isinstance(prompt, str):
+        values, messages = given, prompt
+    else:
+        rest, empty = iter(given), 0
+        messages = []
+        for message in prompt:
+            content = message.get("content")
+            parts = []
+            for part in content if isinstance(content, list) else ():
+                value, is_picture = _value_of(part, place)
+                if is_picture and value is None:
+                    value, empty = next(rest, None), empty + 1
+                values += [value] if is_picture else []
+                # A data set gives all parts the same keys, and templates look for the key `image` in each.
+                parts.append({"type": "image"} if is_picture else {k: v for k, v in part.items() if v is not None})
+            messages.append({**message, "content": parts} if isinstance(content, list) else message)
+        if empty != len(given):
+            raise BadPicture(
+                f"{place}: the messages have {empty} parts of type image without a picture, but the row has "
+                f"{len(given)} pictures beside them, expected one for each"
+            )
+    named = (f"{place}, picture {number}" for number in range(len(values)))
+    pictures = [
+        picture_of(v, name, folder=folder, allow_urls=allow_urls) for v, name in zip(values, named, strict=True)
+    ]
+    return Illustrated(messages, tuple(pictures))
+
+
+def _value_of(part: Mapping[str, Any], place: str) -> tuple[Any, bool]:
+    """Return the picture that a part of a message has, or None, and whether the part is a picture."""
+    kind = part["type"]
+    if kind in OTHER_TYPES:
+        raise BadPicture(f"{place}: got a part of type {kind!r}, expected text and pictures")
+    if kind not in PICTURE_TYPES:
+        return None, False
+    value = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
+    if isinstance(value, Mapping) and "url" in value:  # This is OpenAI's form.
+        value = value["url"]
+    return value, True

@@ -1,0 +1,107 @@
+"""Pictures in the values of a data set: every form is read to the same bytes, and everything else is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.actors.images.pictures import BadPicture, picture_of, take_pictures
+from headrace.actors.rollout.data_config import DataConfig
+from headrace.actors.rollout.prompts import open_prompts
+from headrace.tests.actors.images.tiny_vision import PAD, draw, encoded
+
+PNG = encoded(draw(20, 30))
+URI = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+
+
+def read(value: Any, folder: Path | None = None) -> bytes:
+    return picture_of(value, "picture 0", folder=folder, allow_urls=False).read()
+
+
+def test_every_form_has_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    forms = ["a.png", str(tmp_path / "a.png"), tmp_path / "a.png", PNG, URI, {"bytes": PNG, "path": "gone.png"}]
+    assert [read(form, tmp_path) for form in [*forms, {"bytes": None, "path": "a.png"}]] == [PNG] * 7
+    from_pil = read(draw(20, 30))
+    assert from_pil[:4] == b"\x89PNG" and from_pil == read(draw(20, 30))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "p: got None, expected a path, bytes, a PIL image"),
+        ([1], r"p: got \[1\], expected a path"),
+        ("https://example.org/a.png", r"p: got the URL 'https://example.org/a.png', expected none \(data.images.allow"),
+        ("ftp://example.org/a.png", "p: got 'ftp://example.org/a.png', expected a data URI or a path"),
+        ("data:text/plain,abc", "p: got a data URI that begins with 'data:text/plain,abc', expected `data:image/"),
+        ("data:image/png;base64,%%", "p: the base64 text of the data URI is damaged"),
+        ("data:image/png;base64,", "p: got an empty data URI"),
+        ("gone.png", "p: '.*gone.png' cannot be read: No such file or directory"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, value: Any, message: str) -> None:
+    with pytest.raises(BadPicture, match=f"^{message}"):
+        picture_of(value, "p", folder=tmp_path, allow_urls=False).read()
+
+
+def test_values_that_are_not_of_the_data_set_name_no_files(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    assert read(URI) == PNG
+    for value in (str(tmp_path / "a.png"), f"file://{tmp_path}/a.png"):
+        with pytest.raises(BadPicture, match="expected a data URI$"):
+            read(value)
+
+
+def test_pictures_of_messages_come_from_their_parts_and_from_the_column() -> None:
+    first = {"type": "image", "image": PNG, "text": None}
+    openai = {"type": "image_url", "image_url": {"url": URI}}
+    parts = [first, {"type": "text", "text": "a", "image": None}, {"type": "image", "image": None}, openai]
+    messages = [{"role": "system", "content": "b"}, {"role": "user", "content": parts}]
+    taken = take_pictures(messages, [encoded(draw(9, 9))], "line 1", folder=None, allow_urls=False)
+    assert [picture.read() for picture in taken.pictures] == [PNG, encoded(draw(9, 9)), PNG]
+    assert taken.pictures[1].place == "line 1, picture 1"
+    shown = {"type": "image"}
+    assert taken.prompt[1] == {"role": "user", "content": [shown, {"type": "text", "text": "a"}, shown, shown]}
+    for column, count in ((None, 0), ([PNG, PNG], 2)):
+        with pytest.raises(BadPicture, match=f"line 1: the messages have 1 parts .* the row has {count} pictures"):
+            take_pictures(messages, column, "line 1", folder=None, allow_urls=False)
+    with pytest.raises(BadPicture, match="line 1: got a part of type 'video', expected text and pictures"):
+        take_pictures([{"role": "user", "content": [{"type": "video"}]}], None, "line 1", folder=None, allow_urls=False)
+
+
+def test_prompts_of_a_file(tmp_path: Path, vision_tokenizer: Any) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "count squares"}]}]
+    lines = [{"prompt": chat, "images": ["a.png"], "answer": "1", "level": 3}, {"prompt": "count", "answer": "2"}]
+    lines.append({"prompt": "count", "images": "a.png", "answer": "2"})
+    file = tmp_path / "my.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    config = DataConfig.model_validate({"train": str(file), "chat_template": "all", "images": {"enabled": True}})
+    source = open_prompts(config, vision_tokenizer, seed=0, check_lengths=True).source
+    rows = [source.row(index) for index in range(3)]
+    assert [row.text.count(PAD) for row in rows] == [1, 0, 1]
+    assert [[picture.read() for picture in row.pictures] for row in rows] == [[PNG], [], [PNG]]
+    assert rows[0].fields == {"level": 3} and json.dumps(rows[0].messages)
+    blind = config.model_copy(update={"images": DataConfig().images})
+    with pytest.raises(ValueError, match=r"line 1 .* part of type 'image' while data.images.enabled=false"):
+        open_prompts(blind, vision_tokenizer, seed=0, check_lengths=True)
+
+
+def test_pictures_of_a_data_set_stay_encoded(tmp_path: Path, vision_tokenizer: Any) -> None:
+    datasets = pytest.importorskip("datasets")
+    images = datasets.List(datasets.Image())
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "answer": datasets.Value("string"), "images": images}
+    )
+    rows = {"prompt": ["count"], "answer": ["1"], "images": [[{"bytes": PNG, "path": None}]]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "set")
+    images_on = {"enabled": True}
+    config = DataConfig.model_validate({"train": str(tmp_path / "set"), "chat_template": "all", "images": images_on})
+    source = open_prompts(config, vision_tokenizer, seed=0, check_lengths=True).source
+    assert [picture.read() for picture in source.row(0).pictures] == [PNG], (
+        "the file itself, not one made of its pixels"
+    )

@@ -1,0 +1,82 @@
+"""The processor of pictures: the model's own tensors for each picture, and rows whose tokens fit their pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from headrace.actors.images.config import ImagesConfig
+from headrace.actors.images.pictures import BadPicture
+from headrace.actors.images.processor import PictureProcessor
+from headrace.tests.actors.images.tiny_vision import END, PAD, START, draw, encoded
+
+
+def test_tensors_are_those_of_transformers(processor: PictureProcessor, vision_folder: str) -> None:
+    images = [draw(100, 60), draw(57, 200, seed=1)]
+    prepared = [processor.prepared(processor.process(encoded(image))) for image in images]
+    plain = Qwen2VLImageProcessorPil.from_pretrained(vision_folder)(images, return_tensors="pt")
+    for name in ("pixel_values", "image_grid_thw"):
+        parts = [one.blob.batch.ragged(name) for one in prepared]
+        shaped = [part.values.reshape(tuple(part.shapes[0])) for part in parts]
+        assert torch.equal(torch.cat(shaped), plain[name])
+    counts = (plain["image_grid_thw"].prod(dim=1) // 4).tolist()
+    assert [one.num_tokens for one in prepared] == counts and [one.text for one in prepared] == [
+        PAD * n for n in counts
+    ]
+    assert "Qwen2VLImageProcessorPil" in processor.note and vision_folder in processor.note
+    again = processor.prepared(processor.process(encoded(images[0])))
+    assert again.blob.name == prepared[0].blob.name != prepared[1].blob.name
+
+
+def test_options_and_the_number_format(vision_folder: str, vision_tokenizer: Any) -> None:
+    options = {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28}}
+    config = ImagesConfig(enabled=True, dtype="bfloat16", processor_options=options)
+    small = PictureProcessor(config, vision_folder, vision_tokenizer)
+    prepared = small.prepared(small.process(encoded(draw(100, 60))))
+    assert prepared.num_tokens == 1 and prepared.blob.batch.ragged("pixel_values").values.dtype == torch.bfloat16
+
+
+def test_a_model_without_pictures_is_refused(tmp_path: Path, vision_tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match=r"^model.path: got '.*', expected a model with a processor of pictures: "):
+        PictureProcessor(ImagesConfig(enabled=True), str(tmp_path), vision_tokenizer)
+
+
+@pytest.mark.parametrize("data", [b"GIF89a", b"not a picture", encoded(draw(40, 40))[:200]])
+def test_damaged_pictures_are_one_sentence(processor: PictureProcessor, data: bytes) -> None:
+    with pytest.raises(BadPicture, match="expected a picture|cannot be decoded"):
+        processor.process(data)
+
+
+def test_placeholders_are_as_many_as_pictures(processor: PictureProcessor) -> None:
+    picture = processor.prepared(processor.process(encoded(draw(100, 60))))
+    shown = f"{START}{PAD}{END}"
+    assert processor.expanded(f"{shown} a {shown}", [picture] * 2, "p").count(PAD) == 2 * picture.num_tokens
+    for text, pictures in ((shown, []), (shown * 2, [picture]), ("a", [picture])):
+        found = text.count(PAD)
+        with pytest.raises(BadPicture, match=rf"^p: the text has {found} placeholders .* has {len(pictures)} pictures"):
+            processor.expanded(text, pictures, "p")
+
+
+def test_rows_have_a_token_for_each_feature(processor: PictureProcessor) -> None:
+    pad, video = processor.token_ids[0], processor.other_ids[0]
+    row = np.array([5, *[pad] * 8, 6, *[pad] * 4, 7], np.int32)
+    processor.check_row(row, [8, 4], "a.0")
+    processor.check_row(np.array([5, 6]), [], "a.0")
+    for ids, counts, message in (
+        (
+            [*row, pad],
+            [8, 4],
+            r"a.0: the row has 13 placeholder tokens of pictures, expected 12, .* \(picture 1 has 4\)",
+        ),
+        (row[2:], [8, 4], r"a.0: .* has 11 .* expected 12, .* \(picture 1 has 4\)"),
+        (row[9:], [8, 4], r"a.0: .* has 4 .* expected 12, .* \(picture 0 has 8\)"),
+        ([5, pad], [], r"a.0: .* has 1 .* expected 0, .* \(it has no picture\)"),
+        ([5, video], [], "a.0: token 1 stands for a video or a recording, expected only pictures"),
+    ):
+        with pytest.raises(BadPicture, match=f"^{message}"):
+            processor.check_row(np.array(ids), counts, "a.0")
