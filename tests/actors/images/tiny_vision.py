@@ -16,7 +16,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 PAD, VIDEO, START, END = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}> {% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{% if 'image' in p or p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}"
+    "{% for p in m.content %}"
+    "{% if 'image' in p or p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}"
     "{% endif %}{% endfor %}{% endif %} {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
