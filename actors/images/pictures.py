@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import http.client
 import io
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import unquote_to_bytes
 
 MAX_BYTES = 256 << 20
@@ -42,18 +43,19 @@ class Picture:
         if self.data:
             return self.data
         try:
-            with (
-                urllib.request.urlopen(self.address, timeout=_FETCH_S)
-                if is_url(self.address)
-                else open(self.address, "rb") as source
-            ):
+            with self._open() as source:
                 data = source.read(MAX_BYTES + 1)
-        except OSError as error:
-            reason = error.strerror or getattr(error, "reason", "") or error
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: no address, or no path.
+            reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
             raise BadPicture(f"{self.place}: {self.address!r} cannot be read: {reason}") from None
         if not data or len(data) > MAX_BYTES:
             raise BadPicture(f"{self.place}: got {len(data)} bytes or more, expected 1 to {MAX_BYTES} bytes")
         return data
+
+    def _open(self) -> IO[bytes]:
+        return (
+            urllib.request.urlopen(self.address, timeout=_FETCH_S) if is_url(self.address) else open(self.address, "rb")
+        )
 
 
 def is_url(address: str) -> bool:

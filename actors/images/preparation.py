@@ -11,6 +11,7 @@ import asyncio
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -134,6 +135,7 @@ def _load(config: ImagesConfig, model: str, tokenizer_path: str) -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; this one ends with its parent.
     torch.set_num_threads(1)
     _loaded = PictureProcessor(config, model, load_tokenizer(tokenizer_path))
 

@@ -47,6 +47,7 @@ def contradictions(config: Config) -> list[str]:
         *StoreDemand.of(config).problems(config.dataplane.store.capacity_mib),
         *shard_problems(config.dataplane.directory_shards),
         *meaning_problems(config),
+        *image_problems(config.data, config.environment),
     ]
 
 
@@ -484,6 +485,18 @@ def replay_problems(
         yield (
             f"algorithm.sampler: got {algorithm.sampler!r} with run.replay set, expected 'in_order', because a step "
             "has the groups that it had in the recorded run"
+        )
+
+
+def image_problems(data: DataConfig, environment: EnvironmentConfig) -> Iterator[str]:
+    """Yield one sentence for each setting that prompts with pictures do not fit."""
+    if not data.images.enabled:
+        return
+    yield "data.images.enabled: got true, expected false, because engines and train workers take no pictures yet"
+    if environment.max_rows > 1:
+        yield (
+            f"environment.max_rows: got {environment.max_rows} with data.images.enabled=true, expected 1, because only "
+            "the first row of an episode has the pictures of its prompt"
         )
 
 

@@ -360,6 +360,13 @@ def test_episodes_of_several_rows_are_refused_with_router_replay() -> None:
     )
 
 
+def test_pictures_are_refused_where_nothing_takes_them() -> None:
+    problem = only_problem({"data": {"images": {"enabled": True}}})
+    assert problem == (
+        "data.images.enabled: got true, expected false, because engines and train workers take no pictures yet"
+    )
+
+
 def test_a_home_folder_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "m").mkdir()
