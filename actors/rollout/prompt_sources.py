@@ -7,7 +7,6 @@ The library reasoning-gym has more tasks, each with its own scorer.
 
 from __future__ import annotations
 
-import copy
 import difflib
 import importlib
 import json
@@ -167,28 +166,31 @@ def _load_split(config: DataConfig, source: str, path: Path, validation: bool) -
         if split not in splits:
             key = "data.validation_split" if validation and config.validation_split else "data.split"
             raise ValueError(f"{key}: {source!r} has no split {split!r}, expected one of {', '.join(splits)}")
-        return PromptRows(source, _with_encoded_pictures(config, loaded[split]), split)
+        return PromptRows(source, _EncodedRows(loaded[split]) if config.images.enabled else loaded[split], split)
     if not isinstance(loaded, datasets.Dataset):
         raise ValueError(f"data: {source!r} is a {type(loaded).__name__}, expected a dataset with random access")
     if validation and config.validation_split is not None:
         raise ValueError(
             f"data.validation_split: got {config.validation_split!r}, but {source!r} has no splits, expected it unset"
         )
-    return PromptRows(source, _with_encoded_pictures(config, loaded))
+    return PromptRows(source, _EncodedRows(loaded) if config.images.enabled else loaded)
 
 
-def _with_encoded_pictures(config: DataConfig, rows: Any) -> Any:
-    """Return a dataset whose column of pictures gives the content of their files. By default `datasets` decodes all
-    pictures of the rows that are read, which the processes that preprocess pictures do better."""
-    name = config.images.field
-    if not config.images.enabled or name not in rows.features:
-        return rows
-    feature = copy.deepcopy(rows.features[name])
-    image = getattr(feature, "feature", feature)
-    if not hasattr(image, "decode"):
-        return rows
-    image.decode = False
-    return rows.cast_column(name, feature)
+class _EncodedRows:
+    """The rows of a dataset with pictures as the content of their files, as the dataset stores them.
+
+    `datasets` would decode all pictures of the rows that it reads, also those of which only the text is wanted.
+    """
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        found = self._rows[index].to_pylist()
+        return found if isinstance(index, slice) else found[0]
 
 
 def _validation_split(config: DataConfig, source: str, splits: Sequence[str]) -> str:

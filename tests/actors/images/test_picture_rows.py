@@ -19,6 +19,7 @@ from headrace.actors.images.config import ImagesConfig
 from headrace.actors.images.pictures import BadPicture, Picture
 from headrace.actors.images.preparation import PicturePool
 from headrace.actors.images.processor import PictureProcessor, Processed
+from headrace.actors.process.user_function_timeouts import _plain
 from headrace.actors.protocols import row_schema, written_fields
 from headrace.actors.rewards.builtin import exact_match
 from headrace.actors.rewards.rubric import Rubric
@@ -118,6 +119,7 @@ def test_pictures_that_make_a_prompt_too_long_are_one_sentence(
 
     async def run() -> None:
         ready = await with_pictures(pool, prompt, vision_tokenizer, 64)
+        assert json.loads(json.dumps(_plain(ready)))["pictures"] == [], "what a reward in a process of its own gets"
         assert len(ready.prepared) == 2 and len(prompt.pictures) == 2 and isinstance(prompt.pictures[0], Picture)
         with pytest.raises(
             BadPicture, match=r"data.max_prompt_tokens: got 9, but prompt '2' has \d+ tokens, 16 of them"

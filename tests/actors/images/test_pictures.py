@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,26 @@ def test_every_form_has_the_same_bytes(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path, value: Any, message: str) -> None:
     with pytest.raises(BadPicture, match=f"^{message}"):
         picture_of(value, "p", folder=tmp_path, allow_urls=False).read()
+
+
+def test_urls_are_fetched_where_they_are_allowed(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            assert picture_of(f"{url}/a.png", "p", folder=None, allow_urls=True).read() == PNG
+            with pytest.raises(BadPicture, match="p: '.*/gone.png' cannot be read: File not found"):
+                picture_of(f"{url}/gone.png", "p", folder=None, allow_urls=True).read()
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_values_that_are_not_of_the_data_set_name_no_files(tmp_path: Path) -> None:
