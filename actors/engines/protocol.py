@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from ...codecs.weights.parameter_digests import ParameterDigests
 from ..process.memory import ProcessMemory
 from ..weight_sync.base_offer import WeightOffer
 from ..weight_sync.transports.protocol import WeightUpdate
-
-if TYPE_CHECKING:
-    from ...codecs.blobs import Blob
 
 PauseMode = Literal["keep", "wait", "abort"]
 """Treatment of requests in flight during a pause. `keep` freezes them, and they continue after `resume`. `wait` lets

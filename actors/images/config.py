@@ -21,7 +21,7 @@ class ImagesConfig(Section):
     folder: PathText | None = None
     """Folder that relative paths of pictures begin at. Unset: the folder of the .jsonl file, or of the data set."""
     allow_urls: bool = False
-    """Whether pictures may be named by http and https addresses, which the rollout actors then fetch. Whoever wrote the
+    """Whether pictures may be named by http and https addresses, which the rollout actors then fetch. The author of the
     data set thereby chooses what these hosts connect to."""
     processor: PathText | None = None
     """Folder or hub id of the image processor. Unset: that of the model."""
