@@ -250,6 +250,8 @@ class RowTokens:
     """Routes that the engine reported, in pieces (see `Completion.routes`): a piece is the index of its first token in
     `input_ids` and the routes `[n, layers, k]`. Where pieces overlap, the earlier piece counts. `router_replay.missing`
     decides what happens to tokens without a route. () without router replay."""
+    pictures: tuple[Prepared, ...] = ()
+    """Pictures whose placeholder tokens are in `input_ids`, in order."""
 
     @property
     def version(self) -> int:
@@ -293,6 +295,8 @@ class Sample:
     """Number of times that the episode was played before, because it had failed."""
     routes: tuple[tuple[int, np.ndarray], ...] = ()
     """Routes of the first row (see `RowTokens.routes`)."""
+    pictures: tuple[Prepared, ...] = ()
+    """Pictures of the first row (see `RowTokens.pictures`)."""
     turns: tuple[Turn, ...] = ()
     """Turns of the policy, in order."""
     rewards: Mapping[str, float] = field(default_factory=dict)
@@ -307,7 +311,7 @@ class Sample:
     @property
     def rows(self) -> tuple[RowTokens, ...]:
         """All rows of the episode, at least one."""
-        first = RowTokens(self.input_ids, self.response_mask, self.logprobs, self.versions, self.routes)
+        first = RowTokens(self.input_ids, self.response_mask, self.logprobs, self.versions, self.routes, self.pictures)
         return first, *self.more_rows
 
     @property

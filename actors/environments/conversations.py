@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,10 @@ from ..engines.tokenizer import encode_prompts
 from ..process.user_function_timeouts import UserThreads
 from ..protocols import Turn
 from .turns import Transcript
+
+if TYPE_CHECKING:  # These import transformers, which takes seconds.
+    from ..images.preparation import PicturePool
+    from ..images.processor import Prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class EpisodeServices:
     """Largest number of tokens of an episode's prompt (`data.max_prompt_tokens`)."""
     columns: Sequence[ColumnConfig] = ()
     """Columns of numbers that the user brings (`data.columns`)."""
+    pictures: PicturePool | None = None
+    """Pool that preprocesses pictures; None if prompts and messages have none."""
 
 
 class RowOwner(Protocol):
@@ -163,7 +169,7 @@ class Conversation:
         if not 0 < count <= len(row):
             raise ValueError(f"episode {self._owner.name!r}: branch at {count} tokens, expected 1 to {len(row)}")
         branch = Conversation(self._owner)
-        branch._row = Transcript(row.ids[:count])
+        branch._row = Transcript(row.ids[:count], self._pictures_within(row.ids[:count]))
         branch._row.num_prompt = min(row.num_prompt, count)
         branch._awaits_answer = isinstance(at, Turn) or (self._awaits_answer and count == len(row))
         branch._turns_here = [turn for turn in self._turns_here if turn.start < count]
@@ -176,12 +182,22 @@ class Conversation:
         assert self._of is not None
         return self._of
 
+    @property
+    def _prompt_pictures(self) -> Sequence[Prepared]:
+        return ()
+
     def _prompt_ids(self) -> Sequence[int] | np.ndarray:
         """Return the token ids that the conversation begins with."""
         owner = self._owner
         if not self._text:
             raise ValueError(f"episode {owner.name!r}: the new row is empty, expected `say`, or `new_row` with a text")
         return encode_prompts(owner.services.tokenizer, [self._text])[0]
+
+    def _pictures_within(self, ids: Sequence[int]) -> Sequence[Prepared]:
+        """Return the pictures of the row whose placeholder tokens are in its first tokens. Raises BadPicture if these
+        end within a picture."""
+        pool, pictures = self._owner.services.pictures, self._begun().pictures
+        return pool.processor.within(ids, pictures, f"episode {self._owner.name!r}") if pool and pictures else ()
 
     async def _take_turn(self, **options: Any) -> tuple[Completion, Turn]:
         """Let the policy continue from the tokens so far, and append its tokens. options: see `take_turn`."""
@@ -193,5 +209,5 @@ class Conversation:
     def _begun(self) -> Transcript:
         """Return the row, which begins with the prompt."""
         if self._row is None:
-            self._row = Transcript(self._prompt_ids())
+            self._row = Transcript(self._prompt_ids(), self._prompt_pictures)
         return self._row

@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from ...codecs import messages
+from ...codecs.blobs import Blob
 from ..columns import TokenValues, column_named
 from ..engines.protocol import SESSION_SEPARATOR, Completion, SamplingParams, Which
 from ..engines.tokenizer import encode_prompts, response_texts
@@ -32,6 +33,9 @@ from ..protocols import EPISODE_ERRORS, Prompt, Sample, Turn
 from .conversations import Conversation, EpisodeServices
 from .recovery import RecoveringEngine, SavedTurn, tokens_hash
 from .turns import Transcript, generate_whole
+
+if TYPE_CHECKING:
+    from ..images.processor import Prepared  # It imports transformers, which takes seconds.
 
 T = TypeVar("T")
 _ANYTHING: Any = Any
@@ -279,12 +283,13 @@ class Episode(Conversation):
         adapter: Which = "",
         saved: SavedTurn | None = None,
         schema: str = "",
+        pictures: tuple[Blob, ...] = (),
     ) -> tuple[Completion, str]:
         """Let the policy continue from `prompt_ids`, and return its tokens with their text, without recording them.
 
         room: number of tokens that may be added. routes_from: index of the first token whose route is wanted, where the
-        engine records routes. adapter, schema: see `SamplingParams`. saved: state that is recorded with the turn.
-        Raises the errors of `generate`.
+        engine records routes. adapter, schema, pictures: see `SamplingParams`. saved: state that is recorded with the
+        turn. Raises the errors of `generate`.
         """
         if room < 1:
             self.out_of_tokens = self.out_of_tokens or not adapter
@@ -298,6 +303,7 @@ class Episode(Conversation):
             routes_from=routes_from,
             adapter=adapter,
             schema=schema,
+            pictures=pictures,
         )
         services, request_id = self._services, self.next_request()
         if saved is not None and isinstance(services.engine, RecoveringEngine):
@@ -347,7 +353,7 @@ class Episode(Conversation):
             )
         completion, text = await self.sample_turn(
             ids, self.room(len(ids), row.num_prompt), stop=stop, max_new_tokens=max_new_tokens,
-            stop_token_ids=stop_token_ids, routes_from=routes_from, saved=saved,
+            stop_token_ids=stop_token_ids, routes_from=routes_from, saved=saved, pictures=row.blobs,
         )  # fmt: skip
         if len(row) != len(ids):
             raise RuntimeError(
@@ -366,7 +372,8 @@ class Episode(Conversation):
         for saved in chain:
             ids = [*ids, *saved.tail.tolist()]
             if self._row is None:
-                self._row = Transcript(ids[: saved.num_prompt])
+                begun = ids[: saved.num_prompt]  # States are saved as long as the only pictures are the prompt's.
+                self._row = Transcript(begun, self.prompt.prepared if begun == self._prompt_ids().tolist() else ())
             row = self._row
             if row.ids != ids[: len(row)]:  # The recorded answers are not those of the saved turns.
                 self._row, self._rows, self._turns, self._turns_here = None, [], [], []
@@ -426,6 +433,7 @@ class Episode(Conversation):
             finish_reason="error" if self._error else reason,
             versions=first.versions,
             routes=first.routes,
+            pictures=first.pictures,
             error=self._error,
             failure=self._failure,
             retries=self.retries,
@@ -446,6 +454,10 @@ class Episode(Conversation):
     def _owner(self) -> Episode:
         return self  # A reference would be a cycle, and keep the tokens until the next garbage collection.
 
+    @property
+    def _prompt_pictures(self) -> Sequence[Prepared]:
+        return self.prompt.prepared
+
     def _prompt_ids(self) -> np.ndarray:
         return encode_prompts(self._services.tokenizer, [self.prompt.text], [self.prompt.rendered])[0]
 
@@ -463,7 +475,8 @@ def _encoded(state: Any) -> bytes:
 async def generate_together(episodes: Sequence[Episode]) -> None:
     """Let the policy take the first turn of all episodes of a prompt, in one request."""
     first = episodes[0]
-    services, params = first.services, replace(first.params, n=len(episodes))
+    services, pictures = first.services, first.prompt.prepared
+    params = replace(first.params, n=len(episodes), pictures=tuple(picture.blob for picture in pictures))
     (prompt_ids,) = encode_prompts(services.tokenizer, [first.prompt.text], [first.prompt.rendered])
     with first.clock.stopped():
         try:
@@ -478,4 +491,4 @@ async def generate_together(episodes: Sequence[Episode]) -> None:
             raise
     texts = response_texts(services.tokenizer, completions, params)
     for episode, completion, text in zip(episodes, completions, texts, strict=True):
-        episode.record(Transcript(np.asarray(prompt_ids)), completion, text)
+        episode.record(Transcript(prompt_ids, pictures), completion, text)

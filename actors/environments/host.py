@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..columns import ColumnConfig
 from ..engines.chat import ChatFormat
@@ -30,6 +30,9 @@ from ..protocols import Prompt, Sample
 from .config import EnvironmentConfig
 from .episode import Clock, EndpointAddress, Episode, EpisodeServices, OutOfTokens
 from .recovery import RecoveringEngine, TurnRecord
+
+if TYPE_CHECKING:
+    from ..images.preparation import PicturePool  # It imports transformers, which takes seconds.
 
 GRACE_S = 5.0
 """Seconds that an environment has to end a cancelled episode. After that, the episode counts as hanging and is no
@@ -133,12 +136,14 @@ class EpisodeHost:
         max_prompt_tokens: int = 1 << 30,
         endpoint: EpisodeEndpoint | None = None,
         columns: Sequence[ColumnConfig] = (),
+        pictures: PicturePool | None = None,
     ) -> None:
         """environment: an object with a coroutine `play` or `play_group` (see `Environment`). chat: function that
         returns the model's chat format; None if the model has no chat format. max_prompt_tokens: see EpisodeServices.
         endpoint: endpoint through which agents call the policy; None if the run has no endpoint. It is closed with the
-        host. columns: columns that environments may set (`data.columns`)."""
+        host. columns: columns that environments may set (`data.columns`). pictures: see EpisodeServices."""
         self._columns = tuple(columns)
+        self._pictures = pictures
         self._environment = environment
         self._config = config
         self._chat = chat or _no_chat
@@ -166,7 +171,8 @@ class EpisodeHost:
         says so. Errors of the engine are raised, unless their type is in EPISODE_ERRORS. Raises TooManyHang if too many
         episodes or blocking functions hang, and FailureStopsRun for a failure that is to end the run.
         """
-        services = EpisodeServices(engine, tokenizer, self._chat, self._threads, self._max_prompt_tokens, self._columns)
+        most, columns = self._max_prompt_tokens, self._columns
+        services = EpisodeServices(engine, tokenizer, self._chat, self._threads, most, columns, self._pictures)
         own, indices = replace(params, n=1), range(params.n)
 
         def begin(part: Sequence[int], answers: Generator) -> list[Episode]:

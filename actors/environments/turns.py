@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...codecs.blobs import Blob
 from ..engines.protocol import SESSION_SEPARATOR, Completion, CutOff, Generator, SamplingParams
 from ..engines.token_sampling import StopTexts
 from ..protocols import RowTokens
+
+if TYPE_CHECKING:
+    from ..images.processor import Prepared  # It imports transformers, which takes seconds.
 
 
 async def generate_whole(
@@ -102,12 +106,15 @@ class Transcript:
     """The tokens of one conversation so far. Tokens are only appended, so that the tokens of earlier turns stay exactly
     as the engine saw them."""
 
-    def __init__(self, prompt_ids: Sequence[int] | np.ndarray) -> None:
-        """prompt_ids: token ids that the conversation begins with, `[P]`; the policy did not choose them."""
+    def __init__(self, prompt_ids: Sequence[int] | np.ndarray, pictures: Sequence[Prepared] = ()) -> None:
+        """prompt_ids: token ids that the conversation begins with, `[P]`; the policy did not choose them. pictures:
+        pictures whose placeholder tokens are among them, in order."""
         self._parts: list[tuple[np.ndarray, Completion | None]] = []
         """Token ids of each part, with the completion that has its log-probs and versions; None for tokens that the
         policy did not choose."""
         self._routes: list[tuple[int, np.ndarray]] = []
+        self.pictures = tuple(pictures)
+        """Pictures whose placeholder tokens the conversation has, in order."""
         self._length = 0
         self.give(prompt_ids)
         self.num_prompt = self._length
@@ -121,9 +128,15 @@ class Transcript:
         """All token ids so far."""
         return [token for ids, _ in self._parts for token in ids.tolist()]
 
-    def give(self, ids: Sequence[int] | np.ndarray) -> None:
+    @property
+    def blobs(self) -> tuple[Blob, ...]:
+        """The pictures as engines get them."""
+        return tuple(picture.blob for picture in self.pictures)
+
+    def give(self, ids: Sequence[int] | np.ndarray, pictures: Sequence[Prepared] = ()) -> None:
         """Append tokens that the policy did not choose, such as a user's words or the result of a tool. They are not
-        trained on."""
+        trained on. pictures: pictures whose placeholder tokens are among them, in order."""
+        self.pictures += tuple(pictures)
         self._append(np.asarray(ids, np.int32).reshape(len(ids)))
 
     @property
@@ -155,4 +168,5 @@ class Transcript:
             if chosen is not None:
                 mask[start:stop], logprobs[start:stop], versions[start:stop] = 1, chosen.logprobs, chosen.versions
             start = stop
-        return RowTokens(np.concatenate([ids for ids, _ in self._parts]), mask, logprobs, versions, tuple(self._routes))
+        ids = np.concatenate([ids for ids, _ in self._parts])
+        return RowTokens(ids, mask, logprobs, versions, tuple(self._routes), self.pictures)

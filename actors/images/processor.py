@@ -103,6 +103,15 @@ class PictureProcessor:
             )
         return first + "".join(picture.text + part for picture, part in zip(pictures, rest, strict=True))
 
+    def within(self, ids: Sequence[int], pictures: Sequence[Prepared], place: str) -> tuple[Prepared, ...]:
+        """Return the first of the pictures, whose tokens are all in `ids`. Raises BadPicture, naming the place, if the
+        last of them has only some of its tokens there."""
+        found, ends = int(np.isin(ids, self.token_ids).sum()), np.cumsum([0, *(one.num_tokens for one in pictures)])
+        count = int(np.searchsorted(ends, found, side="right")) - 1
+        if ends[count] != found and count < len(pictures):
+            raise BadPicture(f"{place}: {len(ids)} tokens end within picture {count}, expected all of its tokens")
+        return tuple(pictures[:count])
+
     def check_row(self, ids: np.ndarray, num_tokens: Sequence[int], key: str) -> None:
         """Check that a row has exactly the placeholder tokens of its pictures. The policy can sample more of them.
 
@@ -181,7 +190,7 @@ def _ids(ids: Sequence[int | None]) -> tuple[int, ...]:
 def _without_video(model: str, path: str, images: Any, tokenizer: Any) -> Any:
     """Return the model's whole processor, without its parts for videos, which only load where torchvision is."""
     config = transformers.AutoConfig.from_pretrained(model)
-    kind = PROCESSOR_MAPPING[type(config)]
+    kind: Any = PROCESSOR_MAPPING[type(config)]
     taken = inspect.signature(kind.__init__).parameters
     stored, _ = kind.get_processor_dict(path)
     options = {name: value for name, value in stored.items() if name in taken and name not in _PARTS}

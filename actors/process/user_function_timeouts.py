@@ -74,7 +74,9 @@ class UserProcesses:
 
         Raises UserFunctionFailed when the first attempt and `retries` more have failed.
         """
-        given = [{PROMPT: _plain(one)} if is_dataclass(one) and not isinstance(one, type) else one for one in arguments]
+        given = [
+            {PROMPT: plain_prompt(one)} if is_dataclass(one) and not isinstance(one, type) else one for one in arguments
+        ]
         line = json.dumps({"method": method, "arguments": given}, default=str).encode() + b"\n"
         async with self._places:
             for attempt in range(retries + 1):
@@ -253,6 +255,6 @@ class _Call(Generic[T]):
             settle()
 
 
-def _plain(prompt: Any) -> dict[str, Any]:
+def plain_prompt(prompt: Any) -> dict[str, Any]:
     """Return the fields of a prompt without its pictures, because JSON has no bytes."""
     return asdict(replace(prompt, pictures=(), prepared=()) if getattr(prompt, "pictures", ()) else prompt)

@@ -10,7 +10,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -31,17 +31,14 @@ from ..rewards.config import RewardConfig
 from ..rewards.rubric import build_rubric
 from ..sample_file import SampleFile
 from .data_config import DataConfig
-from .evaluation_metrics import FigureScheme
 from .journal import GroupJournal, JournalConfig
+from .pictures.picture_rows import open_pictures
 from .prompts import PromptStream, open_prompts
 from .rows import RouteRules, TeacherSources
 from .supervised.config import SftConfig
 from .supervised.supervised_rows import SupervisedRows
 from .turn_journal import TurnJournal
 from .worker import HeldOut, KnownGroups, RolloutWorker
-
-if TYPE_CHECKING:
-    from ..images.preparation import PicturePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +144,8 @@ class RolloutActor(EngineHost):
         rubric = build_rubric(setup.reward)
         tokenizer = load_tokenizer(setup.tokenizer)
         prompts, journal = self._open_rows(tokenizer)
-        images = self._open_images(tokenizer)
+        pictures = open_pictures(setup.data, setup.model.path, setup.tokenizer, tokenizer)
+        self._data_notes += () if pictures is None else (pictures.pool.processor.note,)
         environment = build_environment(setup.environment)
         held_out = {evaluation.name: self._open_evaluation(evaluation, tokenizer) for evaluation in setup.evaluations}
         if setup.engine is None:
@@ -169,6 +167,7 @@ class RolloutActor(EngineHost):
                 chat=self._chat(tokenizer),
                 max_prompt_tokens=setup.data.max_prompt_tokens,
                 columns=setup.data.columns,
+                pictures=pictures.pool if pictures else None,
             ),
             tokenizer=tokenizer,
             rubric=rubric,
@@ -185,8 +184,7 @@ class RolloutActor(EngineHost):
             max_rows=setup.environment.max_rows,
             columns=setup.data.columns,
             teachers=setup.teachers,
-            images=images,
-            max_prompt_tokens=setup.data.max_prompt_tokens,
+            pictures=pictures,
             on_failure=setup.environment.on_failure,
             retries=setup.environment.retries,
             name=setup.name,
@@ -224,21 +222,7 @@ class RolloutActor(EngineHost):
         self._data_notes += opened.notes
         sizes = [size for size in (setup.num_prompts, opened.source.size) if size is not None]
         prompts = PromptStream(opened.source, shuffle=False, uid_prefix=f"{setup.prefix.replace('/', '-')}-")
-        scheme = FigureScheme(setup.prefix, setup.correct)
-        return HeldOut(prompts, min(sizes), rubric, setup.reward.timeout_s, scheme)
-
-    def _open_images(self, tokenizer: Any) -> PicturePool | None:
-        """Start the processes that preprocess pictures. None if prompts have none."""
-        setup = self._setup
-        if not setup.data.images.enabled:
-            return None
-        try:
-            from ..images.preparation import PicturePool  # It imports transformers, which takes seconds.
-        except ModuleNotFoundError as error:
-            raise MissingExtra(error.name or "PIL", "data.images.enabled=true", "vision") from None
-        images = PicturePool(setup.data.images, setup.model.path, setup.tokenizer, tokenizer)
-        self._data_notes += (images.processor.note,)
-        return images
+        return HeldOut(prompts, min(sizes), rubric, setup.reward.timeout_s, setup.prefix, setup.correct)
 
     def _open_turns(self, environment: Any, journal: KnownGroups | None) -> TurnJournal | None:
         """Open the journal of turns. None if the run keeps no journal, or has no turns to record."""

@@ -107,7 +107,8 @@ class TableSource:
         images, where = self._images, f"data: {self.place(index)}"
         if not images.enabled:
             for message in read.prompt if isinstance(read.prompt, list) else ():
-                for part in message.get("content") if isinstance(message.get("content"), list) else ():
+                content = message.get("content")
+                for part in content if isinstance(content, list) else ():
                     if part["type"] in (*PICTURE_TYPES, *OTHER_TYPES):
                         raise ValueError(
                             f"{where}: got a part of type {part['type']!r} while data.images.enabled=false, expected "

@@ -6,10 +6,9 @@ are counted.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from ...codecs.batch import Batch, Column, Jagged, Ragged
 from ...codecs.blobs import Blob
 from ...codecs.integers import exclusive_cumsum
 from ...codecs.jagged import concat, slice_rows
-from ...codecs.schema import Field
 from ...codecs.tokens.routes import (
     ROUTES,
     RoutesDamaged,
@@ -157,8 +155,8 @@ class RolloutRows:
     in the prompt stream, is int64; all others are float32."""
     batch: Batch
     """Columns of the rows, one for each of `written_fields`."""
-    pictures: Mapping[str, Blob] = dataclasses.field(default_factory=dict)
-    """The pictures to which the rows refer, by their digests, and possibly more."""
+    pictures: Mapping[str, Blob] = field(default_factory=dict)
+    """Pictures to which the rows refer, by their digests, and possibly more."""
 
     def split(self, counts: Sequence[int]) -> list[RolloutRows]:
         """Split the rows into consecutive parts, which are views. counts: number of rows of each part; they must add up
@@ -220,8 +218,6 @@ def rollout_rows(
     max_rows: int = 1,
     columns: Sequence[ColumnConfig] = (),
     teachers: TeacherSources | None = None,
-    images: Field | None = None,
-    pictures: Ragged | None = None,
 ) -> tuple[Batch, dict[str, np.ndarray]]:
     """Convert samples and their scores to N rows with the fields of `written_fields`, and to tags. Tags are the
     metadata of the rows (tag name -> float32 `[N]`). Failed rows are masked, which means that none of their tokens is
@@ -237,10 +233,9 @@ def rollout_rows(
     of tokens of each row that are trained on. keeps_old_kv: whether tokens may have been generated from keys and values
     of older weights; the tag KV_STALENESS then says how old they were at most. routes: with router replay, the routes
     of each row, `[L, layers, k]`. spec: shape of the routes; None without router replay. columns: the user's columns.
-    teachers: data sources that have teachers of their own, for the tag TEACHER_SOURCE; None if no source has. images,
-    pictures: declaration and column of the rows' pictures; None without pictures.
+    teachers: data sources that have teachers of their own, for the tag TEACHER_SOURCE; None if no source has.
     """
-    rows = [row for sample in samples for row in _rows_of(sample, max_rows)]
+    rows = [row for sample in samples for row in rows_of(sample, max_rows)]
     lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
     valid, used = _masks(samples, scores, max_rows, mask_truncated)
     trained = np.repeat(used, lengths)
@@ -257,10 +252,8 @@ def rollout_rows(
         **{name: Jagged(torch.from_numpy(column), lengths) for name, column in values.items()},
         "version_spans": version_spans(versions, lengths),
         **own_columns(columns, samples, scores, lengths, max_rows),
-        **({} if images is None or pictures is None else {images.name: pictures}),
     }
-    schema = row_schema(spec, columns, images=images)
-    batch = Batch(schema.subset(written_fields(spec, columns, images)), len(rows), fields)
+    batch = Batch(row_schema(spec, columns).subset(written_fields(spec, columns)), len(rows), fields)
     tags = {
         "reward": _per_row([score.reward if score.valid else 0.0 for score in scores], max_rows),
         "valid": valid.astype(np.float32),
@@ -311,15 +304,16 @@ def sample_keys(sample: Sample, max_rows: int) -> list[str]:
     return [key, *(f"{key}+{number}" for number in range(1, max_rows))]
 
 
-def _rows_of(sample: Sample, max_rows: int) -> list[RowTokens]:
+def rows_of(sample: Sample, max_rows: int) -> list[RowTokens]:
     """Return the sample's rows, filled up to `max_rows` with rows of one masked token."""
     rows = list(sample.rows)
     assert len(rows) <= max_rows, (len(rows), max_rows)
     if len(rows) == max_rows:
         return rows
     first = rows[0]
+    token = np.zeros_like(first.input_ids[:1]) if first.pictures else first.input_ids[:1]  # No picture's placeholder.
     empty = RowTokens(
-        first.input_ids[:1], np.zeros_like(first.response_mask[:1]), np.zeros_like(first.logprobs[:1]),
+        token, np.zeros_like(first.response_mask[:1]), np.zeros_like(first.logprobs[:1]),
         np.full_like(first.versions[:1], -1),
     )  # fmt: skip
     return rows + [empty] * (max_rows - len(rows))

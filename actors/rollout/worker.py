@@ -14,14 +14,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from ...codecs.blobs import Blob, References
-from ...codecs.schema import Field
+from ...codecs.schema import Schema
 from ...dataplane.client.async_client import AsyncDataPlaneClient
 from ...dataplane.meta import POSITION
 from ..columns import ColumnConfig
@@ -30,13 +29,12 @@ from ..engines.protocol import Generator, SamplingParams, ServingEngine
 from ..engines.router import LeftOut
 from ..engines.tokenizer import encode_prompts
 from ..environments.config import OnFailure
-from ..images.pictures import BadPicture
 from ..protocols import EPISODE_ERRORS, GroupPlayer, Prompt, Sample, Score, Span
 from ..rewards.rubric import Rubric
 from ..sample_file import TRAINING, SampleFile, episode_line
-from .evaluation_metrics import FigureScheme, FigureSums
+from .evaluation_metrics import VALIDATION, FigureScheme, FigureSums
 from .journal import JournaledGroup, Purpose
-from .picture_rows import checked_pictures, picture_column, put_values, ragged_of, with_pictures
+from .pictures.picture_rows import RowPictures
 from .prompts import PromptStream, row_key
 from .results import EvaluationReport, RolloutReport, RolloutTally, group_figures, token_figures
 from .rows import (
@@ -53,9 +51,6 @@ from .rows import (
 from .scorer import Scorer
 from .turn_journal import TurnJournal
 
-if TYPE_CHECKING:
-    from ..images.preparation import PicturePool  # It imports transformers, which takes seconds.
-
 _log = logging.getLogger(__name__)
 _RESTORED_TOGETHER = 16
 """Largest number of groups from the journal that are written to the data plane in one call."""
@@ -71,7 +66,10 @@ class HeldOut:
     rubric: Rubric
     reward_timeout_s: float
     """Time limit in seconds for the reward functions of one sample."""
-    scheme: FigureScheme
+    prefix: str = VALIDATION
+    """First part of the evaluation's metric keys."""
+    correct: str | None = None
+    """Rule by which a sample counts as correct; see `FigureScheme`."""
 
 
 class KnownGroups(Protocol):
@@ -113,8 +111,7 @@ class RolloutWorker:
         max_rows: int = 1,
         columns: Sequence[ColumnConfig] = (),
         teachers: TeacherSources | None = None,
-        images: PicturePool | None = None,
-        max_prompt_tokens: int = 1 << 30,
+        pictures: RowPictures | None = None,
         on_failure: OnFailure | None = None,
         retries: int = 0,
         name: str = "rollout",
@@ -124,10 +121,9 @@ class RolloutWorker:
         reward_timeout_s: time limit in seconds for the reward functions of one row.
         mask_truncated, keeps_old_kv, max_rows, columns, teachers: see `rollout_rows`. routes: the routes that the
         engine records and rows carry, where an episode is one row; None without router replay. samples: file of
-        episodes for people to read; None writes none. images: preprocesses the pictures of prompts; None if prompts
-        have none. max_prompt_tokens: largest number of tokens of a prompt with pictures.
-        on_failure, retries: see `EnvironmentConfig`. name: name of the actor, which is that of an engine in its own
-        process."""
+        episodes for people to read; None writes none. pictures: those of prompts and rows; None if
+        prompts have none. on_failure, retries: see `EnvironmentConfig`.
+        name: name of the actor, which is that of an engine in its own process."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -151,8 +147,7 @@ class RolloutWorker:
         self._max_rows = max_rows
         self._columns = tuple(columns)
         self._teachers = teachers
-        self._images = images
-        self._max_prompt_tokens = max_prompt_tokens
+        self._pictures = pictures
         self._meter = EngineMeter(name, engine)
 
     def note_left_out(self, engine: LeftOut) -> None:
@@ -192,6 +187,10 @@ class RolloutWorker:
         if not traced:
             tally.spans.clear()
         return replace(tally.report(self._client.stats.take(), left_out), engines=self._meter.take())
+
+    def picture_schema(self) -> Schema:
+        """Return the declaration of the rows' column of pictures, as the only field; no field without pictures."""
+        return Schema([] if self._pictures is None else [self._pictures.field])
 
     def end_rollouts(self) -> None:
         """Make all running `rollout` calls return early, with only the groups that are already finished."""
@@ -252,7 +251,10 @@ class RolloutWorker:
         """
         held_out = self._held_out[name]
         bounds = [held_out.num_prompts * index // parts for index in (part, part + 1)]
-        tally, places = _EvaluationTally(held_out.scheme), asyncio.Semaphore(in_flight or max(1, bounds[1]))
+        tally, places = (
+            _EvaluationTally(FigureScheme(held_out.prefix, held_out.correct)),
+            asyncio.Semaphore(in_flight or max(1, bounds[1])),
+        )
 
         async def play(position: int) -> None:
             async with places:
@@ -287,8 +289,8 @@ class RolloutWorker:
                 if rubric.apart is not None:
                     await rubric.apart.close()
         finally:  # This block runs even if a user's environment raises an error.
-            if self._images is not None:
-                await self._images.close()
+            if self._pictures is not None:
+                await self._pictures.pool.close()
             if self._turns is not None:
                 await self._turns.close()
             if self._journal is not None:
@@ -310,30 +312,22 @@ class RolloutWorker:
 
     async def _episodes(self, prompt: Prompt, engine: Generator, params: SamplingParams) -> list[Sample]:
         try:
-            if self._images is not None:
-                prompt = await with_pictures(self._images, prompt, self._tokenizer, self._max_prompt_tokens)
-                params = replace(params, pictures=tuple(one.blob for one in prompt.prepared))
+            if self._pictures is not None:
+                prompt = await self._pictures.prepared(prompt)
             return await self._environment.run(prompt, engine, self._tokenizer, params)
         except EPISODE_ERRORS as error:
             return _failed_samples(prompt, self._tokenizer, params.n, f"{type(error).__name__}: {error}")
 
     async def _journaled(self, positions: Sequence[int]) -> list[JournaledGroup]:
         journal = self._journal
-        groups = [] if journal is None else await asyncio.to_thread(journal.find_all, positions)
-        if self._images is None:
+        if journal is None:
+            return []
+        groups, pictures = await asyncio.to_thread(journal.find_all, positions), self._pictures
+        if pictures is None:
             return groups
-        shown = [await self._with_journaled_pictures(self._images, group) for group in groups]
+        replayed = journal.purpose == "replay"
+        shown = [await pictures.restored(one, self._prompts[one.position], replayed=replayed) for one in groups]
         return [group for group in shown if group is not None]
-
-    async def _with_journaled_pictures(self, images: PicturePool, group: JournaledGroup) -> JournaledGroup | None:
-        """Return a group with the pictures of its prompt, which the journal does not keep. None if they are others now;
-        the group is then generated again."""
-        with suppress(BadPicture):
-            pictures = {one.blob.name: one.blob for one in await images.prepare(self._prompts[group.position].pictures)}
-            column = ragged_of(group.rows.batch, images.processor.field)
-            if pictures.keys() >= set(References.read(column).names):
-                return replace(group, rows=replace(group.rows, pictures=pictures))
-        return None
 
     async def _score_and_put(self, groups: Mapping[int, list[Sample]], partition: str, tally: RolloutTally) -> None:
         """Score finished groups (prompt position -> samples), and write them to the journal and the data plane."""
@@ -347,10 +341,8 @@ class RolloutWorker:
                 checked = await asyncio.to_thread(checked_routes, samples, scores, self._routes)
             routes, scores, counts = checked.columns, checked.scores, checked.counts
         scores = checked_scores(self._columns, samples, scores)
-        column, pictures = None, dict[str, Blob]()
-        if self._images is not None:
-            samples, scores = checked_pictures(self._images.processor, samples, scores)
-            column, pictures = picture_column(self._images.processor.field, samples)
+        if self._pictures is not None:
+            samples, scores = self._pictures.checked(samples, scores)
         batch, tags = rollout_rows(
             samples,
             scores,
@@ -362,13 +354,13 @@ class RolloutWorker:
             max_rows=self._max_rows,
             columns=self._columns,
             teachers=self._teachers,
-            images=self._image_field,
-            pictures=column,
         )
         sizes = [self._max_rows * len(group) for group in groups.values()]
         tags[POSITION] = np.repeat(np.fromiter(groups, np.int64), sizes)
         keys = [key for sample in samples for key in sample_keys(sample, self._max_rows)]
-        rows = RolloutRows(keys, self._versions(samples), tags, batch, pictures)
+        rows = RolloutRows(keys, self._versions(samples), tags, batch)
+        if self._pictures is not None:
+            rows = self._pictures.with_column(rows, samples, self._max_rows)
         await self._keep(rows, scores, groups, tally, counts)
         await self._put(rows, partition, tally)
         picked = [self._samples is not None and self._samples.picks(position) for position in groups]
@@ -404,7 +396,7 @@ class RolloutWorker:
 
     async def _put(self, rows: RolloutRows, partition: str, tally: RolloutTally) -> None:
         with _span(tally, "put"):
-            values = put_values(rows.batch, self._image_field, rows.pictures)
+            values = rows.batch if self._pictures is None else self._pictures.values(rows)
             await self._client.put(partition, rows.keys, values, versions=rows.versions, tags=rows.tags)
         self._step()
 
@@ -434,10 +426,6 @@ class RolloutWorker:
         the policy gets the version that the engine serves."""
         versions = np.repeat(np.array([sample.version for sample in samples], dtype=np.int64), self._max_rows)
         return np.where(versions < 0, self._engine.version, versions)
-
-    @property
-    def _image_field(self) -> Field | None:
-        return None if self._images is None else self._images.processor.field
 
     def _step(self, _: object = None) -> None:
         """Add one to `progress`. The ignored argument allows this method to be used as a callback of tasks."""
@@ -469,6 +457,7 @@ def _failed_samples(prompt: Prompt, tokenizer: Any, count: int, error: str) -> l
             prompt=prompt,
             index=index,
             input_ids=ids,
+            pictures=prompt.prepared,
             response_mask=np.zeros(len(ids), np.uint8),
             logprobs=np.zeros(len(ids), np.float32),
             text="",

@@ -137,6 +137,7 @@ class RolloutHandle(EngineHandle):
 
     rollout = calling(RolloutWorker.rollout)
     data_notes = calling(RolloutActor.data_notes)
+    picture_schema = calling(RolloutWorker.picture_schema)
     end_rollouts = calling(RolloutWorker.end_rollouts)
     evaluate = calling(RolloutWorker.evaluate)
     trim_journal = calling(RolloutWorker.trim_journal)

@@ -147,6 +147,8 @@ def fingerprint(config: Config) -> str:
             for term in reward.functions
         ],
     }
+    if data.images.enabled:
+        decisive["images"] = data.images.model_dump(exclude={"enabled", "allow_urls", "workers", "cache_mib"})
     if reward.scale != 1.0 or reward.clip is not None:
         decisive["reward"] = [reward.scale, reward.clip]
     if config.router_replay.enabled:

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from ...actors.process.own_process import ActorInfo
 from ...actors.weight_sync.base_offer import WeightOffer
+from ...codecs.schema import Field
 from ...dataplane.errors import DataPlaneError
 from .actor_starter import ActorStarter, Started, build, identify, introduce_teachers, started
 from .calls import ActorFailed, ended, gather_each
@@ -65,6 +66,8 @@ class RunActors:
     """Callbacks that receive a sentence about an actor when it is added to `away`."""
     on_left: Callable[[str], None] = lambda name: None
     """Function that receives the name of an actor that has left the run."""
+    pictures: Field | None = None
+    """Declaration of the rows' column of pictures; None if prompts have none."""
     starter: ActorStarter | None = None
     """Starts more actors while the run goes on; None in tests without processes."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ...actors.engines.config import ModelConfig
 from ...actors.environments.config import EnvironmentConfig
+from ...actors.images.image_checks import image_problems
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import RolloutConfig
 from ...actors.rollout.data_config import DataConfig
@@ -47,7 +48,13 @@ def contradictions(config: Config) -> list[str]:
         *StoreDemand.of(config).problems(config.dataplane.store.capacity_mib),
         *shard_problems(config.dataplane.directory_shards),
         *meaning_problems(config),
-        *image_problems(config.data, config.environment),
+        *image_problems(
+            enabled=config.data.images.enabled and not config.sft.train,
+            engine=config.rollout.engine,
+            backend=config.trainer.backend,
+            replays_routes=config.router_replay.enabled,
+            has_teachers=bool(config.distillation.teachers),
+        ),
     ]
 
 
@@ -485,18 +492,6 @@ def replay_problems(
         yield (
             f"algorithm.sampler: got {algorithm.sampler!r} with run.replay set, expected 'in_order', because a step "
             "has the groups that it had in the recorded run"
-        )
-
-
-def image_problems(data: DataConfig, environment: EnvironmentConfig) -> Iterator[str]:
-    """Yield one sentence for each setting that prompts with pictures do not fit."""
-    if not data.images.enabled:
-        return
-    yield "data.images.enabled: got true, expected false, because engines and train workers take no pictures yet"
-    if environment.max_rows > 1:
-        yield (
-            f"environment.max_rows: got {environment.max_rows} with data.images.enabled=true, expected 1, because only "
-            "the first row of an episode has the pictures of its prompt"
         )
 
 

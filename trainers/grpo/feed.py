@@ -29,6 +29,7 @@ from ...actors.protocols import TRAIN_FIELDS, Span, row_schema
 from ...actors.rollout.prompts import base36, row_key
 from ...actors.rollout.results import RolloutReport
 from ...actors.rollout.rows import RouteCounts
+from ...codecs.schema import Field
 from ...codecs.tokens.routes import ROUTES
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.directory.samplers import TaskConfig
@@ -212,9 +213,10 @@ class Feed:
         rollouts: Rollouts,
         stages: Stages,
         partition: str = PARTITION,
+        pictures: Field | None = None,
     ) -> None:
         """Register `partition`, which no other feed may have used, in the data plane. The prompts in
-        `state.outstanding`, which were in flight at the checkpoint, are issued first."""
+        `state.outstanding`, which were in flight at the checkpoint, are issued first. pictures: see `RunActors`."""
         self._config = config
         self._state = state
         self._client = client
@@ -232,11 +234,12 @@ class Feed:
                 config.data.columns,
                 config.distillation.top_k,
                 several_rows=config.environment.max_rows > 1,
+                images=pictures,
             ),
             [task],
             group_size=config.rows_per_group,
         )
-        own = [column.name for column in config.data.columns]
+        own = [column.name for column in (*([] if pictures is None else [pictures]), *config.data.columns)]
         self._fields = (*TRAIN_FIELDS, *([] if routes is None else [ROUTES]), *own)
         """Fields of the rows that are claimed."""
         self._next = state.position

@@ -83,7 +83,10 @@ class StepTally:
 
 def open_feed(run: Run, state: State, partition: str = PARTITION) -> Feed:
     """Return a new `Feed`, which issues the run's prompts to rollout actors, starting from the position in `state`."""
-    return Feed(run.config, state, client=run.client, rollouts=run.rollouts, stages=run.stages, partition=partition)
+    return Feed(
+        run.config, state, client=run.client, rollouts=run.rollouts, stages=run.stages, partition=partition,
+        pictures=run.actors.pictures,
+    )  # fmt: skip
 
 
 @contextmanager

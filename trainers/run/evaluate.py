@@ -132,10 +132,11 @@ def _result(model: str, plan: EvaluationPlan, report: EvaluationReport, seconds:
     sums = FigureSums()
     for key, total in report.sums.items():
         sums.add(key, total, report.counts[key])
-    source = plan.setup.data.source(validation=True)
+    source, sampled = plan.setup.data.source(validation=True), asdict(plan.sampling)
+    del sampled["pictures"]  # Each request has its own.
     return SetResult(
         short_name(plan), model, source, report.rows, report.failed, report.first_error,
-        asdict(plan.sampling), sums.means(), seconds,
+        sampled, sums.means(), seconds,
     )  # fmt: skip
 
 

@@ -152,14 +152,15 @@ async def _replay(
     params = sampling(config.rollout, n=config.algorithm.group_size, seed=config.run.seed)
     local = DataPlaneConfig.model_validate({**config.dataplane.model_dump(), "store": {"kind": "local"}})
     with open_data_plane(local, in_process=True) as plane, connect(plane.handle, name="replay") as client:
-        schema = row_schema(route_spec(config.router_replay, config.model), config.data.columns)
-        client.register(_PARTITION, schema, group_size=config.rows_per_group)
         setup = rollout_setup(config, 0, model, plane.handle, device)
         assert setup.engine is not None
         actor = RolloutActor(replace(setup, engine=replace(setup.engine, version=version), journal=None))
         tally, seconds = _Tally(), 0.0
         try:
             await actor.build()
+            images = next(iter(actor.worker.picture_schema().values()), None)
+            schema = row_schema(route_spec(config.router_replay, config.model), config.data.columns, images=images)
+            client.register(_PARTITION, schema, group_size=config.rows_per_group)
             for first in range(0, len(positions), together):
                 chunk = positions[first : first + together]
                 tell(f"rolling out group {first + len(chunk)} of {len(positions)}")

@@ -23,7 +23,6 @@ from headrace.actors.rewards.builtin import exact_match
 from headrace.actors.rewards.rubric import Rubric
 from headrace.actors.rollout.config import RolloutConfig
 from headrace.actors.rollout.data_config import DataConfig
-from headrace.actors.rollout.evaluation_metrics import FigureScheme
 from headrace.actors.rollout.prompts import PromptStream, open_prompts, prompt_lengths
 from headrace.actors.rollout.worker import HeldOut, RolloutWorker
 from headrace.tests.actors.engines.tokenizer_layouts import LAYOUTS, Layout, make_tokenizer, save_config
@@ -80,7 +79,7 @@ async def ask(tokenizer: Any, engine: Recorder, prompts: PromptStream, params: S
     rubric = Rubric([("exact_match", exact_match, 1.0)])
     worker = RolloutWorker(
         engine=engine, environment=host(SingleTurn()), tokenizer=tokenizer, rubric=rubric, prompts=prompts,
-        held_out={"validation": HeldOut(prompts, 1, rubric, 60.0, FigureScheme())}, client=None,  # pyright: ignore
+        held_out={"validation": HeldOut(prompts, 1, rubric, 60.0)}, client=None,  # pyright: ignore
     )  # fmt: skip
     assert (await worker.evaluate("validation", 0, 1, params, 0)).failed == 0
 
@@ -197,7 +196,7 @@ def test_a_template_without_a_message_of_the_user_is_refused(tmp_path: Path) -> 
         ([{"role": "system", "content": "s"}], "data.template: got .* line 1 of .* has no message of the user"),
         (
             [{"role": "user", "content": [{"type": "image"}]}],
-            "data.template: line 1 of .* needs a message of text: .*'image'",
+            "data: line 1 of .* a part of type 'image' while data.images.enabled=false, expected only text",
         ),
     ):
         (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "4"}))

@@ -19,13 +19,13 @@ from headrace.actors.images.config import ImagesConfig
 from headrace.actors.images.pictures import BadPicture, Picture
 from headrace.actors.images.preparation import PicturePool
 from headrace.actors.images.processor import PictureProcessor, Processed
-from headrace.actors.process.user_function_timeouts import _plain
+from headrace.actors.process.user_function_timeouts import plain_prompt
 from headrace.actors.protocols import row_schema, written_fields
 from headrace.actors.rewards.builtin import exact_match
 from headrace.actors.rewards.rubric import Rubric
 from headrace.actors.rollout.data_config import DataConfig
 from headrace.actors.rollout.journal import GroupJournal, JournalConfig
-from headrace.actors.rollout.picture_rows import with_pictures
+from headrace.actors.rollout.pictures.picture_rows import RowPictures
 from headrace.actors.rollout.prompts import PromptStream, open_prompts
 from headrace.actors.rollout.worker import RolloutWorker
 from headrace.dataplane.factory import connect, connect_async
@@ -69,8 +69,7 @@ def worker(prompts: PromptStream, folder: str, tokenizer: Any, handle: Any, jour
         prompts=prompts,
         held_out={},
         client=connect_async(handle, name="rollout"),
-        images=Inside(ImagesConfig(enabled=True), folder, folder, tokenizer),
-        max_prompt_tokens=24,
+        pictures=RowPictures(Inside(ImagesConfig(enabled=True), folder, folder, tokenizer), tokenizer, 24),
         journal=journal,
     )
 
@@ -82,8 +81,8 @@ def test_rows_refer_to_pictures_that_are_stored_once(tmp_path: Path, vision_fold
     async def run(handle: Any) -> Any:
         rollouts = worker(prompts, vision_folder, vision_tokenizer, handle, GroupJournal(config, "rollout 0"))
         report = await rollouts.rollout(range(4), "train", SamplingParams(n=2, max_new_tokens=2))
-        assert rollouts._images is not None
-        counts = rollouts._images.counts
+        assert rollouts._pictures is not None
+        counts = rollouts._pictures.pool.counts
         await rollouts.close()
         return report, counts
 
@@ -118,13 +117,15 @@ def test_pictures_that_make_a_prompt_too_long_are_one_sentence(
     prompt = stream(tmp_path, vision_tokenizer)[2]
 
     async def run() -> None:
-        ready = await with_pictures(pool, prompt, vision_tokenizer, 64)
-        assert json.loads(json.dumps(_plain(ready)))["pictures"] == [], "what a reward in a process of its own gets"
+        ready = await RowPictures(pool, vision_tokenizer, 64).prepared(prompt)
+        assert json.loads(json.dumps(plain_prompt(ready)))["pictures"] == [], (
+            "what a reward in a process of its own gets"
+        )
         assert len(ready.prepared) == 2 and len(prompt.pictures) == 2 and isinstance(prompt.pictures[0], Picture)
         with pytest.raises(
             BadPicture, match=r"data.max_prompt_tokens: got 9, but prompt '2' has \d+ tokens, 16 of them"
         ):
-            await with_pictures(pool, prompt, vision_tokenizer, 9)
+            await RowPictures(pool, vision_tokenizer, 9).prepared(prompt)
         await pool.close()
 
     asyncio.run(run())

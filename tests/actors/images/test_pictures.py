@@ -55,7 +55,7 @@ def test_urls_are_fetched_where_they_are_allowed(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(PNG)
 
     class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, format: str, *_: Any) -> None:  # noqa: A002
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:

@@ -26,7 +26,6 @@ from headrace.actors.environments.turns import Transcript
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt, row_schema
 from headrace.actors.rewards.builtin import EnvironmentReward, exact_match, per_position
 from headrace.actors.rewards.rubric import Rubric
-from headrace.actors.rollout.evaluation_metrics import FigureScheme
 from headrace.actors.rollout.prompt_sources import TaskSource
 from headrace.actors.rollout.prompts import PromptStream
 from headrace.actors.rollout.results import merge_reports
@@ -72,8 +71,8 @@ def evaluations() -> dict[str, HeldOut]:
     prompts = PromptStream(TaskSource("reverse", held_out=True), shuffle=False, uid_prefix="val-")
     named = Rubric([("exact_match", exact_match, 1.0)], voter="exact_match")
     return {
-        "validation": HeldOut(prompts, 30, rubric(), 60.0, FigureScheme()),
-        "evaluation.set": HeldOut(prompts, 10, named, 60.0, FigureScheme("eval/set", "exact_match")),
+        "validation": HeldOut(prompts, 30, rubric(), 60.0),
+        "evaluation.set": HeldOut(prompts, 10, named, 60.0, "eval/set", "exact_match"),
     }
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from headrace.cli.command import parse
 from headrace.tests.trainers.config.refusals import file_problems, only_problem
-from headrace.trainers.config.checks import StoreDemand
+from headrace.trainers.config.checks import StoreDemand, contradictions
 from headrace.trainers.config.config import Config, resolved_yaml, with_run_dir
 from headrace.trainers.config.load import build_config, load_config
 from headrace.trainers.config.tracker_options import options_section
@@ -361,10 +361,11 @@ def test_episodes_of_several_rows_are_refused_with_router_replay() -> None:
 
 
 def test_pictures_are_refused_where_nothing_takes_them() -> None:
-    problem = only_problem({"data": {"images": {"enabled": True}}})
-    assert problem == (
-        "data.images.enabled: got true, expected false, because engines and train workers take no pictures yet"
-    )
+    images, router = {"enabled": True}, {"enabled": True}
+    given = {"data": {"images": images}, "trainer": {"backend": "megatron"}, "router_replay": router}
+    problems = " ".join(contradictions(Config.model_validate(given)))
+    for key in ("trainer.backend: got 'megatron' with", "router_replay.enabled: got true with"):
+        assert f"{key} data.images.enabled=true, expected" in problems
 
 
 def test_a_home_folder_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""Puts the pictures of prompts and episodes into rows of the data plane."""

@@ -1,0 +1,140 @@
+"""Prepares the pictures of prompts before their episodes, and puts the pictures of episodes into rows, by reference.
+
+A row has exactly as many placeholder tokens as its pictures have features, because the model's forward pass puts one
+feature in the place of each. Rows that do not fit are masked and hold one token and no picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ....codecs.batch import Batch
+from ....codecs.blobs import Blob, References, references_of
+from ....codecs.schema import Field, Schema
+from ....dataplane.imports import MissingExtra
+from ...engines.tokenizer import count_tokens
+from ...images.pictures import BadPicture
+from ...protocols import Prompt, Sample, Score
+from ..data_config import DataConfig
+from ..journal import JournaledGroup
+from ..prompts import row_key
+from ..rows import RolloutRows, rows_of
+
+if TYPE_CHECKING:  # These import transformers, which takes seconds.
+    from ...images.preparation import PicturePool
+    from ...images.processor import PictureProcessor
+
+
+class RowPictures:
+    """The pictures of the prompts and rows of one rollout actor."""
+
+    def __init__(self, pool: PicturePool, tokenizer: Any, max_prompt_tokens: int) -> None:
+        """pool: preprocesses the pictures. max_prompt_tokens: largest number of tokens of a prompt with its
+        pictures."""
+        self.pool = pool
+        self._tokenizer = tokenizer
+        self._max_prompt_tokens = max_prompt_tokens
+
+    @property
+    def field(self) -> Field:
+        """Declaration of the column of pictures."""
+        return self.pool.processor.field
+
+    async def prepared(self, prompt: Prompt) -> Prompt:
+        """Return a prompt with its pictures preprocessed, and with all their placeholder tokens in its text.
+
+        Raises BadPicture if a picture cannot be used, if its text has not one placeholder for each, or if the prompt
+        then has too many tokens.
+        """
+        prepared, place = await self.pool.prepare(prompt.pictures), f"prompt {prompt.uid!r}"
+        text, most = self.pool.processor.expanded(prompt.text, prepared, place), self._max_prompt_tokens
+        if prepared and (count := int(count_tokens(self._tokenizer, [text], [prompt.rendered])[0])) > most:
+            of_pictures = sum(one.num_tokens for one in prepared)
+            raise BadPicture(
+                f"data.max_prompt_tokens: got {most}, but {place} has {count} tokens, {of_pictures} of them for its "
+                f"{len(prepared)} pictures"
+            )
+        return replace(prompt, text=text, prepared=tuple(prepared))
+
+    def checked(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[list[Sample], list[Score]]:
+        """Return samples and scores, where samples have failed whose tokens do not fit their pictures. These hold one
+        masked token and no picture."""
+        checked: list[Sample] = []
+        marked: list[Score] = []
+        processor = self.pool.processor
+        for sample, score in zip(samples, scores, strict=True):
+            try:
+                for row in sample.rows:
+                    counts = [one.num_tokens for one in row.pictures]
+                    processor.check_row(row.input_ids, counts, row_key(sample.prompt.uid, sample.index))
+            except BadPicture as error:
+                sample = _blank(sample, processor)
+                if score.valid:
+                    score = Score(reward=0.0, components={}, valid=False, error=str(error), failure="engine")
+            checked.append(sample)
+            marked.append(score)
+        return checked, marked
+
+    def with_column(self, rows: RolloutRows, samples: Sequence[Sample], max_rows: int) -> RolloutRows:
+        """Return rows with the column of their pictures. samples: those of the rows, with `max_rows` rows each."""
+        listed = [[one.blob for one in row.pictures] for sample in samples for row in rows_of(sample, max_rows)]
+        references, blobs = references_of(self.field, listed)
+        schema = Schema([*rows.batch.schema.values(), self.field])
+        batch = Batch(schema, rows.batch.num_rows, {**rows.batch, self.field.name: references.column()})
+        return replace(rows, batch=batch, pictures=blobs)
+
+    async def restored(self, group: JournaledGroup, prompt: Prompt, *, replayed: bool) -> JournaledGroup | None:
+        """Return a group with the pictures of its prompt, which the journal does not keep. None if the group has others
+        than these; it is then to be generated again. With `replayed`, others raise ValueError."""
+        pictures: dict[str, Blob] = {}
+        with suppress(BadPicture):
+            pictures = {one.blob.name: one.blob for one in await self.pool.prepare(prompt.pictures)}
+        lost = set(References.read(group.rows.batch.ragged(self.field.name)).names) - pictures.keys()
+        if lost and replayed:
+            raise ValueError(
+                f"run.replay: {len(lost)} pictures in the rows of prompt {prompt.uid!r} are not among those that the "
+                "prompt has now, expected the same files and the same processor as in the recorded run"
+            )
+        return None if lost else replace(group, rows=replace(group.rows, pictures=pictures))
+
+    def values(self, rows: RolloutRows) -> Mapping[str, Any]:
+        """Return the values of a put, with the pictures themselves in place of their digests."""
+        references = References.read(rows.batch.ragged(self.field.name))
+        named = iter([rows.pictures[references.names[index]] for index in map(int, references.index)])
+        listed = [[next(named) for _ in range(count)] for count in references.counts.tolist()]
+        return {**rows.batch, self.field.name: listed}
+
+
+def open_pictures(data: DataConfig, model: str, tokenizer_path: str, tokenizer: Any) -> RowPictures | None:
+    """Return what prepares the pictures of a rollout actor; None if prompts have none. model, tokenizer_path,
+    tokenizer: see `PicturePool`. Raises ValueError if the model has no processor of pictures, and MissingExtra."""
+    if not data.images.enabled:
+        return None
+    try:
+        from ...images.preparation import PicturePool  # It imports transformers, which takes seconds.
+    except ModuleNotFoundError as error:
+        raise MissingExtra(error.name or "PIL", "data.images.enabled=true", "vision") from None
+    return RowPictures(PicturePool(data.images, model, tokenizer_path, tokenizer), tokenizer, data.max_prompt_tokens)
+
+
+def _blank(sample: Sample, processor: PictureProcessor) -> Sample:
+    plain = ~np.isin(sample.input_ids, [*processor.token_ids, *processor.other_ids])
+    ids = sample.input_ids[plain][:1]
+    if not len(ids):
+        ids = np.zeros(1, np.int32)
+    return replace(
+        sample,
+        pictures=(),
+        input_ids=ids,
+        response_mask=np.zeros(1, np.uint8),
+        logprobs=np.zeros(1, np.float32),
+        versions=np.full(1, -1, np.int32),
+        more_rows=(),
+        routes=(),
+        token_values=(),
+    )
