@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-ENGINES = ("scripted",)
+ENGINES = ("hf", "scripted")
 """Values of `rollout.engine` whose engines take `SamplingParams.pictures`."""
-BACKENDS = ("scripted",)
+BACKENDS = ("fsdp", "scripted")
 """Values of `trainer.backend` whose train workers read the column of pictures."""
 
 

@@ -23,7 +23,7 @@ from ...protocols import Prompt, Sample, Score
 from ..data_config import DataConfig
 from ..journal import JournaledGroup
 from ..prompts import row_key
-from ..rows import RolloutRows, rows_of
+from ..rows import PICTURE_TOKENS, RolloutRows, rows_of
 
 if TYPE_CHECKING:  # These import transformers, which takes seconds.
     from ...images.preparation import PicturePool
@@ -81,12 +81,14 @@ class RowPictures:
         return checked, marked
 
     def with_column(self, rows: RolloutRows, samples: Sequence[Sample], max_rows: int) -> RolloutRows:
-        """Return rows with the column of their pictures. samples: those of the rows, with `max_rows` rows each."""
-        listed = [[one.blob for one in row.pictures] for sample in samples for row in rows_of(sample, max_rows)]
-        references, blobs = references_of(self.field, listed)
+        """Return rows with the column of their pictures and the tag PICTURE_TOKENS. samples: those of the rows, with
+        `max_rows` rows each."""
+        listed = [row.pictures for sample in samples for row in rows_of(sample, max_rows)]
+        references, blobs = references_of(self.field, [[one.blob for one in pictures] for pictures in listed])
+        tokens = np.array([sum(one.num_tokens for one in pictures) for pictures in listed], np.float32)
         schema = Schema([*rows.batch.schema.values(), self.field])
         batch = Batch(schema, rows.batch.num_rows, {**rows.batch, self.field.name: references.column()})
-        return replace(rows, batch=batch, pictures=blobs)
+        return replace(rows, batch=batch, pictures=blobs, tags={**rows.tags, PICTURE_TOKENS: tokens})
 
     async def restored(self, group: JournaledGroup, prompt: Prompt, *, replayed: bool) -> JournaledGroup | None:
         """Return a group with the pictures of its prompt, which the journal does not keep. None if the group has others

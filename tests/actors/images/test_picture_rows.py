@@ -96,6 +96,7 @@ def test_rows_refer_to_pictures_that_are_stored_once(tmp_path: Path, vision_fold
             assert (report.rows, report.failed, report.restored) == (8, 3, restored)
             assert counts.processed == 2
             meta = client.lookup("train", keys, names)
+            assert meta.tags["picture_tokens"].tolist() == [8, 8, 8, 0, 16, 16, 0, 0]
             found = client.get_blobs(meta, "images")
             assert found.references.counts.tolist() == [1, 1, 1, 0, 2, 2, 0, 0]
             assert [found.of(row).tolist() for row in (0, 2, 5)] == [[0], [0], [0, 1]]
