@@ -20,7 +20,7 @@ from .adapters.spec import AdapterSpec
 from .columns import ColumnConfig, TokenValues
 from .engines.protocol import Generator, SamplingParams
 from .failures import FailureKind
-from .images.pictures import Picture
+from .images.prompt_pictures import Picture
 from .weight_sync.base_offer import BaseRecord
 from .weight_sync.plan.regions import Region
 

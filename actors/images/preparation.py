@@ -25,8 +25,8 @@ import xxhash
 
 from ..engines.tokenizer import load_tokenizer
 from .config import ImagesConfig
-from .pictures import BadPicture, Picture
 from .processor import PictureProcessor, Prepared, Processed
+from .prompt_pictures import BadPicture, Picture
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from ...codecs.blobs import Blob, blob_field
 from ...codecs.memory import as_bytes
 from ...codecs.schema import DTYPES, Field, Kind
 from .config import IMAGES, ImagesConfig
-from .pictures import BadPicture
+from .prompt_pictures import BadPicture
 
 NUM_TOKENS = "num_tokens"
 """Part of a picture with the number of its placeholder tokens in a row, int32."""

@@ -14,7 +14,7 @@ import numpy as np
 from ..engines.chat import text_of
 from ..engines.chat_template import apply_chat_template
 from ..engines.tokenizer import count_tokens
-from ..images.pictures import OTHER_TYPES, PICTURE_TYPES, Picture, take_pictures
+from ..images.prompt_pictures import OTHER_TYPES, PICTURE_TYPES, Picture, take_pictures
 from ..protocols import Prompt, PromptRow, PromptSource
 from .data_config import DataConfig, indexed_fields
 from .difficulty import success_rates, wanted_prompts

@@ -18,7 +18,7 @@ from ....codecs.blobs import Blob, References, references_of
 from ....codecs.schema import Field, Schema
 from ....dataplane.imports import MissingExtra
 from ...engines.tokenizer import count_tokens
-from ...images.pictures import BadPicture
+from ...images.prompt_pictures import BadPicture
 from ...protocols import Prompt, Sample, Score
 from ..data_config import DataConfig
 from ..journal import JournaledGroup

@@ -16,9 +16,9 @@ from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments.factory import SingleTurn
 from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.images.config import ImagesConfig
-from headrace.actors.images.pictures import BadPicture, Picture
 from headrace.actors.images.preparation import PicturePool
 from headrace.actors.images.processor import PictureProcessor, Processed
+from headrace.actors.images.prompt_pictures import BadPicture, Picture
 from headrace.actors.process.user_function_timeouts import plain_prompt
 from headrace.actors.protocols import row_schema, written_fields
 from headrace.actors.rewards.builtin import exact_match

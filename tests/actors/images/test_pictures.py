@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.images.pictures import BadPicture, picture_of, take_pictures
+from headrace.actors.images.prompt_pictures import BadPicture, picture_of, take_pictures
 from headrace.actors.rollout.data_config import DataConfig
 from headrace.actors.rollout.prompts import open_prompts
 from headrace.tests.actors.images.tiny_vision import PAD, draw, encoded

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from headrace.actors.images.config import ImagesConfig
-from headrace.actors.images.pictures import BadPicture, Picture
 from headrace.actors.images.preparation import PicturePool
+from headrace.actors.images.prompt_pictures import BadPicture, Picture
 from headrace.tests.actors.images.tiny_vision import draw, encoded
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]  # A worker process imports transformers.
@@ -58,7 +58,7 @@ KILLED = """
 import asyncio, os, sys
 from headrace.actors.engines.tokenizer import load_tokenizer
 from headrace.actors.images.config import ImagesConfig
-from headrace.actors.images.pictures import Picture
+from headrace.actors.images.prompt_pictures import Picture
 from headrace.actors.images.preparation import PicturePool
 from headrace.tests.actors.images.tiny_vision import draw, encoded
 

@@ -11,8 +11,8 @@ import torch
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from headrace.actors.images.config import ImagesConfig
-from headrace.actors.images.pictures import BadPicture
 from headrace.actors.images.processor import PictureProcessor
+from headrace.actors.images.prompt_pictures import BadPicture
 from headrace.tests.actors.images.tiny_vision import END, PAD, START, draw, encoded
 
 
