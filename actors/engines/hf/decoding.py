@@ -23,7 +23,7 @@ from ..protocol import Completion, EngineStats, KeysAndValues, SamplingParams
 from ..token_sampling import StopTexts, sample
 from .adapters import Adapter
 from .model import RouteRecorder, cache_argument
-from .pictures import Pictures, join_pictures, picture_arguments, picture_positions
+from .pictures import Pictures, feature_places, join_pictures, picture_arguments, picture_positions
 
 COMPACT_BELOW = 0.75
 """Share of running rows in the key-value cache below which finished rows are removed from it. They are not removed one
@@ -272,8 +272,10 @@ class _Window:
         tokens, shown = torch.from_numpy(ids).to(device), join_pictures(pictures)
         positions, arguments = torch.from_numpy(np.maximum(mask.cumsum(axis=1) - 1, 0)), dict[str, Any]()
         if shown is not None:
-            spread = picture_positions(model, ids, mask, shown)
+            places, every = feature_places(model, ids, mask, shown, np.zeros_like(mask))
+            spread = picture_positions(model, ids, mask, shown, places)
             positions = positions if spread is None else spread  # In time, height and width, `[3, N, L]`.
+            shown = replace(shown, places=None if every else torch.from_numpy(places))
             arguments = picture_arguments(model, tokens, shown.to(device))
         self.next_position = positions.view(-1, *positions.shape[-2:]).amax((0, 2)).to(device)[:, None] + 1
         self.logits = self._forward(tokens, positions.to(device), **arguments)

@@ -40,7 +40,7 @@ from ..tokenizer import find_tokenizer
 from .adapters import Adapter, AdapterLayers
 from .decoding import BaseAlone, Batch, DecodeRequest, Decoding, Pending, Served
 from .model import ParameterSet, RouteRecorder, load_model
-from .pictures import check_placeholders, prompt_pictures
+from .pictures import feature_places, prompt_pictures
 from .positions import counts_columns, fix_rotary_length
 from .scoring import score_rows
 
@@ -169,7 +169,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         shown = prompt_pictures(params.pictures)
         if shown is not None:
             every, name = np.ones((1, len(prompt)), np.bool_), f"request {request_id!r}: prompt"
-            check_placeholders(self._model, prompt[None], every, shown, name)
+            feature_places(self._model, prompt[None], every, shown, name=name)
         request = DecodeRequest(prompt, keys, params.routes_from, shown)
         served = self.base if params.adapter == BASE and self._layers is not None else served
         return Pending(request, params, asyncio.get_running_loop().create_future(), served)

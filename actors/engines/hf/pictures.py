@@ -37,10 +37,14 @@ class Pictures:
     """Position of the picture of each reference among the P pictures, row after row, int64 `[sum(counts)]`."""
     counts: np.ndarray
     """Number of pictures of each row, int64 `[N]`."""
+    places: torch.Tensor | None = None
+    """True for each token that a feature replaces, bool in the form of the rows' tokens; None if these are all
+    placeholders."""
 
     def to(self, device: torch.device) -> Pictures:
         """Return the same pictures on a device."""
-        return replace(self, parts={name: part.to(device) for name, part in self.parts.items()})
+        places = None if self.places is None else self.places.to(device)
+        return replace(self, parts={name: part.to(device) for name, part in self.parts.items()}, places=places)
 
 
 def read_pictures(rows: BlobRows) -> Pictures | None:
@@ -107,31 +111,45 @@ def placeholder_id(model: Any) -> int:
     return int(found)
 
 
-def check_placeholders(
-    model: Any, ids: np.ndarray, mask: np.ndarray, pictures: Pictures, name: str = "images: row"
-) -> None:
-    """Raise ValueError if a row has another number of placeholders than its pictures have features.
+def feature_places(
+    model: Any,
+    ids: np.ndarray,
+    mask: np.ndarray,
+    pictures: Pictures,
+    sampled: np.ndarray | None = None,
+    name: str = "images: row",
+) -> tuple[np.ndarray, bool]:
+    """Return which tokens the features of pictures replace, bool `[N, L]`, and whether they are all placeholders.
 
-    ids: tokens of the rows, padded, int64 `[N, L]`. mask: which of them are the rows' own, bool `[N, L]`. name: what
-    the rows are called in the error.
+    A policy can sample a placeholder, which then stands for itself like any other token. ids: tokens of the rows,
+    padded, int64 `[N, L]`. mask: which of them are the rows' own, bool `[N, L]`. sampled: which of them the policy
+    sampled, bool `[N, L]`; a row without any may have more placeholders, after those of its pictures. None if no row
+    may have more. name: what the rows are called in errors. Raises ValueError if a row has another number of
+    placeholders than its pictures have features.
     """
-    found = ((ids == placeholder_id(model)) & mask).sum(axis=1)
-    rows = np.repeat(np.arange(len(ids)), pictures.counts)
+    holders = (ids == placeholder_id(model)) & mask
+    places = holders if sampled is None else holders & ~sampled
+    found, rows = places.sum(axis=1), np.repeat(np.arange(len(ids)), pictures.counts)
     wanted = np.bincount(rows, weights=pictures.num_tokens[pictures.index], minlength=len(ids)).astype(np.int64)
-    wrong = np.flatnonzero(found != wanted)
+    more = np.zeros(len(ids), np.bool_) if sampled is None else ~sampled.any(axis=1)
+    wrong = np.flatnonzero((found < wanted) | (found > wanted) & ~more)
     if len(wrong):
         row = int(wrong[0])
         raise ValueError(
             f"{name} {row} has {found[row]} placeholders of pictures, expected {wanted[row]}, the number of features "
             f"of its {pictures.counts[row]} pictures"
         )
+    places = places & (places.cumsum(axis=1) <= wanted[:, None])
+    return places, bool((places == holders).all())
 
 
-def picture_positions(model: Any, ids: np.ndarray, mask: np.ndarray, pictures: Pictures) -> torch.Tensor | None:
+def picture_positions(
+    model: Any, ids: np.ndarray, mask: np.ndarray, pictures: Pictures, places: np.ndarray
+) -> torch.Tensor | None:
     """Return the positions of tokens in time, height and width, int64 `[3, N, L]` on the CPU.
 
-    They are 0 at padding. None for a model that counts tokens alone. The other arguments are as in
-    `check_placeholders`.
+    They are 0 at padding. None for a model that counts tokens alone. places: as `feature_places` returns them, which
+    has the other arguments, too.
     """
     base = model.base_model
     if not hasattr(base, "get_rope_index"):
@@ -140,7 +158,7 @@ def picture_positions(model: Any, ids: np.ndarray, mask: np.ndarray, pictures: P
     kept[~mask.any(axis=1), 0] = True  # The model's code needs a token in each row.
     positions, _ = base.get_rope_index(
         torch.from_numpy(ids),
-        mm_token_type_ids=torch.from_numpy(((ids == placeholder_id(model)) & kept).astype(np.int32)),
+        mm_token_type_ids=torch.from_numpy(places.astype(np.int32)),
         image_grid_thw=pictures.parts[GRIDS].cpu().long()[torch.from_numpy(pictures.index)],
         attention_mask=torch.from_numpy(kept.astype(np.int64)),
     )
@@ -160,25 +178,35 @@ def packed_positions(model: Any, positions: torch.Tensor) -> torch.Tensor:
 def picture_arguments(model: Any, ids: torch.Tensor, pictures: Pictures) -> dict[str, Any]:
     """Run the vision tower, and return the arguments with which the model's forward shows its features in `ids`.
 
-    ids: tokens of all rows in one order of rows with that of `pictures`, int64 `[N, L]` or `[1, S]`, without wrong
-    numbers of placeholders. Raises ValueError if the tower gives another number of features than the pictures declare.
+    ids: tokens of all rows in one order of rows with that of `pictures`, int64 `[N, L]` or `[1, S]`. Raises ValueError
+    if the tower gives another number of features than the pictures declare.
     """
     base = model.base_model
     accepted = inspect.signature(type(base).get_image_features).parameters
     given = {name: part for name, part in pictures.parts.items() if name in accepted}
     output = base.get_image_features(**given, return_dict=True)
-    output.pooler_output = _shown(output.pooler_output, pictures)
+    kind, places = placeholder_id(model), pictures.places
+    others = None  # A sampled placeholder keeps its embedding, and gets nothing in later layers.
+    if places is not None:
+        found = places[ids == kind]
+        others = found, base.get_input_embeddings()(ids.new_tensor([kind]))
+    output.pooler_output = _shown(output.pooler_output, pictures, others)
     if getattr(output, "deepstack_features", None) is not None:  # Qwen3-VL adds some to its first layers, too.
-        output.deepstack_features = [_shown(features, pictures) for features in output.deepstack_features]
+        others = None if others is None else (others[0], torch.zeros_like(others[1]))
+        output.deepstack_features = [_shown(features, pictures, others) for features in output.deepstack_features]
     arguments: dict[str, Any] = {"mm_encoder_outputs": {"image": output}}
     if "token_type_ids" in inspect.signature(type(base).forward).parameters:  # The tokens of a picture see each other.
-        arguments["token_type_ids"] = (ids == placeholder_id(model)).long()
+        arguments["token_type_ids"] = (ids == kind if places is None else places).long()
     return arguments
 
 
-def _shown(features: Any, pictures: Pictures) -> Any:
+def _shown(features: Any, pictures: Pictures, others: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
     """Return features of distinct pictures as those of every reference. They are a tuple with a tensor for each
-    picture, or one tensor `[pieces, tokens, H]`; the result is of the same kind."""
+    picture, or one tensor `[pieces, tokens, H]`; the result is of the same kind.
+
+    others: which of all placeholders are those of features, bool `[placeholders]`, and the value for those that are
+    not, `[1, H]`; None if all are.
+    """
     alone = isinstance(features, torch.Tensor)
     flat = features.flatten(0, -2) if alone else torch.cat(list(features))
     if len(flat) != pictures.num_tokens.sum():
@@ -188,4 +216,7 @@ def _shown(features: Any, pictures: Pictures) -> Any:
         )
     of_picture = flat.split(pictures.num_tokens.tolist())
     shown = torch.cat([flat[:0], *(of_picture[index] for index in pictures.index)])
+    if others is not None:
+        found, value = others
+        shown = value.to(shown.dtype).expand(len(found), -1).index_put((found.nonzero()[:, 0],), shown)
     return shown if alone else (shown,)

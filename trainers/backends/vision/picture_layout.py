@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....actors.engines.hf.pictures import check_placeholders, picture_positions, read_pictures
+from ....actors.engines.hf.pictures import feature_places, picture_positions, read_pictures
 from ....actors.protocols import MicroBatch
 from ....actors.train.topology import Topology
 from ....codecs.blobs import BlobRows
@@ -40,13 +40,17 @@ def with_pictures(layout: RowLayout, micro: MicroBatch, model: Any, device: torc
     pictures = None if micro.pictures is None else read_pictures(micro.pictures)
     if pictures is None:
         return layout
+    if not len(micro.lengths):  # The rank has no rows, but takes part in the passes of the tower.
+        return replace(layout, pictures=pictures.to(device))
     kept = np.maximum(micro.lengths - 1, 0)  # The layout has no row's last token.
     inside = np.concatenate([np.arange(length) < count for length, count in zip(micro.lengths, kept, strict=True)])
     mask = np.arange(layout.longest) < kept[:, None]
-    ids = np.zeros(mask.shape, np.int64)
+    ids, sampled = np.zeros(mask.shape, np.int64), np.zeros(mask.shape, np.bool_)
     ids[mask] = micro.batch.jagged("input_ids").values.cpu().numpy()[inside]
-    check_placeholders(model, ids, mask, pictures)
-    positions = picture_positions(model, ids, mask, pictures)
+    if "response_mask" in micro.batch:
+        sampled[mask] = micro.batch.jagged("response_mask").values.cpu().numpy()[inside]
+    places, every = feature_places(model, ids, mask, pictures, sampled)
+    positions = picture_positions(model, ids, mask, pictures, places)
     if positions is not None:
         # Packed rows also need the positions in their text, by which the model finds where a row begins.
         text = layout.position_ids
@@ -54,4 +58,7 @@ def with_pictures(layout: RowLayout, micro: MicroBatch, model: Any, device: torc
         positions = positions if text is None else torch.cat([text[None], positions])
     else:
         positions = layout.position_ids
+    if not every:
+        flat = torch.from_numpy(places)
+        pictures = replace(pictures, places=flat if layout.position_ids is None else flat[torch.from_numpy(mask)][None])
     return replace(layout, position_ids=positions, pictures=pictures.to(device))

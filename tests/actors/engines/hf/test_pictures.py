@@ -63,7 +63,7 @@ def test_logprobs_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     logprobs: list[np.ndarray] = []
     for index, completions in enumerate(found):
         for one in completions:
-            if IMAGE in one.token_ids:  # A sampled placeholder has no features.
+            if IMAGE in one.token_ids:  # The row cannot be computed at once with its pictures.
                 continue
             rows.append(replace(shown.rows[index], ids=np.concatenate([prompts[index], one.token_ids])))
             pictures.append(shown.pictures[index])

@@ -122,13 +122,12 @@ def test_an_export_is_the_whole_model(folder: str, name: str, tmp_path: Path) ->
 
 def test_wrong_rows_are_named(folder: str, name: str, tmp_path: Path) -> None:
     shown, backend = shown_rows(name), build(folder)
-    ids = shown.rows[1].ids.copy()
-    ids[-2] = IMAGE  # The policy has sampled a placeholder.
-    sampled = Shown([shown.rows[0], replace(shown.rows[1], ids=ids)], shown.pictures[:2])
-    own = shown.pictures[1][0].num_tokens
+    ids, own = shown.rows[1].ids.copy(), shown.pictures[1][0].num_tokens
+    ids[0] = IMAGE
+    more = Shown([shown.rows[0], replace(shown.rows[1], ids=ids)], shown.pictures[:2])
     said = f"images: row 1 has {own + 1} placeholders of pictures, expected {own}, the number of features"
     with pytest.raises(ValueError, match=said):
-        backend.logprobs([sampled.micro()], 1)
+        backend.logprobs([more.micro()], 1)
     missing = Shown(shown.rows[:2], [shown.pictures[0], []])
     with pytest.raises(ValueError, match=f"images: row 1 has {own} placeholders of pictures, expected 0, the number"):
         backend.logprobs([missing.micro()], 1)
@@ -138,6 +137,22 @@ def test_wrong_rows_are_named(folder: str, name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model.path: got a Qwen3ForCausalLM, expected a model that takes pictures"):
         blind.logprobs([shown.micro()], 1)
     blind.close()
+
+
+@pytest.mark.parametrize("packing", ["none", "packed"])
+def test_a_sampled_placeholder_stands_for_itself(folder: str, name: str, packing: str) -> None:
+    shown, rows = shown_rows(name), []
+    for row, number in zip(shown.rows, (2, 0, 1, 2), strict=True):
+        ids, first = row.ids.copy(), int(row.mask.argmax())
+        ids[first : first + number] = IMAGE
+        rows.append(replace(row, ids=ids))
+    sampled = Shown(rows, shown.pictures)
+    plain, backend = PlainVlm(folder, sampled), build(folder, packing=packing)
+    with torch.no_grad():
+        wanted = torch.cat([plain.decoded(row) for row in rows])
+    found = logprobs_of(backend, sampled.micro(), temperature=TEMPERATURE)
+    backend.close()
+    assert (found - wanted).abs().max() <= LOGPROBS
 
 
 def sums_on(rank: int, world: int, folder: str, name: str, mesh: Topology) -> dict[str, Any]:
@@ -187,3 +202,14 @@ def test_a_step_can_show_no_picture(folder: str, name: str) -> None:
     backend.close()
     changed = {key for key, weight in after.items() if not torch.equal(weight, before[key])}
     assert changed and not any(key.startswith(TOWERS[name]) for key in changed)
+
+
+@pytest.mark.parametrize("packing", ["none", "packed"])
+def test_a_microbatch_without_rows_only_runs_the_tower(folder: str, name: str, packing: str) -> None:
+    """A rank has such microbatches when it has fewer rows than others."""
+    shown, backend = shown_rows(name), build(folder, packing=packing)
+    nothing = shown.micro([], beside=shown.pictures[0])
+    assert [len(column) for column in backend.logprobs([nothing], 1) or []] == [0]
+    alone, both = gradients_of(backend, [shown.micro()]), gradients_of(backend, [shown.micro(), nothing])
+    backend.close()
+    assert alone.keys() == both.keys() and all(torch.equal(alone[key], both[key]) for key in alone)

@@ -149,7 +149,7 @@ class PlainVlm(ReferenceTrainer):
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
         self.model: Any = AutoModelForImageTextToText.from_pretrained(folder, **options).eval()
         self._rows = shown.rows
-        self._pictures = {id(row): own for row, own in zip(shown.rows, shown.pictures, strict=True)}
+        self._pictures = {row.ids.tobytes(): own for row, own in zip(shown.rows, shown.pictures, strict=True)}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the gradient of the summed loss of all rows, by the weights' names."""
@@ -157,8 +157,24 @@ class PlainVlm(ReferenceTrainer):
         return {name: param.grad for name, param in self.model.named_parameters() if param.grad is not None}
 
     def row_logprobs(self, row: Row, temperature: float = 1.3) -> torch.Tensor:
-        ids, own = torch.from_numpy(row.ids).long()[None], self._pictures[id(row)]
-        given: dict[str, Any] = {}
+        ids = torch.from_numpy(row.ids).long()[None]
+        logits = self.model(input_ids=ids, use_cache=False, **self._given(row, ids)).logits[0, :-1] / temperature
+        picked = torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
+        return torch.cat([torch.zeros(1), picked])
+
+    def decoded(self, row: Row, temperature: float = 1.3) -> torch.Tensor:
+        """Return the log-probs of the response as `generate` computes them, token by token, and 0 in the prompt."""
+        self.model.base_model.rope_deltas = None  # Qwen's models would use that of the row before.
+        start, ids = int(row.mask.argmax()), torch.from_numpy(row.ids).long()[None]
+        output = self.model(input_ids=ids[:, :start], use_cache=True, **self._given(row, ids[:, :start]))
+        found = [torch.zeros(start)]
+        for at in range(start, ids.shape[1]):
+            found.append(torch.log_softmax(output.logits[0, -1:] / temperature, -1)[:, ids[0, at]])
+            output = self.model(input_ids=ids[:, at : at + 1], past_key_values=output.past_key_values, use_cache=True)
+        return torch.cat(found)
+
+    def _given(self, row: Row, ids: torch.Tensor) -> dict[str, Any]:
+        own, given = self._pictures[row.ids.tobytes()], dict[str, Any]()
         if own:
             given = {part: torch.cat([one.parts[part] for one in own]) for part in own[0].parts}
             given["pixel_values"] = given["pixel_values"].to(self.model.dtype)
@@ -166,6 +182,4 @@ class PlainVlm(ReferenceTrainer):
                 given["mm_token_type_ids"] = (ids == IMAGE).int()
             elif self.model.config.model_type == "gemma3":
                 given["token_type_ids"] = (ids == IMAGE).int()
-        logits = self.model(input_ids=ids, use_cache=False, **given).logits[0, :-1] / temperature
-        picked = torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
-        return torch.cat([torch.zeros(1), picked])
+        return given
