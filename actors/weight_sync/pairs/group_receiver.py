@@ -102,29 +102,38 @@ class GroupReceiver(PlanReceiver):
 
     def _meet(self, update: WeightUpdate, rank: int, deadline: Deadline) -> None:
         """Connect to all senders, and join their group, unless this process is in it already."""
-        meeting, addresses = Meeting.of(update), update.location.split(";")[1:]
+        meeting = Meeting.of(update)
         assert meeting is not None
         if meeting.backend == "nccl" and self.device.type != "cuda":
             raise deadline.error(f"the senders' weights are on GPUs, this engine's on {self.device}")
-        hello = Hello(number_of(update), rank + 1, "" if self._group is None else self._group.name)
-        for number in range(len(addresses)):
-            with self._reaching(update, number, deadline) as (name, host, [port, *_]):
-                link = Link.connect(host, int(port), self._key, max(deadline.left_s, 1e-3))
-                self._senders.append(_Sender(name, link))
-                link.send(hello)
-        names = {self._next(sender, "start", "waiting for the start", deadline).text for sender in self._senders}
-        if len(names) > 1:  # One of them has left the last group; the next update makes a new one.
-            raise deadline.error("the senders are not in the same process group")
-        [name] = names
+        name = self._greet(update, Hello(number_of(update), rank + 1, self._name_of_group), deadline)[0].text
         if self._group is not None and self._group.name == name:
             return
         self.leave()
-        world = len(addresses) + sum(group.num_workers for group in update.receivers)
-        place = len(addresses) + rank, len(addresses), world
+        num_senders = len(self._senders)
+        world = num_senders + sum(group.num_workers for group in update.receivers)
+        place = num_senders + rank, num_senders, world
         device = self.device if meeting.backend == "nccl" else torch.device("cpu")
         look = functools.partial(self._look, deadline, "making the group")
         local_host = self._senders[0].link.local_host
         self._group = join(meeting, self._key, name, place, local_host, device, deadline, look)
+
+    @property
+    def _name_of_group(self) -> str:
+        return "" if self._group is None else self._group.name
+
+    def _greet(self, update: WeightUpdate, hello: Hello, deadline: Deadline) -> list[Note]:
+        """Connect to all senders. Returns their first messages, which name the same group."""
+        for number in range(update.location.count(";")):
+            with self._reaching(update, number, deadline) as (name, host, [port, *_]):
+                link = Link.connect(host, int(port), self._key, max(deadline.left_s, 1e-3))
+                self._senders.append(_Sender(name, link))
+                link.send(hello)
+        starts = [self._next(sender, "start", "waiting for the start", deadline) for sender in self._senders]
+        if len({start.text for start in starts}) > 1:
+            # One of them has left the last group; the next update makes a new one.
+            raise deadline.error("the senders are not in the same process group")
+        return starts
 
     def _take(
         self, plan: TransferPlan, rank: int, tensors: Mapping[str, torch.Tensor], arrived: Callable[[Bucket], None],
@@ -133,14 +142,15 @@ class GroupReceiver(PlanReceiver):
         """Take and unpack all rounds. Returns the buckets of each sender with their digests."""
         group, buckets = self._group, plan.taking(rank)
         assert group is not None
-        rounds, memory = in_rounds(plan, buckets), group.buffers(buckets)
+        rounds = in_rounds(plan, buckets)
+        memory = group.buffers(max((bucket.nbytes for bucket in buckets), default=0))
         running: deque[tuple[list[torch.Tensor], Exchange]] = deque()
 
         def begin(number: int) -> None:
             part = rounds[number]
             payloads = [memory[number % 2 * WIDTH + slot][: bucket.nbytes] for slot, bucket in enumerate(part)]
             parts = [(one, bucket.sender, bucket.number) for one, bucket in zip(payloads, part, strict=True)]
-            running.append((payloads, group.exchange("recv", parts)))
+            running.append((payloads, group.exchange((), parts)))
 
         for number in range(min(2, len(rounds))):
             begin(number)
@@ -202,7 +212,10 @@ class GroupReceiver(PlanReceiver):
 
     def _tell(self, note: Note, deadline: Deadline) -> None:
         for sender in self._senders:
-            try:
-                sender.link.send(note)
-            except OSError as error:
-                raise deadline.error(f"{sender.name} is lost: {error}") from error
+            self._tell_one(sender, note, deadline)
+
+    def _tell_one(self, sender: _Sender, note: Note, deadline: Deadline) -> None:
+        try:
+            sender.link.send(note)
+        except OSError as error:
+            raise deadline.error(f"{sender.name} is lost: {error}") from error

@@ -50,7 +50,7 @@ class GroupSender(RankSender):
         self._tracker = tracker = ReceiverTracker(self._number, update.receivers, self._links, self._timeout_s)
         look = functools.partial(self._look, tracker, deadline)
         try:
-            self._meet(update, rank, tracker, deadline)
+            self._meet(update, plan, rank, tracker, deadline)
             for receiver, digests in self._stream(plan, rank, tensors, tracker, deadline).items():
                 tracker.tell(Note("end", data=digests), receiver + 1)
             deadline.wait(lambda: look(None) or tracker.over, lambda: self._blame(tracker, "not confirmed"))
@@ -65,6 +65,7 @@ class GroupSender(RankSender):
             self._tracker = None
             tracker.close()
         self.needs = {rank - 1: data for rank, data in tracker.needs.items()}
+        self.hosts = {rank - 1: host for rank, host in tracker.hosts.items()}
         return int(plan.bytes_sent[rank])
 
     def close(self) -> None:
@@ -75,7 +76,9 @@ class GroupSender(RankSender):
 
     # ---------------- These methods are private.
 
-    def _meet(self, update: WeightUpdate, rank: int, tracker: ReceiverTracker, deadline: Deadline) -> None:
+    def _meet(
+        self, update: WeightUpdate, plan: TransferPlan, rank: int, tracker: ReceiverTracker, deadline: Deadline
+    ) -> None:
         """Wait until all receivers have connected, and make the group, unless all are still in the last one."""
         look, meeting = functools.partial(self._look, tracker, deadline), Meeting.of(update)
         assert meeting is not None
@@ -86,17 +89,24 @@ class GroupSender(RankSender):
         old = None if self._group is None else self._group.name
         kept = self._members == update.receivers and {old} == {*tracker.groups.values()}
         name = old if kept and old else f"group-{meeting.port}-{self._number}"
-        tracker.tell(Note("start", name))
+        self._tell_start(name, update, plan, rank, tracker, deadline)
         if name == old:
             return
         self._leave()
         num_senders = update.location.count(";")
         if self._rendezvous is not None and old:
             self._rendezvous.clear(f"{old}/")
-        place = rank, num_senders, num_senders + others
+        place = rank, num_senders, num_senders + (0 if meeting.only_senders else others)
         what = functools.partial(look, "making the group")
         self._group = join(meeting, self._key, name, place, self._host, self._device, deadline, what)
         self._members = update.receivers
+
+    def _tell_start(
+        self, name: str, update: WeightUpdate, plan: TransferPlan, rank: int, tracker: ReceiverTracker,
+        deadline: Deadline,
+    ) -> None:  # fmt: skip
+        """Tell all receivers the name of the group in which the update is sent."""
+        tracker.tell(Note("start", name))
 
     def _stream(
         self, plan: TransferPlan, rank: int, tensors: Mapping[str, torch.Tensor], tracker: ReceiverTracker,
@@ -106,7 +116,7 @@ class GroupSender(RankSender):
         group, what = self._group, "not taken"
         assert group is not None
         buckets = plan.sending(rank)
-        memory = group.buffers(buckets)
+        memory = group.buffers(max((bucket.nbytes for bucket in buckets), default=0))
         running: list[Exchange | None] = [None, None]
         late = functools.partial(self._blame, tracker, what)
         done = functools.partial(finish, deadline=deadline, look=lambda: self._look(tracker, deadline, what), late=late)
@@ -117,7 +127,7 @@ class GroupSender(RankSender):
             for bucket, payload in zip(part, payloads, strict=True):
                 pack(bucket, tensors, payload)
             to = [(group.num_senders + bucket.receiver, bucket.number) for bucket in part]
-            running[number % 2] = group.exchange("send", [(one, *at) for one, at in zip(payloads, to, strict=True)])
+            running[number % 2] = group.exchange([(one, *at) for one, at in zip(payloads, to, strict=True)], ())
             for bucket, payload in zip(part, payloads, strict=True):  # While it travels.
                 found[bucket.receiver].append(device_digest(payload))
             self.num_moves += 1

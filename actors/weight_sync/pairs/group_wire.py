@@ -1,7 +1,7 @@
-"""`PairGroup` is a process group of all trainer ranks and engine workers, in which pairs exchange buckets in rounds.
+"""`PairGroup` is a process group of trainer ranks and engine workers, in which pairs exchange buckets in rounds.
 
-    ranks     senders 0 .. S - 1, receivers S .. S + R - 1
-    rounds    a process sends, or takes, at most WIDTH buckets in a round; two of its rounds are under way at a time
+    ranks     senders 0 .. S - 1, receivers S .. S + R - 1; only senders if engines are on the senders' GPUs
+    rounds    a process sends at most WIDTH buckets in a round, and takes as many; two rounds are under way at a time
 
 NCCL carries the buckets between GPUs, gloo between CPUs. All processes take the buckets in the plan's order, and NCCL
 moves a round's buckets at the same time, so that no processes wait for each other in a circle.
@@ -13,11 +13,11 @@ import itertools
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -44,74 +44,101 @@ class Meeting:
     port: int
     backend: str
     """`nccl` or `gloo`."""
+    only_senders: bool
+    """True if the group has no receivers: each sender hands buckets to the engine workers on its own GPU."""
 
     @staticmethod
     def of(update: WeightUpdate) -> Meeting | None:
         """Return the place that an update's announcement names; None if its payloads go over TCP."""
         host, _, *rest = update.location.split(";")[1].split("|")
-        return Meeting(host, int(rest[0]), rest[1]) if rest[1:] else None
+        return Meeting(host, int(rest[0]), rest[1], bool(rest[2:])) if rest[1:] else None
 
 
 def in_rounds(plan: TransferPlan, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
     """Return the buckets of one process in rounds. A round of the process has the same buckets in the others' plans."""
-    rounds: list[int] = []
-    # The last round of each process, and the number of its buckets in it.
-    at: dict[int, list[int]] = defaultdict(lambda: [0, 0])
-    for sender, receiver in zip(plan.buckets.sender.tolist(), plan.buckets.receiver.tolist(), strict=True):
-        both = at[sender], at[-1 - receiver]
-        number = max(last + (num == WIDTH) for last, num in both)
-        for one in both:
-            one[:] = number, one[1] + 1 if one[0] == number else 1
-        rounds.append(number)
+    ends = zip(plan.buckets.sender.tolist(), (-1 - plan.buckets.receiver).tolist(), strict=True)
+    rounds = rounds_of(ends)
     return [list(part) for _, part in itertools.groupby(buckets, lambda bucket: rounds[bucket.number])]
 
 
+def rounds_of(buckets: Iterable[Collection[Hashable]]) -> list[int]:
+    """Return the round of each bucket. buckets: for each bucket, in the plan's order, the ends that are busy with it;
+    an end has at most WIDTH buckets in a round."""
+    rounds: list[int] = []
+    # The last round of each end, and the number of its buckets in it.
+    at: dict[Hashable, list[int]] = defaultdict(lambda: [0, 0])
+    for ends in buckets:
+        busy = [at[end] for end in ends]
+        number = max(last + (num == WIDTH) for last, num in busy)
+        for one in busy:
+            one[:] = number, one[1] + 1 if one[0] == number else 1
+        rounds.append(number)
+    return rounds
+
+
 class PairGroup(Group):
-    """This process's membership in the group, and its buffers. A process only sends or only receives."""
+    """This process's membership in the group, and its buffers."""
 
     num_senders = 0
     _kept: Sequence[torch.Tensor] = ()
     _words: Sequence[Part] = ()
 
-    def buffers(self, buckets: Sequence[Bucket]) -> Sequence[torch.Tensor]:
-        """Return SLOTS buffers, each with room for any of `buckets`. They are kept from update to update."""
-        nbytes = max((bucket.nbytes for bucket in buckets), default=0)
+    def __init__(
+        self, store: RendezvousStore, name: str, rank: int, world: int, *, host: str, device: torch.device,
+        timeout_s: float,
+    ) -> None:  # fmt: skip
+        if world > 1:
+            super().__init__(store, name, rank, world, host=host, device=device, timeout_s=timeout_s)
+        else:  # The only member exchanges nothing.
+            self.name, self.device, self._backend, self._store = name, device, None, store
+            store.close()
+
+    def buffers(self, nbytes: int) -> Sequence[torch.Tensor]:
+        """Return SLOTS buffers of at least `nbytes` bytes each. They are kept from update to update."""
         if not self._kept or len(self._kept[0]) < nbytes:
             self._kept = ()
             self._kept = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
         return self._kept
 
-    def exchange(self, way: Literal["send", "recv"], parts: Sequence[Part]) -> Exchange:
-        """Start to send, or to receive, all `parts` at the same time. On a GPU this runs after the work that is queued
+    def exchange(self, sends: Sequence[Part], takes: Sequence[Part]) -> Exchange:
+        """Start to send and to receive all of these at the same time. On a GPU this runs after the work that is queued
         on the current CUDA stream."""
+        parts = [*sends, *takes]
         try:
             if self.device.type != "cuda":
-                return _Exchange(self._start(way, parts), parts)
-            event = torch.cuda.Event()
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+                return _Exchange(self._start(sends, takes), parts)
+            event, current = torch.cuda.Event(), torch.cuda.current_stream(self.device)
+            if not parts:
+                event.record(current)
+                return Broadcast(None, event, parts)
+            self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 self._backend._start_coalescing()
-                self._start(way, parts)
+                self._start(sends, takes)
                 work = self._backend._end_coalescing()
                 work.wait()  # This makes the current stream wait for NCCL's stream, and does not block the thread.
                 event.record(self._stream)
-            return Broadcast(work, event, parts[0][0])
+            return Broadcast(work, event, parts)
         except RuntimeError as error:  # The exchange fails, as if the other member were lost a moment later.
             return _Exchange([], parts, error)
 
-    def _start(self, way: Literal["send", "recv"], parts: Sequence[Part]) -> list[Any]:
-        start: Callable[..., Any] = self._backend.send if way == "send" else self._backend.recv
-        return [start([buffer], peer, number) for buffer, peer, number in parts]
+    def _start(self, sends: Sequence[Part], takes: Sequence[Part]) -> list[Any]:
+        started = [self._backend.send([buffer], peer, number) for buffer, peer, number in sends]
+        return [*started, *(self._backend.recv([buffer], peer, number) for buffer, peer, number in takes)]
 
     def connect(self, rank: int, num_senders: int, world: int, timeout_s: float) -> None:
-        """Exchange a word between every sender and every receiver. NCCL makes a connection in the first exchange of a
-        pair, for which it would block the thread that sends a version. The call is collective and blocks."""
+        """Exchange a word between all pairs of members that can have buckets. NCCL makes a connection in the first
+        exchange of a pair, for which it would block the thread that sends a version. The call is collective and
+        blocks."""
         self.num_senders = num_senders
-        sends = rank < num_senders
-        peers = range(num_senders, world) if sends else range(num_senders)
-        words = [(torch.zeros(8, dtype=torch.uint8, device=self.device), peer, 0) for peer in peers]
-        self._words = words  # They must outlive the exchange, also if this call fails.
-        running, until = self.exchange("send" if sends else "recv", words), time.monotonic() + timeout_s
+        if world == num_senders:
+            to = by = [peer for peer in range(world) if peer != rank]
+        else:
+            sends = rank < num_senders
+            to, by = (range(num_senders, world), ()) if sends else ((), range(num_senders))
+        words = [[(torch.zeros(8, dtype=torch.uint8, device=self.device), peer, 0) for peer in some] for some in (to, by)]
+        self._words = [*words[0], *words[1]]  # They must outlive the exchange, also if this call fails.
+        running, until = self.exchange(*words), time.monotonic() + timeout_s
         while not running.ended(_SLICE_S):
             if time.monotonic() > until:
                 raise RuntimeError("not all pairs of members have connected")
@@ -126,6 +153,9 @@ class _Exchange:
         self._ended: Future[None] = Future()
         if error is not None:
             self._ended.set_exception(error)
+            return
+        if not works:
+            self._ended.set_result(None)
             return
         threading.Thread(target=self._wait, args=(works,), daemon=True, name="headrace-exchange").start()
 

@@ -86,6 +86,8 @@ class PlanReceiver:
         self._key = key
         self.needs = b""
         """Regions that this receiver needs of later versions, as `encode_regions` returns them; empty for all."""
+        self.place = ""
+        """Space in which this receiver reads memory of others: its host, or its GPU; "" if it reads none."""
         self._deadline: Deadline | None = None
 
     def stop(self) -> None:
@@ -111,8 +113,7 @@ class PairReceiver(PlanReceiver):
     def __init__(self, engine: str, worker: int, key: bytes) -> None:
         """key: the run's key, which the senders must know."""
         super().__init__(engine, worker, key)
-        self.host = host_name()
-        """Space in which this receiver shares memory; "" once it was not able to read another's memory."""
+        self.place = host_name()  # It becomes "" once this receiver was not able to read another's memory.
         self._memory: SlotMemory | None = None
         self.base: Mapping[str, torch.Tensor] | None = None
         """Tensors of the base of the next update, like those that are received; None to be sent everything."""
@@ -193,7 +194,7 @@ class PairReceiver(PlanReceiver):
             link = Link.connect(host, int(port), self._key, max(deadline.left_s, 1e-3))
             try:
                 base = "" if self.base is None else str(update.base)
-                link.send(Hello(number, rank + 1, base, self.host))
+                link.send(Hello(number, rank + 1, base, self.place))
                 pair = number, rank + 1
                 connection = connect_payloads(host, int(payload_port), self._key, pair, max(deadline.left_s, 1e-3))
             except OSError:
@@ -288,7 +289,7 @@ class PairReceiver(PlanReceiver):
         except LostOwner as error:
             raise deadline.error(f"{name}: {error}") from error
         except OSError as error:
-            self.host = ""  # From the next update on, this receiver gets its own copy.
+            self.place = ""  # From the next update on, this receiver gets its own copy.
             raise self._damaged(name, f"its memory cannot be read: {error}", deadline) from error
 
     def _verify(self, frame: BucketFrame, payload: torch.Tensor, of: str, deadline: Deadline) -> None:

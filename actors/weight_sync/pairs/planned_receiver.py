@@ -24,6 +24,7 @@ from ..transports.protocol import BucketFrame, Deadline, WeightUpdate, worker_na
 from ..views import BucketViews
 from .group_receiver import GroupReceiver
 from .group_wire import Meeting
+from .neighbour_receiver import NeighbourReceiver
 from .pair_receiver import PairReceiver
 
 _SLICE_S = 0.05
@@ -48,6 +49,7 @@ class PlannedReceiver(Receiver):
         super().__init__(engine, worker)
         self._pairs = PairReceiver(engine, worker, key)
         self._group = GroupReceiver(engine, worker, key, device)
+        self._neighbour = NeighbourReceiver(engine, worker, key, device)
         self._needs, self._kept = needs, kept
         self._turn = threading.Lock()
         """Held while an update is received, because one that was dropped can take a while to end."""
@@ -57,10 +59,10 @@ class PlannedReceiver(Receiver):
             arguments, plan = read_arguments(update.plan)
         except ValueError as error:
             raise deadline.error(str(error)) from error
-        host = arguments.receivers[rank].host
-        if host not in (self._pairs.host, worker_name(self.engine, self.worker)):
+        host, meeting = arguments.receivers[rank].host, Meeting.of(update)
+        source = self._pairs if meeting is None else self._neighbour if meeting.only_senders else self._group
+        if host not in (source.place, worker_name(self.engine, self.worker)):
             raise deadline.error("this worker is on another host than in the version before, which the plan is for")
-        source = self._pairs if Meeting.of(update) is None else self._group
         source.needs = encode_regions(self._needs())
         layout = plan_buckets(arguments.specs, arguments.bucket_bytes)
         kept = None if update.base is None else self._kept(update.base, layout)
@@ -71,6 +73,7 @@ class PlannedReceiver(Receiver):
         """Free what is kept between updates. Idempotent."""
         self._pairs.close()
         self._group.leave()
+        self._neighbour.close()
 
 
 class PlannedStream(Stream):

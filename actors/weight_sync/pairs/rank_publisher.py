@@ -25,6 +25,7 @@ from ..plan.weight_reads import decode_regions
 from ..stream import SendReport
 from ..transports.protocol import ReceiverGroup, WeightUpdate, worker_names
 from .group_sender import GroupSender
+from .neighbour_sender import NeighbourSender
 from .pair_sender import KIND, SLOTS, PairSender, location_of, number_of
 from .sent_parts import SentParts
 from .shared_slots import host_name
@@ -45,6 +46,8 @@ class RankPublisher:
         regions: Sequence[Sequence[Region]],
         group: torch.device | None = None,
         adapter: AdapterSpec | None = None,
+        *,
+        shares_gpus: bool = False,
     ) -> None:
         """Listen on `host` for receivers. key: the run's key. bucket_bytes: memory for buckets in transit, a multiple
         of ALIGN. specs: dtype and shape of all weights. regions: what each rank has of them, by rank. group: device of
@@ -52,18 +55,18 @@ class RankPublisher:
         weights make up; None if they are those of the model. Raises OSError when listening fails."""
         self._rank, self._sync, self._bucket_bytes, self._adapter = rank, sync, bucket_bytes, adapter
         self._specs, self._regions = specs, regions
+        of_group = NeighbourSender if shares_gpus else GroupSender
         self._sender: PairSender | GroupSender = (
-            PairSender(host, key, sync.timeout_s)
-            if group is None
-            else GroupSender(rank, host, key, sync.timeout_s, group)
+            PairSender(host, key, sync.timeout_s) if group is None else of_group(rank, host, key, sync.timeout_s, group)
         )
         self.addresses = [self._sender.address]
         """Addresses at which receivers reach the ranks, by rank."""
-        self.hosts = [host_name()] * len(regions)
-        """Host of each rank."""
+        self._place = self._sender.place if isinstance(self._sender, NeighbourSender) else host_name()
+        self.hosts = [self._place] * len(regions)
+        """Host of each rank; its GPU, too, if engines are on the ranks' GPUs."""
         self._number = 0
         self._places: dict[str, str] = {}
-        """Host that engines' workers have named, by worker. Other workers take a copy of their own."""
+        """Host, or GPU, that engines' workers have named, by worker. Other workers take a copy of their own."""
         self._sent = SentParts(sync.timeout_s) if sync.delta and group is None else None
         """Keeps what this rank has sent; None if versions are always sent whole."""
         self._needs: dict[str, tuple[Region, ...]] = {}
@@ -75,7 +78,7 @@ class RankPublisher:
         """Exchange the ranks' addresses and hosts. Collective over the default process group; not needed for one
         rank."""
         found: list[tuple[str, str]] = [("", "")] * len(self._regions)
-        dist.all_gather_object(found, (self._sender.address, host_name()))
+        dist.all_gather_object(found, (self._sender.address, self._place))
         self.addresses, self.hosts = [address for address, _ in found], [host for _, host in found]
 
     @property
@@ -93,7 +96,7 @@ class RankPublisher:
         senders = tuple(Party(host, tuple(some)) for host, some in zip(self.hosts, self._regions, strict=True))
         whole = tuple(region for name, (_, shape) in self._specs.items() for region in held(name, shape))
         workers = worker_names(receivers)
-        parties = tuple(Party(self._places.get(one) or one, self._needs.get(one, whole)) for one in workers)
+        parties = tuple(Party(self._site(one, workers), self._needs.get(one, whole)) for one in workers)
         limit = max(self._bucket_bytes // SLOTS, ALIGN) // ALIGN * ALIGN
         plan = PlanArguments.of(self._specs, senders, parties, limit).message
         num_bytes = plan_buckets(self._specs, self._bucket_bytes).num_bytes
@@ -101,6 +104,13 @@ class RankPublisher:
         known = self._sent is not None and self._sent.holds(base, read_arguments(plan)[1])
         kept, adapter, groups = base if known else None, self._adapter, tuple(receivers)
         return WeightUpdate(version, kept, KIND, location, num_bytes, groups, timeout_s, adapter, plan)
+
+    def _site(self, worker: str, workers: Sequence[str]) -> str:
+        """Return where a worker is for the plan: the same for workers that read each other's memory."""
+        place = self._places.get(worker)
+        if not place or isinstance(self._sender, PairSender):
+            return place or worker
+        return worker if [self._places.get(one) for one in workers].count(place) > 1 else place
 
     def send(self, update: WeightUpdate, read: Callable[[str], torch.Tensor]) -> SendReport:
         """Send this rank's part of the version, and wait until the receivers have all parts.

@@ -67,7 +67,7 @@ class SlotMemory:
         self.descriptor = os.memfd_create("headrace-buckets", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
         os.truncate(self.descriptor, SLOTS * round_up(max(nbytes, 1), mmap.PAGESIZE))
-        self.slots = _map(self.descriptor)
+        self.slots = map_slots(self.descriptor)
 
 
 class SharedSlots:
@@ -335,7 +335,8 @@ def _is_own(connection: socket.socket) -> bool:
     return _CREDENTIALS.unpack(told)[1] == os.getuid()
 
 
-def _map(descriptor: int) -> list[torch.Tensor]:
+def map_slots(descriptor: int) -> list[torch.Tensor]:
+    """Return the slots of the `SlotMemory` that `descriptor` has open."""
     return [*torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8).chunk(SLOTS)]
 
 
@@ -343,6 +344,6 @@ def _map_handed(handed: tuple[bytes, list[int], int, Any]) -> list[torch.Tensor]
     if not handed[1]:
         raise LostOwner("it is lost")
     try:
-        return _map(handed[1][0])
+        return map_slots(handed[1][0])
     finally:
         os.close(handed[1][0])

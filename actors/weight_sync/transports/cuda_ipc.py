@@ -121,8 +121,8 @@ class CudaIpcSender(IpcSenderBase):
             self._ring = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(RING)]
             room = max(_DIGESTS, len(update.plan.sizes))
             self._digests = torch.zeros(room, dtype=torch.int64, device=self._device)
-            self._handles = tuple(_export(one) for one in (*self._ring, self._digests.view(torch.uint8)))
-            self._gpu_uuid = _gpu_uuid(self._device)
+            self._handles = tuple(export_buffer(one) for one in (*self._ring, self._digests.view(torch.uint8)))
+            self._gpu_uuid = gpu_uuid(self._device)
         self._last = [None for _ in range(RING)]
         self._num_payloads = 0
         if self._status is not None:
@@ -327,7 +327,7 @@ class RingCache:
             )
         if handles != self._handles:
             self._forget()
-            self.gpu_uuid = _gpu_uuid(self._device)
+            self.gpu_uuid = gpu_uuid(self._device)
             try:
                 self._ring = [_import(handle, self._device) for handle in handles]
             except RuntimeError as error:
@@ -355,11 +355,13 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-def _gpu_uuid(device: torch.device) -> str:
+def gpu_uuid(device: torch.device) -> str:
+    """Return the UUID of a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _export(buffer: torch.Tensor) -> bytes:
+def export_buffer(buffer: torch.Tensor) -> bytes:
+    """Return what another process of the host needs to open a GPU buffer."""
     _, handle, nbytes, offset, counter, counter_offset, event, sync = buffer.untyped_storage()._share_cuda_()
     return messages.encode(_Handle(handle, nbytes, offset, counter, counter_offset, event, sync))
 

@@ -107,10 +107,11 @@ class Group:
 class Broadcast:
     """A broadcast that has been started and may still be in progress."""
 
-    def __init__(self, work: Any, event: torch.cuda.Event | None, buffer: torch.Tensor) -> None:
+    def __init__(self, work: Any, event: torch.cuda.Event | None, buffer: object) -> None:
+        """buffer: what must outlive the operation."""
         self._work = work
         self._event = event
-        self._buffer = buffer  # The buffer must outlive the operation.
+        self._buffer = buffer
 
     def ended(self, wait_s: float) -> bool:
         """Wait at most `wait_s` seconds, and return whether the broadcast has ended. Raises RuntimeError when it

@@ -1,4 +1,5 @@
 """Experts change their layout from trainers to engines and back by the plan, in real processes and one process group.
+The engine's workers are on GPUs of their own, or on the trainers'.
 
 No process has more than its buffers and the largest slice beside what it sends or takes, which is measured.
 """
@@ -17,6 +18,8 @@ import torch
 
 from headrace.actors.weight_sync.pairs.group_receiver import GroupReceiver
 from headrace.actors.weight_sync.pairs.group_sender import GroupSender
+from headrace.actors.weight_sync.pairs.neighbour_receiver import NeighbourReceiver
+from headrace.actors.weight_sync.pairs.neighbour_sender import NeighbourSender
 from headrace.actors.weight_sync.pairs.pair_sender import KIND, SLOTS, location_of
 from headrace.actors.weight_sync.plan.arguments import PlanArguments, read_arguments
 from headrace.actors.weight_sync.plan.layouts import expert_boxes, gated_experts, held
@@ -104,7 +107,23 @@ class Memory:
         return (torch.cuda.max_memory_allocated() if self._gpu else self._resident("VmHWM")) - self._before
 
 
-def serve(pipe: Connection, trainer: bool, num: int, rank: int, key: bytes, device_name: str) -> None:
+def open_end(trainer: bool, rank: int, key: bytes, device: torch.device, shared: bool) -> Any:
+    """The sender of a rank, or the receiver of a worker. shared: whether both are on the same GPU."""
+    gpu = "" if device.type == "cuda" else f"gpu {rank}"
+    if trainer:
+        own = (rank, "127.0.0.1", key, WAIT_S, device)
+        return NeighbourSender(*own, gpu) if shared else GroupSender(*own)
+    return NeighbourReceiver("engine", rank, key, device, gpu) if shared else GroupReceiver("engine", rank, key, device)
+
+
+def buffers_of(end: Any) -> int:
+    """Bytes of the buffers that an end keeps between updates, apart from what a worker maps."""
+    kept = [] if end._group is None else [*end._group.buffers(0)]
+    slots = getattr(end, "_slots", None)
+    return sum(one.nbytes for one in (*kept, *getattr(slots, "slots", ())))
+
+
+def serve(pipe: Connection, trainer: bool, num: int, rank: int, key: bytes, device_name: str, shared: bool) -> None:
     """Take part in updates until the pipe is closed."""
     torch.set_num_threads(1)
     libc = ctypes.CDLL(None)
@@ -114,13 +133,10 @@ def serve(pipe: Connection, trainer: bool, num: int, rank: int, key: bytes, devi
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with ExitStack() as stack:
+        end = open_end(trainer, rank, key, device, shared)
+        stack.callback(end.close if trainer or shared else end.leave)
         if trainer:
-            end: Any = GroupSender(rank, "127.0.0.1", key, WAIT_S, device)
-            stack.callback(end.close)
             pipe.send(end.address)
-        else:
-            end = GroupReceiver("engine", rank, key, device)
-            stack.callback(end.leave)
         while True:
             try:
                 update, layout = pipe.recv()
@@ -131,7 +147,7 @@ def serve(pipe: Connection, trainer: bool, num: int, rank: int, key: bytes, devi
             if not trainer:
                 expected, tensors = tensors, {name: torch.full_like(one, -1.0) for name, one in tensors.items()}
             _, plan = read_arguments(update.plan)
-            held_before = sum(one.nbytes for one in end._group.buffers(())) if end._group is not None else 0
+            held_before = buffers_of(end)
             memory = Memory(device)
             (end.send if trainer else end.receive)(update, plan, rank, tensors)
             wrong = [
@@ -145,13 +161,13 @@ def serve(pipe: Connection, trainer: bool, num: int, rank: int, key: bytes, devi
 class Fleet:
     """Processes of trainer ranks and of the workers of an engine."""
 
-    def __init__(self, num: int, devices: list[str]) -> None:
+    def __init__(self, num: int, devices: list[str], shared: bool) -> None:
         self._num, self._version, key = num, 0, new_key()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for index, device in enumerate(devices):
             ours, theirs = FORKSERVER.Pipe()
-            task = (theirs, index < num, num, index % num, key, device)
+            task = (theirs, index < num, num, index % num, key, device, shared)
             process = FORKSERVER.Process(target=serve, args=task, daemon=True)
             process.start()
             theirs.close()
@@ -191,17 +207,19 @@ class Fleet:
                 process.join()
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["own gpus", "shared gpus"])
 @pytest.mark.parametrize("gpus", [False, pytest.param(True, marks=pytest.mark.gpu)])
 @pytest.mark.processes
-def test_experts_change_their_layout_byte_for_byte_in_bounded_memory(gpus: bool) -> None:
-    num = torch.cuda.device_count() // 2 if gpus else 4
+def test_experts_change_their_layout_byte_for_byte_in_bounded_memory(gpus: bool, shared: bool) -> None:
+    num = torch.cuda.device_count() // (1 if shared else 2) if gpus else 4
     if gpus and num < 2:
-        pytest.skip("needs four GPUs")
+        pytest.skip("needs two GPUs" if shared else "needs four GPUs")
     num = min(num, 4)
     slice_bytes = WHOLE // num
     limit = 2 * BUCKET + slice_bytes
     assert limit < WHOLE, "a whole weight would be noticed"
-    fleet = Fleet(num, [f"cuda:{index}" if gpus else "cpu" for index in range(2 * num)])
+    numbers = [index % num if shared else index for index in range(2 * num)]
+    fleet = Fleet(num, [f"cuda:{number}" if gpus else "cpu" for number in numbers], shared)
     try:
         fleet.update("ep", "tp")  # The processes then have loaded all code.
         cases = ("ep", "tp"), ("tp", "ep"), ("ep", "ep"), ("single", "tp"), ("tp", "single"), ("single", "ep")

@@ -12,77 +12,10 @@ import pytest
 import torch
 
 from headrace.actors.weight_sync.pairs import group_receiver, group_sender
-from headrace.actors.weight_sync.pairs.group_receiver import GroupReceiver
-from headrace.actors.weight_sync.pairs.group_sender import GroupSender
 from headrace.actors.weight_sync.pairs.group_wire import WIDTH, PairGroup, in_rounds
-from headrace.actors.weight_sync.pairs.pair_sender import KIND, location_of
-from headrace.actors.weight_sync.plan.layouts import held
-from headrace.actors.weight_sync.plan.regions import Party
-from headrace.actors.weight_sync.plan.transfer_plan import Bucket, TransferPlan, plan_transfer
-from headrace.actors.weight_sync.transports.protocol import ReceiverGroup, WeightTransferError, WeightUpdate
-from headrace.dataplane.security.handshake import new_key
-from headrace.tests.actors.weight_sync.pairs.outcomes import outcomes
-
-SPECS = {"w": (torch.float32, (64, 40)), "odd": (torch.bfloat16, (7, 3)), "scalar": (torch.float32, ())}
-SENDERS, ENGINES, TP = 3, 2, 2
-GROUPS = tuple(ReceiverGroup(f"engine-{number}", TP) for number in range(ENGINES))
-KEY, CPU = new_key(), torch.device("cpu")
-Tensors = dict[str, torch.Tensor]
-
-
-def weights(version: int) -> Tensors:
-    generator = torch.Generator().manual_seed(version)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, (dtype, shape) in SPECS.items()}
-
-
-def part(whole: Tensors, axis: int, num: int, index: int) -> Tensors:
-    """Part of each weight; a weight without this axis is not cut."""
-    cut = {name: one.chunk(num, axis) if one.ndim > axis else (one,) * num for name, one in whole.items()}
-    return {name: parts[index].clone() for name, parts in cut.items()}
-
-
-def party(axis: int, num: int, index: int, host: str) -> Party:
-    cuts = {name: [(axis, num, index)] if len(shape) > axis else [] for name, (_, shape) in SPECS.items()}
-    return Party(host, tuple(one for name, (_, shape) in SPECS.items() for one in held(name, shape, cuts[name])))
-
-
-class Members:
-    """Three trainer ranks with the rows of weights, and two engines of two workers with their columns."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self.senders = [GroupSender(rank, "127.0.0.1", KEY, timeout_s, CPU) for rank in range(SENDERS)]
-        self.places = [*itertools.product(range(ENGINES), range(TP))]
-        self.receivers = [GroupReceiver(f"engine-{engine}", worker, KEY, CPU) for engine, worker in self.places]
-        self.plan: TransferPlan = plan_transfer(
-            SPECS,
-            [party(0, SENDERS, rank, f"trainer {rank}") for rank in range(SENDERS)],
-            [party(1, TP, worker, f"{engine} {worker}") for engine, worker in self.places],
-            640,
-        )
-        self.staged = [part(weights(0), 1, TP, worker) for _, worker in self.places]
-        self._number = itertools.count(1)
-
-    def update(self, version: int) -> tuple[list[str], list[str]]:
-        """Bring all workers to a version. Returns how sending and receiving ended, as `outcomes` does."""
-        location = location_of(next(self._number), [sender.address for sender in self.senders])
-        update = WeightUpdate(version, None, KIND, location, 0, GROUPS, self.timeout_s)
-        rows = [part(weights(version), 0, SENDERS, rank) for rank in range(SENDERS)]
-        return outcomes(self.senders, self.receivers, self.plan, update, rows, self.staged)
-
-    def has(self, version: int, rank: int) -> bool:
-        expected = part(weights(version), 1, TP, self.places[rank][1])
-        return all(torch.equal(self.staged[rank][name], one) for name, one in expected.items())
-
-    def expect_whole(self, version: int) -> None:
-        assert self.update(version) == ([""] * SENDERS, [""] * len(self.receivers))
-        assert all(self.has(version, rank) for rank in range(len(self.receivers)))
-
-    @property
-    def groups(self) -> set[str]:
-        """Names of the process groups that the members are in."""
-        return {"" if one._group is None else one._group.name for one in (*self.senders, *self.receivers)}
-
+from headrace.actors.weight_sync.plan.transfer_plan import Bucket, plan_transfer
+from headrace.actors.weight_sync.transports.protocol import WeightTransferError
+from headrace.tests.actors.weight_sync.pairs.group_members import SENDERS, SPECS, TP, Members, Tensors, party
 
 @pytest.fixture
 def members() -> Iterator[Callable[..., Members]]:
@@ -90,13 +23,15 @@ def members() -> Iterator[Callable[..., Members]]:
 
         def build(timeout_s: float = 20.0) -> Members:
             made = Members(timeout_s)
-            for sender in made.senders:
-                stack.callback(sender.close)
-            for receiver in made.receivers:
-                stack.callback(receiver.leave)
+            stack.callback(made.close)
             return made
 
         yield build
+
+
+def groups(members: Members) -> set[str]:
+    """Names of the process groups that the members are in."""
+    return {"" if one._group is None else one._group.name for one in (*members.senders, *members.receivers)}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -135,10 +70,10 @@ def test_versions_arrive_whole_and_the_group_is_kept(members: Callable[..., Memb
     ranks = members()
     assert all(len(in_rounds(ranks.plan, ranks.plan.sending(rank))) > 4 for rank in range(SENDERS))
     ranks.expect_whole(1)
-    [group] = ranks.groups
+    [group] = groups(ranks)
     for version in (2, 5):
         ranks.expect_whole(version)
-    assert ranks.groups == {group} and group
+    assert groups(ranks) == {group} and group
 
 
 def test_a_damaged_bucket_is_told_and_harms_no_other(
@@ -162,10 +97,10 @@ def _stop_at(owner: Any, which: object, stop: Callable[[Any], None], round_: int
     rounds = itertools.count()
     original = PairGroup.exchange
 
-    def exchange(self: PairGroup, way: Any, parts: Any) -> Any:
+    def exchange(self: PairGroup, sends: Any, takes: Any) -> Any:
         if self is owner._group and next(rounds) == round_:
             stop(which)
-        return original(self, way, parts)
+        return original(self, sends, takes)
 
     return exchange
 
@@ -188,7 +123,7 @@ def test_a_lost_receiver_is_named_and_the_next_version_goes_on(
     assert "killed" in got[1] and all(got) and all(sent)
     assert all(one.startswith("engine-0|") and "engine-0 worker 1 is lost" in one for one in sent), sent
     assert all("has ended the update" in got[rank] for rank in (0, 2, 3)), got
-    assert ranks.groups == {""}
+    assert groups(ranks) == {""}
     ranks.expect_whole(3)
 
 
@@ -260,7 +195,7 @@ def test_an_engine_that_has_started_again_gets_a_new_group(members: Callable[...
     ranks = members()
     ranks.expect_whole(1)
     ranks.receivers[0].leave()
-    ranks.receivers[0] = GroupReceiver("engine-0", 0, KEY, CPU)
+    ranks.receivers[0] = ranks.receiver(0)
     ranks.expect_whole(2)
     ranks.senders[1]._leave()  # Only one sender: the receivers see that the senders do not agree.
     sent, got = ranks.update(3)

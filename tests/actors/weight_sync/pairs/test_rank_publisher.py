@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ from headrace.actors.weight_sync.transports.protocol import (
 )
 from headrace.codecs.weights import conversion
 
+Wire = dict[str, Any]
+"""Arguments of `RankPublisher` that choose how buckets travel."""
 KEY = b"k" * 32
 SPECS = {
     "a": (torch.bfloat16, (37, 300)),
@@ -36,7 +39,8 @@ SPECS = {
     "scale": (torch.float32, ()),
 }
 BUCKET_BYTES = 1 << 20
-WIRES = pytest.mark.parametrize("group", [None, torch.device("cpu")], ids=["tcp", "gloo"])
+GROUP: Wire = {"group": torch.device("cpu")}
+WIRES = pytest.mark.parametrize("wire", [{}, GROUP, GROUP | {"shares_gpus": True}], ids=["tcp", "gloo", "shared gpus"])
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -52,7 +56,7 @@ class Ranks:
         num: int,
         engines: Sequence[str],
         timeout_s: float = 20.0,
-        group: torch.device | None = None,
+        wire: Wire | None = None,
         *,
         delta: bool = False,
     ) -> None:
@@ -66,7 +70,8 @@ class Ranks:
             for rank in range(num)
         ]
         self.senders = [
-            RankPublisher(rank, "127.0.0.1", KEY, sync, BUCKET_BYTES, SPECS, self.regions, group) for rank in range(num)
+            RankPublisher(rank, "127.0.0.1", KEY, sync, BUCKET_BYTES, SPECS, self.regions, **wire or {})
+            for rank in range(num)
         ]
         addresses = [sender.addresses[0] for sender in self.senders]
         for sender in self.senders:
@@ -109,9 +114,9 @@ class Ranks:
 
 @contextmanager
 def ranks(
-    num: int, *engines: str, timeout_s: float = 20.0, group: torch.device | None = None, delta: bool = False
+    num: int, *engines: str, timeout_s: float = 20.0, wire: Wire | None = None, delta: bool = False
 ) -> Iterator[Ranks]:
-    made = Ranks(num, engines, timeout_s, group, delta=delta)
+    made = Ranks(num, engines, timeout_s, wire, delta=delta)
     try:
         yield made
     finally:
@@ -131,8 +136,8 @@ def expect_equal(got: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) 
 
 @WIRES
 @pytest.mark.parametrize("num", [1, 3])
-def test_all_ranks_send_what_they_hold_and_versions_follow(num: int, group: torch.device | None) -> None:
-    with ranks(num, "one", "two", group=group) as run:
+def test_all_ranks_send_what_they_hold_and_versions_follow(num: int, wire: Wire) -> None:
+    with ranks(num, "one", "two", wire=wire) as run:
         for version in (1, 2):
             source = weights(version)
             update, sends = run.start(version, source)
@@ -143,14 +148,14 @@ def test_all_ranks_send_what_they_hold_and_versions_follow(num: int, group: torc
                 expect_equal(staged(inbox), source)
                 inbox.committed(version)
             # Before the first version, the ranks do not know that the engines share memory.
-            size = sum(tensor.nbytes for tensor in source.values()) * (2 if group or version == 1 else 1)
+            size = sum(tensor.nbytes for tensor in source.values()) * (2 if wire or version == 1 else 1)
             assert size <= sum(report.bytes_sent for report in reports) < size + 10_000
             assert all(report.num_bytes == update.num_bytes for report in reports)
 
 
 @WIRES
 def test_a_worker_that_has_said_what_it_needs_is_sent_no_more(
-    monkeypatch: pytest.MonkeyPatch, group: torch.device | None
+    monkeypatch: pytest.MonkeyPatch, wire: Wire
 ) -> None:
     """As do the workers of a tensor-parallel engine. After an error, everything is sent, and then less again."""
     numbers = itertools.count()
@@ -161,7 +166,7 @@ def test_a_worker_that_has_said_what_it_needs_is_sent_no_more(
     boxes = {name: tuple((0, size) for size in tensor.shape) for name, tensor in needed.items()}
     needs = tuple(place(name, boxes[name], name, shape) for name, (_, shape) in SPECS.items())
     size, part = (sum(tensor.nbytes for tensor in some.values()) for some in (weights(0), needed))
-    with ranks(2, "one", "two", group=group) as run:
+    with ranks(2, "one", "two", wire=wire) as run:
         run.inboxes[1].needs = needs
 
         def sync(version: int) -> int:
@@ -249,7 +254,7 @@ def test_a_worker_that_has_moved_to_another_host_refuses_a_plan_for_the_old_one(
             [prepared] = run.prepare(update)
             if version == 1:
                 prepared.result(20)
-                run.inboxes[0]._receivers["pairs"]._pairs.host = "another"  # pyright: ignore[reportAttributeAccessIssue]
+                run.inboxes[0]._receivers["pairs"]._pairs.place = "another"  # pyright: ignore[reportAttributeAccessIssue]
                 send.result(20)
             else:
                 with pytest.raises(WeightTransferError, match="another host than in the version before"):
@@ -347,9 +352,9 @@ def test_a_version_that_is_dropped_while_it_arrives_is_not_staged() -> None:
 
 
 @WIRES
-def test_a_stream_that_is_closed_before_it_is_read_takes_nothing(group: torch.device | None) -> None:
+def test_a_stream_that_is_closed_before_it_is_read_takes_nothing(wire: Wire) -> None:
     """Another thread may drop the version at that moment. The sender must not believe that the engine has it."""
-    with ranks(1, "one", group=group) as run:
+    with ranks(1, "one", wire=wire) as run:
         update, [send] = run.start(1, weights(1))
         stream = run.inboxes[0]._receiver(update.kind).open(update)
         stream.close()
@@ -361,9 +366,9 @@ def test_a_stream_that_is_closed_before_it_is_read_takes_nothing(group: torch.de
 
 
 @WIRES
-def test_an_update_does_not_begin_while_the_one_before_is_received(group: torch.device | None) -> None:
+def test_an_update_does_not_begin_while_the_one_before_is_received(wire: Wire) -> None:
     """One that was dropped can hang for a while, for example in a connection to a host that is gone."""
-    with ranks(1, "one", timeout_s=2.0, group=group) as run:
+    with ranks(1, "one", timeout_s=2.0, wire=wire) as run:
         update, [send] = run.start(1, weights(1))
         receiver = run.inboxes[0]._receiver(update.kind)
         assert isinstance(receiver, PlannedReceiver)
