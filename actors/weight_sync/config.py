@@ -17,9 +17,10 @@ class SyncConfig(Section):
     transport: Literal["auto", "collective", "ipc", "pairs", "store", "disk"] = "auto"
     """Transport of the weights. `collective` broadcasts them (NCCL on GPUs, gloo on CPUs). `ipc` shares memory within
     one host. `pairs` gathers nothing: every train rank sends its own part of the weights to all engines at once (NCCL
-    on GPUs, TCP between CPUs). `store` sends them through the data plane's store. `disk` writes safetensors files.
-    `auto` is `ipc` when trainer and engines are on one host. On several hosts it is `collective`, or `store` when they
-    share GPUs, which NCCL cannot do, or with `dataplane.tls`, because gloo and NCCL do not encrypt."""
+    between GPUs, CUDA IPC to engines on the train workers' own GPUs, TCP between CPUs). `store` sends them through the
+    data plane's store. `disk` writes safetensors files. `auto` is `ipc` when trainer and engines are on one host. On
+    several hosts it is `collective`, or `store` when they share GPUs, which NCCL cannot do, or with `dataplane.tls`,
+    because gloo and NCCL do not encrypt."""
     bucket_mib: Count | None = None
     """Size of a bucket in MiB. A bucket is the piece of the weights that is sent and verified at a time; two are in
     flight. Unset: 512 between GPUs with `ipc`, `collective` or `pairs`, except for runs on a pool's GPUs; else 64."""

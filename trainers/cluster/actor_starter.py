@@ -153,7 +153,8 @@ class ActorStarter:
 
     def worker(self, rank: int) -> TrainHandle:
         """Start the train worker of `rank`; returns its handle."""
-        spec = partial(worker_setup, self._config, rank, kind=self.route.kind, device=self._device)
+        own = {"kind": self.route.kind, "device": self._device, "shares_gpus": self.placement.shared}
+        spec = partial(worker_setup, self._config, rank, **own)
         modules, seat = worker_modules(self._config.trainer.backend, self._config.model), self.placement.ranks[rank]
         groups = {"concurrency_groups": CONCURRENCY_GROUPS}
         return self._start(TrainHandle, EarlyTrainActor, (modules,), spec, seat, **groups)

@@ -55,11 +55,18 @@ class WeightRoute:
         whether engines on other hosts may join later. encrypted: whether `dataplane.tls` is set. Raises UserError if
         the transport that `sync` names cannot work between these actors."""
         kind, on_gpus = sync.transport, placement.layout != "cpu"
-        if placement.shared and kind in ("collective", PAIRS):
+        if placement.shared and kind == "collective":
             raise UserError(
                 f"sync.transport: got {kind!r} with GPU {placement.shared_gpus[0]} shared by an engine and a train "
-                "worker, expected 'auto' or 'ipc' (on several hosts 'store'), because NCCL does not allow two "
+                "worker, expected 'auto', 'pairs' or 'ipc' (on several hosts 'store'), because NCCL does not allow two "
                 "processes of one group on a GPU"
+            )
+        far = {seat.host for seat in placement.engines} - {seat.host for seat in placement.ranks}
+        if placement.shared and kind == PAIRS and far:
+            raise UserError(
+                "sync.transport: got 'pairs' with GPUs shared by engines and train workers and an engine on a host "
+                "without a train worker, expected 'auto', because train workers hand weights to the engines of their "
+                "own hosts"
             )
         if kind == "ipc" and on_gpus and not placement.one_host:
             raise UserError(

@@ -35,9 +35,10 @@ from .transport_choice import bucket_mib
 
 
 def worker_setup(
-    config: Config, rank: int, model: str, handle: DataPlaneHandle, *, kind: str, device: str
+    config: Config, rank: int, model: str, handle: DataPlaneHandle, *, kind: str, device: str, shares_gpus: bool
 ) -> WorkerSetup:
-    """Return the settings of train worker `rank`. kind: kind of the weight transport."""
+    """Return the settings of train worker `rank`. kind: kind of the weight transport. shares_gpus: whether engines are
+    on GPUs of train workers."""
     sync, pooled = config.sync, config.pool.address is not None
     folder = sync.dir or os.path.join(config.run.dir or ".", "weights")
     sender = SenderConfig(handle.run_id, sync, folder=folder, data_plane=handle, device=device, key=handle.store.key)
@@ -58,7 +59,7 @@ def worker_setup(
         teachers=teacher_setups(config.distillation, backend, offload=on_gpu),
         top_k=config.distillation.top_k,
         sender=partial(_sender_at, kind, sender),
-        rank_publisher=partial(_rank_publisher, rank, handle, sync, device) if kind == PAIRS else None,
+        rank_publisher=partial(_rank_publisher, rank, handle, sync, device, shares_gpus) if kind == PAIRS else None,
         sync=sync,
         bucket_bytes=bucket_mib(sync, kind, device, pooled=pooled) << 20,
         keep_versions=pooled,
@@ -74,6 +75,7 @@ def _rank_publisher(
     handle: DataPlaneHandle,
     sync: SyncConfig,
     device: str,
+    shares_gpus: bool,
     host: str,
     specs: Specs,
     regions: Sequence[Sequence[Region]],
@@ -81,7 +83,9 @@ def _rank_publisher(
 ) -> RankPublisher:
     bucket_bytes = bucket_mib(sync, PAIRS, device, pooled=False) << 20
     group = None if device == "cpu" else torch.device(device)
-    return RankPublisher(rank, host, handle.store.key, sync, bucket_bytes, specs, regions, group, adapter)
+    return RankPublisher(
+        rank, host, handle.store.key, sync, bucket_bytes, specs, regions, group, adapter, shares_gpus=shares_gpus
+    )
 
 
 def _sender_at(kind: str, config: SenderConfig, host: str) -> WeightSender:

@@ -1,7 +1,7 @@
 """`DeviceSlots` is memory of a train rank from which the engine workers on its GPU, or its host, read buckets.
 
-On a GPU the workers open it by CUDA IPC. On a CPU it is memory without a name (memfd), which they open through /proc. So
-nothing of it is left when the processes have ended, however they end.
+On a GPU the workers open it by CUDA IPC. On a CPU it is memory without a name (memfd), which they open through /proc.
+So nothing of it is left when the processes have ended, however they end.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def place_of(device: torch.device, gpu: str = "") -> str:
 
 
 def neighbours(ranks: Sequence[str], workers: Sequence[str]) -> list[int]:
-    """Return for each worker the train rank that hands it its buckets: one on its own GPU, else one on its host, in
-    both cases one with the fewest workers so far. ranks, workers: place of each, as `place_of` returns it.
+    """Return for each worker the train rank that hands it its buckets.
 
-    Raises ValueError for a worker on a host without a rank.
+    It is one on the worker's own GPU, else one on its host, in both cases the one with the fewest workers so far.
+    ranks, workers: place of each, as `place_of` returns it. Raises ValueError for a worker on a host without a rank.
     """
     chosen: list[int] = []
     served: Counter[int] = Counter()
@@ -77,9 +77,9 @@ class OpenSlots:
     def open(self, message: bytes, deadline: Deadline) -> list[torch.Tensor]:
         """Return the slots that `message` describes. Raises WeightTransferError if they cannot be opened here."""
         if message != self._open[0]:
-            told = messages.decode(message, tuple[bytes, ...])
+            told = messages.decode(message, list[bytes])
             try:
-                found = self._ring.open(told, deadline) if len(told) > 1 else _mapped(told[0].decode())
+                found = self._ring.open(tuple(told), deadline) if len(told) > 1 else _mapped(told[0].decode())
             except OSError as error:
                 raise deadline.error(f"the memory of the train rank on this host cannot be opened: {error}") from error
             self._open = message, found

@@ -136,7 +136,9 @@ class PairGroup(Group):
         else:
             sends = rank < num_senders
             to, by = (range(num_senders, world), ()) if sends else ((), range(num_senders))
-        words = [[(torch.zeros(8, dtype=torch.uint8, device=self.device), peer, 0) for peer in some] for some in (to, by)]
+        words = [
+            [(torch.zeros(8, dtype=torch.uint8, device=self.device), peer, 0) for peer in some] for some in (to, by)
+        ]
         self._words = [*words[0], *words[1]]  # They must outlive the exchange, also if this call fails.
         running, until = self.exchange(*words), time.monotonic() + timeout_s
         while not running.ended(_SLICE_S):

@@ -36,6 +36,8 @@ class NeighbourReceiver(GroupReceiver):
         self._open = OpenSlots(device)
         self._slots: list[torch.Tensor] = []
         self._neighbour = 0
+        self._far = False
+        """True if the neighbour is on another GPU of the host."""
         self._ranks_group = ""
         """Name of the ranks' group in the last version, which this worker has got; "" after an error."""
 
@@ -60,6 +62,7 @@ class NeighbourReceiver(GroupReceiver):
             raise deadline.error(f"{len(told)} ranks hand over buckets to this worker, not one")
         [(self._neighbour, message)] = told
         self._slots = self._open.open(message, deadline)
+        self._far = update.location.split(";")[1 + self._neighbour].split("|")[4] != self.place
         self._ranks_group = starts[0].text
 
     def _take(
@@ -91,6 +94,8 @@ class NeighbourReceiver(GroupReceiver):
             if note.frame is None or (note.frame.bucket, note.frame.nbytes) != (bucket.number, bucket.nbytes):
                 raise Damaged(str(deadline.error(f"{neighbour.name}: got {note.frame}, expected {what}")))
             payload = self._slots[note.number][: bucket.nbytes]
+            if self._far:
+                payload = payload.clone()  # Another GPU's memory would be read twice.
             found[bucket.sender].append((bucket, device_digest(payload)))
             unpack(bucket, payload, tensors)
             queued.append((bucket, _mark(self.device)))

@@ -52,9 +52,7 @@ class NeighbourSender(GroupSender):
     """One of the senders of a version, each with its engine workers beside it. The ranks' group is over NCCL if weights
     are on a GPU, else over gloo."""
 
-    def __init__(
-        self, rank: int, host: str, key: bytes, timeout_s: float, device: torch.device, gpu: str = ""
-    ) -> None:
+    def __init__(self, rank: int, host: str, key: bytes, timeout_s: float, device: torch.device, gpu: str = "") -> None:
         """Listen on `host` for receivers, as `GroupSender` does. gpu: as for `place_of`."""
         super().__init__(rank, host, key, timeout_s, device)
         self.place = place_of(device, gpu)

@@ -17,6 +17,7 @@ from headrace.actors.weight_sync.plan.transfer_plan import Bucket, plan_transfer
 from headrace.actors.weight_sync.transports.protocol import WeightTransferError
 from headrace.tests.actors.weight_sync.pairs.group_members import SENDERS, SPECS, TP, Members, Tensors, party
 
+
 @pytest.fixture
 def members() -> Iterator[Callable[..., Members]]:
     with ExitStack() as stack:

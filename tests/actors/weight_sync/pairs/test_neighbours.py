@@ -1,5 +1,6 @@
-"""Engine workers on the GPUs of trainer ranks: versions arrive whole, and faults are told apart. Memory of CPUs stands in
-for that of GPUs, and gloo for NCCL."""
+"""Engine workers on the GPUs of trainer ranks: versions arrive whole, and faults are told apart.
+
+Memory of CPUs stands in for that of GPUs, and gloo for NCCL."""
 
 from __future__ import annotations
 
@@ -45,7 +46,11 @@ def test_a_worker_has_the_rank_on_its_gpu_or_one_on_its_host() -> None:
         neighbours(ranks, ["a on 1", "a on 3"])
 
 
-@pytest.mark.parametrize("gpus", [GPUS, (0, 0, 0, 0), (2, 2, 1, 1)], ids=["two beside one", "all beside one", "rank 0 alone"])
+@pytest.mark.parametrize(
+    "gpus",
+    [GPUS, (0, 0, 0, 0), (2, 2, 1, 1), (7, 7, 1, 8)],
+    ids=["two beside one", "all beside one", "rank 0 alone", "gpus without a rank"],
+)
 def test_versions_arrive_whole_and_the_group_is_kept(members: Callable[..., Members], gpus: Sequence[int]) -> None:
     ranks = members(gpus=gpus)
     ranks.expect_whole(1)

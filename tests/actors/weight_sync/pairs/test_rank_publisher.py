@@ -154,9 +154,7 @@ def test_all_ranks_send_what_they_hold_and_versions_follow(num: int, wire: Wire)
 
 
 @WIRES
-def test_a_worker_that_has_said_what_it_needs_is_sent_no_more(
-    monkeypatch: pytest.MonkeyPatch, wire: Wire
-) -> None:
+def test_a_worker_that_has_said_what_it_needs_is_sent_no_more(monkeypatch: pytest.MonkeyPatch, wire: Wire) -> None:
     """As do the workers of a tensor-parallel engine. After an error, everything is sent, and then less again."""
     numbers = itertools.count()
     monkeypatch.setattr(pair_receiver, "host_name", lambda: f"host {next(numbers)}")

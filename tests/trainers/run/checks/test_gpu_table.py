@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from headrace.actors.process.own_process import show_gpus, shown_gpus
 from headrace.actors.weight_sync.config import SyncConfig
 from headrace.tests.trainers.config.refusals import only_problem
-from headrace.trainers.cluster.places.placement import Host
+from headrace.trainers.cluster.places.placement import Host, Placement, Seat
 from headrace.trainers.cluster.places.placement_plan import PlacementRequest, plan_placement
 from headrace.trainers.cluster.transport_choice import WeightRoute
 from headrace.trainers.config.config import Config
@@ -101,7 +102,7 @@ def test_the_doctor_names_the_layout(two_gpus: None, monkeypatch: pytest.MonkeyP
         ((0, 0), "auto", "ipc", "ipc"),
         ((1, 1), "auto", "ipc", "expected 'auto', because ipc shares the memory of one host"),
         ((2,), "colocated", "collective", "because NCCL does not allow two processes of one group on a GPU"),
-        ((2,), "colocated", "pairs", "because NCCL does not allow two processes of one group on a GPU"),
+        ((2,), "colocated", "pairs", "pairs"),
         ((1, 1), "auto", "pairs", "pairs"),
     ],
 )
@@ -123,6 +124,16 @@ def test_pairs_are_refused_on_a_pool() -> None:
         WeightRoute.of(SyncConfig(transport="pairs"), placement, pooled=True)
     with pytest.raises(UserError, match="sync.delta: got true with sync.transport='pairs' on GPUs, expected false"):
         WeightRoute.of(SyncConfig(transport="pairs", delta=True), placement, pooled=False)
+
+
+def test_pairs_need_a_train_worker_on_each_host_with_an_engine_if_they_share_gpus() -> None:
+    hosts = tuple(Host(name, 1, (0,), 8) for name in "ab")
+    engines = tuple(Seat(f"engine {host}", 1, host, (0,)) for host in range(2))
+    placement = Placement("colocated", "as asked", hosts, engines, (Seat("train worker 0", 1, 0, (0,)),))
+    with pytest.raises(UserError, match="^sync.transport: got 'pairs' .* an engine on a host without a train worker"):
+        WeightRoute.of(SyncConfig(transport="pairs"), placement, pooled=False)
+    near = replace(placement, engines=placement.engines[:1])
+    assert WeightRoute.of(SyncConfig(transport="pairs"), near, pooled=False).kind == "pairs"
 
 
 def test_shared_gpus_on_two_hosts_go_through_the_store() -> None:
