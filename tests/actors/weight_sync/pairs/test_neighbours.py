@@ -200,12 +200,13 @@ def test_a_silent_worker_is_at_fault_and_those_that_wait_are_not(
     ranks.expect_whole(1)
     hung = ranks.receivers[2]
 
+    def ended() -> bool:
+        notes = [one.link.receive(neighbour_receiver.Note, 0) for one in hung._senders]
+        return any(isinstance(note, neighbour_receiver.Note) and note.kind == "abort" for note in notes)
+
     def unpack(bucket: Bucket, payload: torch.Tensor, tensors: Tensors) -> None:
         if tensors is ranks.staged[2]:  # It says nothing, as a stopped process does, until the ranks end it.
-            deadline = Deadline("hung", 2, 20.0)
-            deadline.wait(
-                lambda: any(one.link.receive(neighbour_receiver.Note, 0) for one in hung._senders), lambda: ("", ())
-            )
+            Deadline("hung", 2, 20.0).wait(ended, lambda: ("", ()))
             raise WeightTransferError("stopped")
         original(bucket, payload, tensors)
 
