@@ -11,12 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
+import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
 from ..codecs import messages
+from ..codecs.blobs import Blob
 from .engines.factory import EngineConfig, build_engine
 from .engines.protocol import (
     BaseKeeper,
@@ -54,6 +57,18 @@ class GenerateCall:
     prompt_ids: np.ndarray
     """Token ids of the prompt, int32 `[L]`."""
     params: SamplingParams
+    """Sampling parameters without their pictures, which are separate Ray objects."""
+
+
+_SHIPPED = WeakKeyDictionary[Blob, Any]()
+"""Ray's references to the pictures that this process has sent. Ray drops an object with its last reference."""
+
+
+def _shipped(picture: Blob) -> Any:
+    """Put a picture into Ray's object store, once for all requests and engines, and return Ray's reference to it."""
+    if picture not in _SHIPPED:
+        _SHIPPED[picture] = ray.put(picture)
+    return _SHIPPED[picture]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +260,8 @@ class EngineActor(EngineHost):
         self._setup = setup
         self._running: dict[str, asyncio.Task] = {}
         self._abandoned: set[str] = set()
+        self._fetched: dict[str, asyncio.Future[list[Blob]]] = {}
+        """Pictures that are on their way from Ray's object store, by the id of their request."""
         self._num_samples = 0
         """Number of samples of the requests in flight."""
 
@@ -252,15 +269,15 @@ class EngineActor(EngineHost):
         torch.set_num_threads(self._setup.threads)
         return build_engine(self._setup.engine)
 
-    async def generate(self, call: GenerateCall) -> GenerateReply | None:
+    async def generate(self, call: GenerateCall, pictures: Sequence[Any] = ()) -> GenerateReply | None:
         """Generate completions with the hosted engine; see `Generator.generate`. Returns None if the caller abandoned
-        the request, because the reply is not read in that case."""
+        the request, because the reply is not read in that case. pictures: Ray's references to the prompt's pictures."""
         request_id = call.request_id
         while request_id in self._abandoned:  # The caller resent the request before the cancelled attempt had ended.
             await asyncio.wait({self._running[request_id]})
         if request_id in self._running:
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
-        task = asyncio.create_task(self._engine.generate(request_id, call.prompt_ids.tolist(), call.params))
+        task = asyncio.create_task(self._generated(call, pictures))
         self._running[request_id] = task
         self._num_samples += call.params.n
         try:
@@ -274,6 +291,16 @@ class EngineActor(EngineHost):
             return None
         stats = replace(self._engine.stats, in_flight=self._num_samples)
         return GenerateReply.of(task.result(), self._engine.version, stats)
+
+    async def _generated(self, call: GenerateCall, pictures: Sequence[Any]) -> list[Completion]:
+        params = call.params
+        if pictures:
+            fetched = self._fetched[call.request_id] = asyncio.gather(*pictures)
+            try:
+                params = replace(params, pictures=tuple(await fetched))
+            finally:
+                del self._fetched[call.request_id]
+        return await self._engine.generate(call.request_id, call.prompt_ids.tolist(), params)
 
     async def score(self, call: ScoreCall) -> ScoreReply:
         """Return the log-probs that the hosted engine's model gives to given tokens; see `Scorer.score`. Raises
@@ -293,6 +320,8 @@ class EngineActor(EngineHost):
 
     async def abort(self, request_id: str) -> None:
         """Abort a request; its `generate` call then returns the tokens generated so far."""
+        if (fetched := self._fetched.get(request_id)) is not None:
+            await asyncio.wait({fetched})
         await asyncio.sleep(0)  # A `generate` call that came just before reaches the engine first.
         await self._engine.abort(request_id)
 
@@ -364,11 +393,12 @@ class RemoteEngine:
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Generate completions with the actor's engine. Cancelling this call also ends the request in the actor."""
-        call = GenerateCall(request_id, np.asarray(prompt_ids, dtype=np.int32), params)
+        pictures = [_shipped(picture) for picture in params.pictures]
+        call = GenerateCall(request_id, np.asarray(prompt_ids, dtype=np.int32), replace(params, pictures=()))
         if request_id in self._leaving:  # Ray does not keep the order of the calls of an async actor.
             await asyncio.wait({self._leaving[request_id], self._dead}, return_when=asyncio.FIRST_COMPLETED)
         try:
-            reply = await self._call(EngineActor.generate, call)
+            reply = await self._call(EngineActor.generate, call, pictures)
         except asyncio.CancelledError:
             self._abandon(request_id)
             raise
@@ -428,7 +458,9 @@ class RemoteEngine:
     ) -> Coroutine[Any, Any, T]:
         """Send a call to the actor immediately, and return a coroutine that waits for the result."""
         assert not kwargs, "a message has no names"
-        return self._answer(method, submit(self._handle, method, encode_arguments(args)))
+        passed = 1 if method is EngineActor.generate else 0  # Ray must know of the references that it passes on.
+        sent, references = args[: len(args) - passed], args[len(args) - passed :]
+        return self._answer(method, submit(self._handle, method, encode_arguments(sent), references))
 
     async def _answer(self, method: Callable[..., Any], reference: Any) -> Any:
         try:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
-from .batch import Batch, Jagged, Ragged
+from .batch import Batch, Column, Jagged, Ragged
 from .jagged import pack
 from .memory import as_bytes
 from .objects import encode_column
@@ -34,7 +34,7 @@ def blob_field(name: str, parts: Iterable[Field]) -> Field:
 class Blob:
     """A large value with its digest. Do not change its tensors afterwards, because their memory is used as it is."""
 
-    __slots__ = ("batch", "name")
+    __slots__ = ("__weakref__", "batch", "name")
 
     def __init__(self, field: Field, parts: Mapping[str, Any]) -> None:
         """field: the declaration, from `blob_field`. parts: the value of each part, by its name. Raises ValueError
@@ -48,6 +48,29 @@ class Blob:
         """The parts, as the only row of a batch."""
         self.name = _digest(self.batch)
         """Digest of the parts and of their declaration, as hexadecimal digits."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the parts as arrays of bytes, which protocol 5 need not copy."""
+        columns: list[Any] = []
+        for column in self.batch.values():
+            if isinstance(column, Ragged):
+                columns.append((as_bytes(column.values), column.shapes))
+            else:
+                columns.append((as_bytes(column), tuple(column.shape)) if isinstance(column, torch.Tensor) else column)
+        return _unpickled, (self.name, self.batch.schema.to_list(), columns)
+
+
+def _unpickled(name: str, fields: list[dict[str, Any]], columns: list[Any]) -> Blob:
+    blob, schema, values = Blob.__new__(Blob), Schema.from_list(fields), dict[str, Column]()
+    for (part, field), column in zip(schema.items(), columns, strict=True):
+        if field.dtype is None:
+            values[part] = column
+            continue
+        # Arrays that need no copy cannot be written to; copied, they outlive the memory that was shared.
+        flat = torch.from_numpy(np.require(column[0], requirements="W")).view(field.dtype)
+        values[part] = Ragged(flat, column[1]) if field.kind is Kind.RAGGED else flat.reshape(column[1])
+    blob.batch, blob.name = Batch(schema, 1, values), name
+    return blob
 
 
 def _one_row(field: Field, value: Any) -> Any:

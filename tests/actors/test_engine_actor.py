@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import time
@@ -14,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
 
 from headrace.actors.engine_actor import (
+    _SHIPPED,
     CONCURRENCY,
     EngineActor,
     EngineHost,
@@ -30,6 +33,8 @@ from headrace.actors.engines.protocol import Completion, EngineDied, EngineStats
 from headrace.actors.engines.scripted import ScriptedEngine, random_tokens
 from headrace.actors.process.remote_methods import decode_result, encode_arguments, submit
 from headrace.codecs import messages
+from headrace.codecs.blobs import Blob, blob_field
+from headrace.codecs.schema import Field, Kind
 from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver, scaled
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -44,9 +49,9 @@ def slow_script(request_id: str, prompt_ids: Sequence[int], sample: int) -> list
 SLOW_SCRIPT = "headrace.tests.actors.test_engine_actor:slow_script"
 
 
-def start(config: EngineConfig, name: str = "engine 0") -> Any:
-    kind: Any = ray.remote(EngineActor)
-    actor = kind.options(num_cpus=0, max_concurrency=CONCURRENCY)
+def start(config: EngineConfig, name: str = "engine 0", kind: type[EngineActor] = EngineActor) -> Any:
+    remote: Any = ray.remote(kind)
+    actor = remote.options(num_cpus=0, max_concurrency=CONCURRENCY)
     handle = actor.remote(EngineSetup(name, 1, config))
     ray.get(handle.build.remote(), timeout=120)
     return handle
@@ -170,6 +175,46 @@ def test_a_remote_engine_is_as_the_engine_itself(model_folder: str, tmp_path: Pa
             await remote.generate("late", PROMPT, SamplingParams())
 
     run(late)
+    ray.kill(handle)
+
+
+class Showing(EngineActor):
+    """An actor whose engine answers with what it sees: the bytes of the first part of each picture."""
+
+    def _build(self) -> ScriptedEngine:
+        class Seeing(ScriptedEngine):
+            async def generate(
+                self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams
+            ) -> list[Completion]:
+                seen = [part for one in params.pictures for part in one.batch.ragged("pixels").values.view(torch.uint8)]
+                ids, zeros = np.array([int(one) for one in seen], np.int32), np.zeros(len(seen), np.float32)
+                return [Completion(ids, zeros, " ".join(one.name for one in params.pictures), np.zeros_like(ids))]
+
+        return Seeing(slow_script)
+
+
+def test_pictures_reach_an_engine_in_another_process_unchanged() -> None:
+    parts = [Field("pixels", Kind.RAGGED, torch.bfloat16, ndim=2), Field("count", Kind.PER_SAMPLE, torch.int32)]
+    field = blob_field("images", parts)
+    blobs = [
+        Blob(field, {"pixels": torch.randn(rows, 3).bfloat16(), "count": torch.tensor(rows)}) for rows in (2, 50_000)
+    ]
+    handle = start(EngineConfig(EngineKeys(engine="scripted"), ModelConfig()), kind=Showing)
+
+    async def main() -> None:
+        remote = await RemoteEngine("engine 0", handle).connect()
+        for pictures in (blobs, blobs[1:], []):
+            [seen] = await remote.generate("a", PROMPT, SamplingParams(pictures=tuple(pictures)))
+            wanted = [one.batch.ragged("pixels").values.view(torch.uint8) for one in pictures]
+            assert seen.token_ids.tolist() == torch.cat([torch.empty(0), *wanted]).tolist()
+            assert seen.finish_reason == " ".join(one.name for one in pictures)
+        assert len(_SHIPPED) == 2, "a picture is sent once"
+        await remote.close()
+
+    run(main)
+    blobs.clear()
+    gc.collect()
+    assert not len(_SHIPPED)
     ray.kill(handle)
 
 

@@ -188,7 +188,7 @@ def open_cluster(
         demand=demand if check_cpus or resources.ray_address is None else CpuDemand(0, 0, 0),
         pooled=request.pooled,
         namespace=f"headrace-{uuid.uuid4().hex[:8]}",
-        object_store_mib=object_store_mib(dataplane.store),
+        object_store_mib=object_store_mib(dataplane.store) + request.pictures_mib,
         start_timeout_s=resources.start_timeout_s,
         trusted_network=dataplane.trusted_network,
     )

@@ -46,11 +46,14 @@ class PlacementRequest:
     """Names of the actors with the engine of a teacher, each of which has `tp` processes, too."""
     elastic: bool = False
     """Whether engines can leave the run and give their GPUs back (`resources.elastic`)."""
+    pictures_mib: int = 0
+    """Size in MiB of the pictures that Ray's object store can hold on their way to engine actors. Ray writes further
+    ones to disk."""
 
     @classmethod
     def of(cls, config: Config) -> PlacementRequest:
         """Return the request of the run that `config` describes."""
-        rollout, trainer, resources = config.rollout, config.trainer, config.resources
+        rollout, trainer, resources, images = config.rollout, config.trainer, config.resources, config.data.images
         return cls(
             num_engines=rollout.num_engines,
             tp=rollout.tp,
@@ -64,6 +67,8 @@ class PlacementRequest:
             shares_engines=config.shares_engines,
             teachers=tuple(f"{TEACHER_ACTOR}{name}" for name in config.distillation.in_engines),
             elastic=resources.elastic,
+            # Those of the prompts in flight come on top of those that the rollout actors keep.
+            pictures_mib=2 * images.cache_mib * (rollout.num_actors or 0) if images.enabled else 0,
         )
 
     @property
