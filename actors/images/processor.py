@@ -113,10 +113,10 @@ class PictureProcessor:
         return tuple(pictures[:count])
 
     def check_row(self, ids: np.ndarray, num_tokens: Sequence[int], key: str) -> None:
-        """Check that a row has exactly the placeholder tokens of its pictures. The policy can sample more of them.
+        """Check that a row has exactly the placeholder tokens of its pictures.
 
-        ids: token ids of the row, `[L]`. num_tokens: number of tokens of each picture. Raises BadPicture, naming the
-        row and the picture.
+        ids: token ids of the row without those that the policy sampled, which stand for themselves, `[L]`. num_tokens:
+        number of tokens of each picture. Raises BadPicture, naming the row and the picture.
         """
         if other := np.flatnonzero(np.isin(ids, self.other_ids)).tolist():
             raise BadPicture(f"{key}: token {other[0]} stands for a video or a recording, expected only pictures")

@@ -1,7 +1,8 @@
 """Prepares the pictures of prompts before their episodes, and puts the pictures of episodes into rows, by reference.
 
 A row has exactly as many placeholder tokens as its pictures have features, because the model's forward pass puts one
-feature in the place of each. Rows that do not fit are masked and hold one token and no picture.
+feature in the place of each. Those that the policy samples come on top, and stand for themselves. Rows that do not fit
+are masked and hold one token and no picture.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class RowPictures:
             try:
                 for row in sample.rows:
                     counts = [one.num_tokens for one in row.pictures]
-                    processor.check_row(row.input_ids, counts, row_key(sample.prompt.uid, sample.index))
+                    given = row.input_ids[row.response_mask == 0]
+                    processor.check_row(given, counts, row_key(sample.prompt.uid, sample.index))
             except BadPicture as error:
                 sample = _blank(sample, processor)
                 if score.valid:
