@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from ...codecs.integers import ceil_div, round_up
+from .picture_plan import PatchBudget, fill_by_group, picture_costs
 from .topology import Topology
 
 Packing = Literal["none", "packed", "dynamic"]
@@ -37,7 +38,11 @@ class Budget:
     none      rows are padded to the longest, so tokens = rows x longest; rows stay in the order in which they came
     dynamic   as `none`, but rows are sorted by length, so that neighbours need little padding
     packed    rows lie one behind the other, so tokens = the sum of the rows' tokens; microbatches are balanced by it
+
+    Rows with pictures are put into microbatches group after group instead, see `fill_by_group`.
     """
+    pictures: PatchBudget = PatchBudget()
+    """Limit and cost of the patches of pictures."""
 
     def __post_init__(self) -> None:
         if self.packing not in ("none", "packed", "dynamic"):
@@ -90,6 +95,7 @@ def plan_shards(
     budget: Budget,
     groups: np.ndarray | None = None,
     hosts: RowHosts | None = None,
+    picture_tokens: np.ndarray | None = None,
 ) -> ShardPlan:
     """Assign rows to the `topology.dp` data-parallel ranks, and the rows of each rank to microbatches.
 
@@ -99,7 +105,8 @@ def plan_shards(
     `budget.group_tolerance`. Microbatches never exceed the budget; `Budget.packing` says how rows are put into them.
     hosts: among plans that are equally good, one is preferred whose ranks read rows of their own hosts; a plan is equal
     if it has no more microbatches and its highest cost is not above that of the best plan, or within NEAR_TOLERANCE of
-    the mean. None prefers none. Deterministic. Raises ValueError when a single row exceeds the budget.
+    the mean. None prefers none. picture_tokens: number of tokens of each row that are of its pictures, `[N]`; None
+    without pictures. Deterministic. Raises ValueError when a single row exceeds the budget.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     padded = round_up(lengths, topology.pad_multiple)
@@ -109,24 +116,44 @@ def plan_shards(
             f"takes {int(padded.max())} tokens; expected at least that"
         )
     cost = budget.linear_cost * lengths + budget.quadratic_cost * lengths.astype(np.float64) ** 2
+    patches = None if picture_tokens is None else budget.pictures.patches_per_token * picture_tokens
+    if patches is not None:
+        cost = cost + picture_costs(patches, groups, budget.pictures)
     rank_of = _deal_ranks(cost, topology.dp, groups, budget.group_tolerance)
-    plan = _into_microbatches(rank_of, padded, topology, budget)
+    shown = None if patches is None else (patches, np.arange(len(padded)) if groups is None else groups)
+    plan = _into_microbatches(rank_of, padded, topology, budget, shown)
     nearer = None if hosts is None else _deal_near(cost, rank_of, groups, hosts)
     if nearer is not None:
-        other = _into_microbatches(nearer, padded, topology, budget)
+        other = _into_microbatches(nearer, padded, topology, budget, shown)
         if other.num_microbatches <= plan.num_microbatches:
             return other
     return plan
 
 
-def _into_microbatches(rank_of: np.ndarray, padded: np.ndarray, topology: Topology, budget: Budget) -> ShardPlan:
+def _into_microbatches(
+    rank_of: np.ndarray,
+    padded: np.ndarray,
+    topology: Topology,
+    budget: Budget,
+    shown: tuple[np.ndarray, np.ndarray] | None,
+) -> ShardPlan:
     """Assign the rows of each rank to microbatches. rank_of, padded: rank and padded number of tokens of each row,
-    int64 `[N]`."""
+    int64 `[N]`. shown: patches and group of each row, `[N]`; None without pictures."""
     order = np.argsort(rank_of, kind="stable")
     counts = np.bincount(rank_of, minlength=topology.dp)
     per_rank = np.split(order, np.cumsum(counts)[:-1])
     tokens_of = [padded[rows] for rows in per_rank]
-    if budget.packing == "packed":
+    packed = budget.packing == "packed"
+    if shown is not None:
+        patches, groups = shown
+        filled = [
+            fill_by_group(
+                tokens, patches[rows], groups[rows], budget.tokens_per_microbatch, budget.pictures, packed=packed
+            )
+            for tokens, rows in zip(tokens_of, per_rank, strict=True)
+        ]
+        bins = _equal_counts(tokens_of, filled)
+    elif packed:
         bins = _equal_sums(tokens_of, budget.tokens_per_microbatch)
     else:
         bins = _equal_rectangles(tokens_of, budget.tokens_per_microbatch, by_length=budget.packing == "dynamic")
@@ -217,10 +244,18 @@ def _equal_rectangles(tokens_of: list[np.ndarray], budget: int, *, by_length: bo
     """Assign each rank's rows to microbatches of at most `budget` tokens when padded, equally many on every rank.
     Returns for each rank the microbatch of each row. by_length: whether to sort the rows by length first."""
     orders = [np.argsort(-tokens, kind="stable") if by_length else np.arange(len(tokens)) for tokens in tokens_of]
-    cuts = [_fill(tokens[order], budget) for tokens, order in zip(tokens_of, orders, strict=True)]
-    num_bins = max(len(starts) for starts in cuts)
+    cuts = [(order, _fill(tokens[order], budget)) for tokens, order in zip(tokens_of, orders, strict=True)]
+    return _equal_counts(tokens_of, cuts)
+
+
+def _equal_counts(tokens_of: list[np.ndarray], cuts: list[tuple[np.ndarray, list[int]]]) -> list[np.ndarray]:
+    """Split microbatches until all ranks have equally many. Returns for each rank the microbatch of each row.
+
+    cuts: order of each rank's rows, and index in it of the first row of each microbatch.
+    """
+    num_bins = max(len(starts) for _, starts in cuts)
     bins = []
-    for tokens, order, starts in zip(tokens_of, orders, cuts, strict=True):
+    for tokens, (order, starts) in zip(tokens_of, cuts, strict=True):
         starts = _split_heaviest(tokens[order], starts, num_bins)
         bin_of = np.empty(len(tokens), dtype=np.int64)
         bin_of[order] = np.searchsorted(starts, np.arange(len(tokens)), side="right") - 1

@@ -121,7 +121,8 @@ class TrainerConfig(Section):
     the GPU and back. It works on one train worker, too. Only for the backend `fsdp`."""
     freeze: tuple[str, ...] = ()
     """Patterns of the names of weights that are not trained, where `*` stands for any text, such as
-    `[model.embed_tokens.*, "*.mlp.gate.*"]`. Names are those of the Hugging Face model. Each pattern must match one."""
+    `[model.embed_tokens.*, "*.mlp.gate.*"]`. Names are those of the Hugging Face model. Each pattern must match one.
+    `vision` stands for all weights of the model's vision tower."""
     groups: tuple[ParameterGroupConfig, ...] = ()
     """Groups of weights with a learning rate or a weight decay of their own."""
     lr: NonNegative = 1e-6
@@ -163,6 +164,9 @@ class TrainerConfig(Section):
     tokens_per_microbatch: Count = 16384
     """Largest number of tokens, including padding, of one forward and backward pass on a replica. The length of a row
     is rounded up to a multiple of tp x 2 cp (of tp without context parallelism)."""
+    patches_per_microbatch: Count | None = None
+    """Largest number of patches of one pass of the vision tower on a replica. A picture that several rows of a
+    microbatch show counts once. Unset: as many as the pictures of `tokens_per_microbatch` have."""
     fetch: Literal["auto", "leader", "independent"] = "auto"
     """Ranks of a replica that read its rows from the store. With `leader` the first rank reads them and sends them to
     the others. With `independent` each rank reads them itself. `auto` means `leader` if a replica has more than one

@@ -130,12 +130,14 @@ def model_config(model: ModelConfig) -> dict[str, Any]:
     """Return the content of the model's config.json; {} for a hub id whose config is not on this machine.
 
     The number of experts is always under the key `num_experts`, even for newer versions of transformers, which write it
-    as `num_local_experts`.
+    as `num_local_experts`. The sizes of the language part of a vision-language model stand at the top, too.
     """
     if model.builtin:
         return TINY_QWEN3_MOE if model.path == BUILTIN_MODELS[1] else TINY_QWEN3
     path = _config_file(model.path)
     content = {} if path is None else _json_object(path)
+    if isinstance(content.get("text_config"), dict):
+        content = {**content["text_config"], **content}
     if "num_local_experts" in content:
         content.setdefault("num_experts", content["num_local_experts"])
     return content

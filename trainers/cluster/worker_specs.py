@@ -26,6 +26,7 @@ from ...dataplane.handle import DataPlaneHandle
 from ..backends.config import BackendConfig, PrevSource, TrainerConfig
 from ..backends.factory import MODULES, build_backend
 from ..backends.model_split import resolved_packing
+from ..backends.vision.tower_costs import patch_budget
 from ..base_model.prepare import model_config, model_modules, route_spec, unrounded
 from ..config.config import AlgorithmConfig, Config
 from ..losses.distillation_config import DistillationConfig
@@ -141,13 +142,15 @@ def budget(trainer: TrainerConfig, model: ModelConfig) -> Budget:
     For a row of L tokens and hidden size h, attention takes 4·h·L FLOPs per token and layer, and the matrix products
     take 24·h². Attention therefore costs L / (6·h) times as much as the matrix products.
     """
-    hidden, packing = model_config(model).get("hidden_size"), trainer.packing
+    sizes, packing = model_config(model), trainer.packing
+    hidden = sizes.get("hidden_size")
     assert packing != "auto", "a run begins by deciding what it means"
     return Budget(
         trainer.tokens_per_microbatch,
         linear_cost=1.0,
         quadratic_cost=1.0 / (6 * hidden) if hidden else 0.0,
         packing=packing,
+        pictures=patch_budget(trainer.patches_per_microbatch, sizes),
     )
 
 

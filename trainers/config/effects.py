@@ -250,6 +250,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
         )
     },
     **{f"trainer.{name}": (MODEL_BACKENDS,) for name in ("freeze", "groups")},
+    "trainer.patches_per_microbatch": (MODEL_BACKENDS, _is("data.images.enabled", True)),
     **{
         f"trainer.{name}": (MODEL_BACKENDS,)
         for name in (

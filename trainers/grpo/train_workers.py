@@ -217,7 +217,9 @@ def plan_step(
     the rows to write; None for no rows. hosts: hosts of rows and ranks, which `plan_shards` prefers to be equal.
     """
     topology = rules.topology
-    plan = plan_shards(meta.lengths, topology, rules.budget, meta.groups, hosts)
+    shown = meta.tags.get(PICTURE_TOKENS)
+    shown = None if shown is None or not shown.any() else shown
+    plan = plan_shards(meta.lengths, topology, rules.budget, meta.groups, hosts, shown)
     tags = {"advantage": meta.tags["advantage"]}
     if rules.group_tokens:
         tags["group_tokens"] = group_tokens(meta)
@@ -232,7 +234,7 @@ def plan_step(
     passes = max(map(len, picked))
     source = meta.tags.get(TEACHER_SOURCE, np.zeros(0)).astype(np.int64)
     sources = [source[rows] if len(source) else source for rows, _ in parts]
-    picture = _row_with_picture(meta)
+    picture = None if shown is None else _smallest(meta, shown)
     shards = []
     for rank in range(topology.world):
         dp = topology.place(rank).dp
@@ -244,14 +246,10 @@ def plan_step(
     return shards
 
 
-def _row_with_picture(meta: KVBatchMeta) -> bytes | None:
-    """Return the receipt of the row with the smallest pictures; None if no row has any."""
-    sizes = meta.tags.get(PICTURE_TOKENS, np.zeros(0))
-    shown = np.flatnonzero(sizes)
-    if not len(shown):
-        return None
-    smallest = shown[[np.argmin(sizes[shown])]]
-    return replace(meta, tags={}).select(smallest).to_bytes()
+def _smallest(meta: KVBatchMeta, picture_tokens: np.ndarray) -> bytes:
+    """Return the receipt of the row with the smallest pictures. picture_tokens: those of each row, `[N]`, not all 0."""
+    row = int(np.argmin(np.where(picture_tokens > 0, picture_tokens, np.inf)))
+    return replace(meta, tags={}).select([row]).to_bytes()
 
 
 def _picked(meta: KVBatchMeta, rows: np.ndarray, picks: SampleFile | None) -> np.ndarray:

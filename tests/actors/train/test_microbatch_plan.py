@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.actors.train.microbatch_plan import Budget, RowHosts, ShardPlan, plan_shards
+from headrace.actors.train.picture_plan import PatchBudget
 from headrace.actors.train.topology import Topology
 
 
@@ -204,3 +205,55 @@ def test_a_large_plan_reads_almost_all_rows_on_their_host():
     assert (
         plans[0].digest == plan_shards(lengths, Topology(dp=8), Budget(16_384, packing="packed"), groups, None).digest
     )
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 6), st.booleans()), max_size=15),
+    st.integers(1, 3),
+    st.integers(60, 200),
+    st.integers(20, 60),
+    st.sampled_from(["none", "packed"]),
+)
+def test_microbatches_keep_the_limits_of_tokens_and_patches(made, dp, budget, patches, packing):
+    """made: rows, picture tokens and whether the first row has a picture more, of each group."""
+    groups = np.repeat(np.arange(len(made)), [count for count, _, _ in made])
+    first = np.r_[True, groups[1:] != groups[:-1]][: len(groups)]
+    shown = np.array([[made[group][1], 3 * made[group][2]] for group in groups.tolist()]).reshape(-1, 2)
+    own = np.where(first, shown[:, 1], 0) if len(groups) else np.zeros(0, np.int64)
+    tokens = (shown[:, 0] + own).astype(np.float32)
+    lengths = tokens.astype(np.int64) + np.arange(len(groups)) % 20 + 1
+    limits = Budget(budget, packing=packing, pictures=PatchBudget(patches, 2.0, 0.5))
+    plan = plan_shards(lengths, Topology(dp), limits, groups, picture_tokens=tokens)
+    assert sorted(plan.rows.tolist()) == list(range(len(lengths)))
+    for rank in range(dp):
+        rows, sizes = plan.shard(rank)
+        for part in np.split(rows, np.cumsum(sizes)[:-1]):
+            total = lengths[part].sum() if packing == "packed" else len(part) * lengths[part].max(initial=0)
+            assert total <= budget
+            distinct = {(group, made[group][1]) for group in groups[part].tolist()}
+            assert 2 * (sum(size for _, size in distinct) + own[part].sum()) <= patches
+
+
+def test_a_group_stays_together_where_it_fits() -> None:
+    groups = np.repeat(np.arange(6), 4)
+    lengths, tokens = np.full(24, 10), np.full(24, 8.0)
+    for packing in ("packed", "none"):
+        for patches, expected in ((None, [8, 8, 8]), (32, [8, 8, 8]), (31, [4] * 6)):
+            limits = Budget(100, packing=packing, pictures=PatchBudget(patches, 2.0, 0.5))
+            plan = plan_shards(lengths, Topology(1), limits, groups, picture_tokens=tokens)
+            assert plan.sizes.tolist() == [expected] and plan.rows.tolist() == list(range(24))
+    assert plan_shards(lengths, Topology(1), Budget(100, packing="packed"), groups).sizes.tolist() == [[8, 8, 8]]
+    with pytest.raises(ValueError, match="trainer.patches_per_microbatch: got 15, but the pictures of one row have 16"):
+        plan_shards(lengths, Topology(1), Budget(100, pictures=PatchBudget(15, 2.0)), groups, picture_tokens=tokens)
+
+
+def test_ranks_are_balanced_by_tokens_and_patches() -> None:
+    """One group has large pictures, which cost as much as the tokens of four groups."""
+    groups = np.repeat(np.arange(6), 4)
+    tokens = np.where(groups == 0, 8.0, 0.0)
+    limits = Budget(1000, packing="packed", pictures=PatchBudget(None, 4.0, 5.0))
+    plan = plan_shards(np.full(24, 10), Topology(2), limits, groups, picture_tokens=tokens)
+    shares = [sorted(set(groups[plan.shard(rank)[0]].tolist())) for rank in range(2)]
+    assert sorted(map(len, shares)) == [1, 5]
+    assert plan.sizes.shape == (2, 1)

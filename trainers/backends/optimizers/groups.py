@@ -14,14 +14,19 @@ from torch.distributed.tensor import DTensor
 
 from ..config import ParameterGroupConfig, TrainerConfig
 
+VISION = "vision"
+"""Word that stands for all weights of the vision tower in `trainer.freeze`."""
+
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> set[str]:
-    """Exclude the parameters whose names match one of `patterns` from training, and return these names.
+    """Exclude the parameters whose names match one of `patterns` from training, and return these names. VISION stands
+    for those of the vision tower.
 
     Raises ValueError, which names the key, if a pattern matches no parameter or all of them are frozen.
     """
     params, frozen = dict(model.named_parameters(remove_duplicate=False)), set[str]()
     for pattern in patterns:
+        pattern = f"{_tower(model)}.*" if pattern == VISION else pattern
         frozen.update(_matches(params, pattern, "trainer.freeze"))
     for name in frozen:
         params[name].requires_grad_(False)
@@ -31,6 +36,18 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> set[str]:
             "patterns that leave some to train"
         )
     return frozen
+
+
+def _tower(model: Any) -> str:
+    """Return the name of the vision tower of a HF model. Raises ValueError, which names the key, if it has none."""
+    tower = model.get_encoder(modality="image")
+    name = next((name for name, module in model.named_modules() if module is tower), "")
+    if not name:
+        raise ValueError(
+            f"trainer.freeze: got {VISION!r}, expected patterns of names, because {type(model).__name__} has no vision "
+            "tower"
+        )
+    return name
 
 
 def settings_by_name(model: nn.Module, config: TrainerConfig) -> dict[str, tuple[float, float]]:

@@ -213,3 +213,12 @@ def test_a_microbatch_without_rows_only_runs_the_tower(folder: str, name: str, p
     alone, both = gradients_of(backend, [shown.micro()]), gradients_of(backend, [shown.micro(), nothing])
     backend.close()
     assert alone.keys() == both.keys() and all(torch.equal(alone[key], both[key]) for key in alone)
+
+
+def test_the_word_vision_freezes_the_tower(folder: str, name: str, tmp_path: Path) -> None:
+    backend, shown = build(folder, freeze=["vision"]), shown_rows(name)
+    assert not any(key.startswith(TOWERS[name]) for key in gradients_of(backend, [shown.micro()]))
+    backend.close()
+    said = "trainer.freeze: got 'vision', expected patterns of names, because Qwen3ForCausalLM has no vision tower"
+    with pytest.raises(ValueError, match=said):
+        build(save_tiny_model(tmp_path / "blind"), freeze=["vision"])

@@ -1,0 +1,30 @@
+"""Tests that the costs of pictures are those of the towers of known models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.trainers.backends.vision.tower_costs import patch_budget
+
+QWEN: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 36,
+    "vision_config": {"depth": 32, "hidden_size": 1280, "spatial_merge_size": 2},
+}
+GEMMA: dict[str, Any] = {
+    "mm_tokens_per_image": 256,
+    "vision_config": {"hidden_size": 1152, "image_size": 896, "patch_size": 14, "num_hidden_layers": 27},
+}
+INTERN: dict[str, Any] = {
+    "image_seq_length": 256,
+    "vision_config": {"hidden_size": 1024, "image_size": [448, 448], "patch_size": [14, 14], "num_hidden_layers": 24},
+}
+
+
+@pytest.mark.parametrize(("model", "patches"), [(QWEN, 4.0), (GEMMA, 16.0), (INTERN, 4.0), ({}, 1.0)])
+def test_patches_of_a_token(model: dict[str, Any], patches: float) -> None:
+    found = patch_budget(5000, model)
+    assert (found.patches_per_microbatch, found.patches_per_token) == (5000, patches)
+    assert found.cost == (pytest.approx(1280**2 * 32 / (2048**2 * 36)) if model is QWEN else 0.0)
