@@ -113,7 +113,7 @@ def as_signed(digest: int) -> int:
 _copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 _START = 64
 """Alignment in bytes of the pieces (tensors or parts of tensors) in the payload of a weight bucket."""
-_TARGET = 16
+TARGET = 16
 """Alignment in bytes that the kernel needs for payloads and for the destinations of pieces."""
 
 _log = logging.getLogger(__name__)
@@ -133,11 +133,16 @@ class Scatter:
         self._pieces = [(begin, target) for begin, target in pieces if len(target)]
         fits = 0 < nbytes < WORD << 31 and nbytes % WORD == 0
         fits &= all(
-            begin % _START == 0 and len(target) % WORD == 0 and target.data_ptr() % _TARGET == 0
+            begin % _START == 0 and len(target) % WORD == 0 and target.data_ptr() % TARGET == 0
             for begin, target in self._pieces
         )
         self._kernel = kernel if fits else None
-        self._table = None if self._kernel is None else self._rows(self._kernel.SEGMENT).to(device)
+        self._table = None
+        if self._kernel is not None:
+            segment = self._kernel.SEGMENT
+            self._table = (
+                self._rows(segment).to(device) if self._pieces else whole_rows(nbytes // WORD, segment, device)
+            )
         self._unread = 0 if self._kernel is None else self._zeros_between()
         """Contribution to the digest that the kernel does not compute: that of the length and of the zeros between
         pieces."""
@@ -150,7 +155,7 @@ class Scatter:
         """
         if len(payload) != self._nbytes:
             raise ValueError(f"payload: got {len(payload)} bytes, expected {self._nbytes}")
-        if self._kernel is not None and payload.data_ptr() % _TARGET == 0:
+        if self._kernel is not None and payload.data_ptr() % TARGET == 0:
             return self._kernel.scatter(payload.view(torch.int64), self._table, GOLDEN, MIX)[0] + self._unread
         if self._pieces:
             targets = [target for _, target in self._pieces]
@@ -187,6 +192,13 @@ class Scatter:
             end = min(round_up(end, _START), self._nbytes)
         add(end, self._nbytes, 0)
         return torch.from_numpy(np.concatenate(rows))
+
+
+def whole_rows(num_words: int, segment: int, device: torch.device) -> torch.Tensor:
+    """Return the kernel's table for a payload of which nothing is copied. It is made on `device`, because a copy from
+    the host would wait for the work that is queued there."""
+    starts = torch.arange(0, num_words, segment, device=device)
+    return torch.stack([starts, (num_words - starts).clamp(max=segment), torch.zeros_like(starts)], 1)
 
 
 @functools.lru_cache(maxsize=64)

@@ -284,6 +284,8 @@ class Member:
 
     def pass_on(self, update: WeightUpdate) -> None:
         """Send or take this process's part of the plan."""
+        if not self._trains:
+            self._receiver.staying = self._parts
         end = self._sender.send if self._trains else self._receiver.receive
         end(update, self._plan, self._place, self._parts)
         self._wait()

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ....codecs.weights.gpu_scatter import device_digest
-from ..plan.packing import unpack
 from ..plan.transfer_plan import Bucket, TransferPlan
 from ..transports.control_link import Hello, Note
 from ..transports.protocol import Deadline, WeightUpdate
@@ -43,6 +41,7 @@ class NeighbourReceiver(GroupReceiver):
 
     def leave(self) -> None:
         """Make the ranks form a new group for the next version. Idempotent."""
+        super().leave()
         self._ranks_group = ""
 
     def close(self) -> None:
@@ -96,8 +95,8 @@ class NeighbourReceiver(GroupReceiver):
             payload = self._slots[note.number][: bucket.nbytes]
             if self._far:
                 payload = payload.clone()  # Another GPU's memory would be read twice.
-            found[bucket.sender].append((bucket, device_digest(payload)))
-            unpack(bucket, payload, tensors)
+            digest = self._unpacker.take(plan.key, bucket, payload, tensors, self.staying)
+            found[bucket.sender].append((bucket, digest))
             queued.append((bucket, _mark(self.device)))
             settle(1)  # The GPU works on this bucket meanwhile.
         settle(0)

@@ -38,8 +38,9 @@ from headrace.codecs.weights.gpu_scatter import device_digest
 cpu = torch.device("cpu")
 assert gpu_scatter.check(gpu_scatter_kernel, cpu)
 data = torch.randint(0, 256, (1 << 19,), dtype=torch.uint8)
-nowhere = gpu_scatter.Scatter(len(data), [], cpu, gpu_scatter_kernel)
-assert int(nowhere(data)) == int(device_digest(data))
+for size in (len(data), 8, 65_536 + 24):
+    nowhere = gpu_scatter.Scatter(size, [], cpu, gpu_scatter_kernel)
+    assert int(nowhere(data[:size])) == int(device_digest(data[:size]))
 data[400_000] ^= 4
 whole = torch.zeros_like(data)
 everywhere = gpu_scatter.Scatter(len(data), [(0, whole)], cpu, gpu_scatter_kernel)

@@ -18,6 +18,7 @@ from headrace.actors.weight_sync.pairs.device_slots import DeviceSlots, OpenSlot
 from headrace.actors.weight_sync.pairs.group_wire import WIDTH, PairGroup
 from headrace.actors.weight_sync.pairs.neighbour_receiver import NeighbourReceiver
 from headrace.actors.weight_sync.pairs.neighbour_sender import NeighbourSender
+from headrace.actors.weight_sync.plan.packing import Unpacker
 from headrace.actors.weight_sync.plan.transfer_plan import Bucket, plan_transfer
 from headrace.actors.weight_sync.transports.protocol import Deadline, WeightTransferError
 from headrace.tests.actors.weight_sync.pairs.group_members import SPECS, TP, Members, Tensors, party
@@ -152,16 +153,16 @@ def test_a_lost_worker_is_named_at_any_bucket(
     ranks.expect_whole(1)
     lost, buckets = ranks.receivers[1], itertools.count()
 
-    def unpack(bucket: Bucket, payload: torch.Tensor, tensors: Tensors) -> None:
-        if tensors is ranks.staged[1] and next(buckets) == at:
+    def take(self: Unpacker, key: str, bucket: Bucket, payload: torch.Tensor, tensors: Tensors, staying: Any) -> Any:
+        if self is lost._unpacker and next(buckets) == at:
             for sender in lost._senders:
                 sender.link.close()
             raise WeightTransferError("killed")
-        original(bucket, payload, tensors)
+        return original(self, key, bucket, payload, tensors, staying)
 
-    original = neighbour_receiver.unpack
+    original = Unpacker.take
     with monkeypatch.context() as patch:
-        patch.setattr(neighbour_receiver, "unpack", unpack)
+        patch.setattr(Unpacker, "take", take)
         sent, got = ranks.update(2)
     assert "killed" in got[1] and all(got) and all(sent)
     assert all(one.startswith("engine-0|") and "engine-0 worker 1 is lost" in one for one in sent), sent
@@ -204,15 +205,15 @@ def test_a_silent_worker_is_at_fault_and_those_that_wait_are_not(
         notes = [one.link.receive(neighbour_receiver.Note, 0) for one in hung._senders]
         return any(isinstance(note, neighbour_receiver.Note) and note.kind == "abort" for note in notes)
 
-    def unpack(bucket: Bucket, payload: torch.Tensor, tensors: Tensors) -> None:
-        if tensors is ranks.staged[2]:  # It says nothing, as a stopped process does, until the ranks end it.
+    def take(self: Unpacker, key: str, bucket: Bucket, payload: torch.Tensor, tensors: Tensors, staying: Any) -> Any:
+        if self is hung._unpacker:  # It says nothing, as a stopped process does, until the ranks end it.
             Deadline("hung", 2, 20.0).wait(ended, lambda: ("", ()))
             raise WeightTransferError("stopped")
-        original(bucket, payload, tensors)
+        return original(self, key, bucket, payload, tensors, staying)
 
-    original = neighbour_receiver.unpack
+    original = Unpacker.take
     with monkeypatch.context() as patch:
-        patch.setattr(neighbour_receiver, "unpack", unpack)
+        patch.setattr(Unpacker, "take", take)
         sent, got = ranks.update(2)
     assert all(got) and all(one.startswith(("engine-1|", "|")) for one in sent), (sent, got)
     assert any(one.startswith("engine-1|") and "engine-1 worker 0 is silent" in one for one in sent), sent

@@ -22,9 +22,10 @@ from headrace.actors.weight_sync.plan.layouts import (
     held,
     vocabulary,
 )
-from headrace.actors.weight_sync.plan.packing import pack, unpack
+from headrace.actors.weight_sync.plan.packing import Unpacker, pack, unpack
 from headrace.actors.weight_sync.plan.regions import Party, Region, Specs, lengths
 from headrace.actors.weight_sync.plan.transfer_plan import TransferPlan, plan_key, plan_transfer
+from headrace.codecs.weights.gpu_scatter import device_digest
 
 VOCAB, HIDDEN, EXPERTS, ROWS = 70, 12, 8, 8
 QKV = ("q.weight", "k.weight", "v.weight")
@@ -176,9 +177,17 @@ def carry_out(plan: TransferPlan, senders: Sequence[Party], receivers: Sequence[
         expected, once = filled(party, source), empty_tensors(party, 0.0)
         for region in party.regions:
             view(once[region.tensor], region).fill_(1)
+        in_one_pass = empty_tensors(party, -7.0)
+        unpacker, staying = Unpacker(), [*in_one_pass][::2]
+        for _ in range(2):  # The second time by what was kept.
+            for tensor in in_one_pass.values():
+                tensor.fill_(-7.0)
+            for bucket in taken:
+                payload = payloads[bucket.number]
+                assert unpacker.take(plan.key, bucket, payload, in_one_pass, staying) == device_digest(payload)
         for name, tensor in tensors.items():
             assert tensor.view(torch.uint8).equal(expected[name].view(torch.uint8)), name
-            assert times[name].equal(once[name]), name
+            assert times[name].equal(once[name]) and in_one_pass[name].equal(tensor), name
     passing = {
         (rank, number): [*ranks] for rank in range(len(receivers)) for number, ranks in plan.passing(rank).items()
     }
