@@ -6,10 +6,11 @@ followed by the tokens of the new messages.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -94,6 +95,11 @@ class ChatFormat(Protocol):
         """Read the policy's answer from its token ids."""
         ...
 
+    def showing(self, expand: Callable[[str], str]) -> ChatFormat:
+        """Return the same format for messages with pictures. expand: puts the texts of the pictures in place of their
+        placeholders in a text. Raises ValueError if the format shows no pictures."""
+        ...
+
 
 def build_chat_format(
     tokenizer: Any, renderer: str, options: Mapping[str, Any], template_arguments: Mapping[str, Any]
@@ -120,6 +126,7 @@ class TemplateFormat:
             raise ValueError("model.path: the tokenizer has no chat template, expected a chat model")
         self._tokenizer = tokenizer
         self._arguments = dict(arguments)
+        self._expand: Callable[[str], str] = str
         self.stop_token_ids = tokenizer_ends(tokenizer).ids
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
@@ -144,6 +151,11 @@ class TemplateFormat:
             added = added[1:]  # The answer already has the token that ends a turn.
         return [*prompt_ids, *answer_ids, *added]
 
+    def showing(self, expand: Callable[[str], str]) -> TemplateFormat:
+        shown = copy.copy(self)
+        shown._expand = expand
+        return shown
+
     def parse(self, answer_ids: Sequence[int], tools: Sequence[Message] = ()) -> Reply:
         ids = list(answer_ids)
         if ids and ids[-1] in self.stop_token_ids:
@@ -156,7 +168,7 @@ class TemplateFormat:
         return apply_chat_template(self._tokenizer, messages, self._arguments, tools=tools, prompted=prompted)
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._tokenizer(self._expand(text), add_special_tokens=False)["input_ids"]
 
 
 class RendererFormat:
@@ -182,6 +194,7 @@ class RendererFormat:
                 f"model.renderer: got {name!r} with model.renderer_options={dict(options)}, expected a renderer that "
                 f"fits the tokenizer: {' '.join(str(error).split())}"
             ) from error
+        self._name = name
         self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
@@ -214,6 +227,12 @@ class RendererFormat:
             return None
         before = [*prompt_ids, *answer_ids]
         return list(more.token_ids) if list(more.token_ids[: len(before)]) == before else None
+
+    def showing(self, expand: Callable[[str], str]) -> RendererFormat:
+        raise ValueError(
+            f"model.renderer: got {self._name!r} and messages with pictures, expected 'template', because a renderer "
+            "shows no pictures"
+        )
 
     def parse(self, answer_ids: Sequence[int], tools: Sequence[Message] = ()) -> Reply:
         parsed = self._renderer.parse_response(list(answer_ids), tools=_enveloped(tools))

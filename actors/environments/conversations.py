@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -19,8 +20,9 @@ from ..columns import ColumnConfig
 from ..engines.chat import ChatFormat, Reply
 from ..engines.protocol import Completion, Generator
 from ..engines.tokenizer import encode_prompts
+from ..images.prompt_pictures import pictures_in
 from ..process.user_function_timeouts import UserThreads
-from ..protocols import Turn
+from ..protocols import Prompt, Turn
 from .turns import Transcript
 
 if TYPE_CHECKING:  # These import transformers, which takes seconds.
@@ -46,6 +48,14 @@ class EpisodeServices:
     pictures: PicturePool | None = None
     """Pool that preprocesses pictures; None if prompts and messages have none."""
 
+    def showing_chat(self, pictures: Sequence[Prepared], place: str) -> ChatFormat:
+        """Return the chat format for messages with these pictures, in order. place: place of the messages, for
+        errors."""
+        chat, pool = self.chat(), self.pictures
+        if not pictures or pool is None:
+            return chat
+        return chat.showing(partial(pool.processor.expanded, pictures=pictures, place=place))
+
 
 class RowOwner(Protocol):
     """Protocol of an episode, as its conversations use it."""
@@ -55,6 +65,8 @@ class RowOwner(Protocol):
 
     @property
     def services(self) -> EpisodeServices: ...
+
+    prompt: Prompt
 
     def room(self, length: int, num_prompt: int) -> int: ...
 
@@ -127,14 +139,17 @@ class Conversation:
         """Append chat messages, let the policy answer, and return its answer as a message.
 
         messages: new messages, in the form of OpenAI's API; the policy's own answers are already included. A branch
-        from before an answer takes none: the policy then answers again. tools: tools that the policy may call, in the
+        from before an answer takes none: the policy then answers again. A part `{"type": "image", "image": picture}`
+        is a picture, as bytes, PIL image or data URI; in a row that begins with these messages, parts without a picture
+        get those of the prompt. tools: tools that the policy may call, in the
         same form; pass the same tools in each call. max_new_tokens: largest number of tokens of the answer; None allows
         all tokens that are left. Raises the errors of `generate`, and ValueError if the model's chat format cannot
         continue the tokens so far exactly.
         """
-        chat = self._owner.services.chat()
+        messages, pictures = await self._shown(messages)
+        chat = self._owner.services.showing_chat(pictures, f"episode {self._owner.name!r}")
         if self._row is None:
-            self._row = Transcript(chat.render(messages, tools))
+            self._row = Transcript(chat.render(messages, tools), pictures)
         elif messages:
             if self._awaits_answer:
                 raise ValueError(
@@ -149,7 +164,7 @@ class Conversation:
                     f"episode {self._owner.name!r}: the chat format cannot continue the conversation with messages of "
                     f"the roles {[message.get('role') for message in messages]} without changing earlier tokens"
                 )
-            self.add_tokens(more[len(ids) :])
+            self._row.give(more[len(ids) :], pictures)
         completion, _ = await self._take_turn(max_new_tokens=max_new_tokens, stop_token_ids=chat.stop_token_ids)
         return chat.parse(completion.token_ids.tolist(), tools)
 
@@ -192,6 +207,17 @@ class Conversation:
         if not self._text:
             raise ValueError(f"episode {owner.name!r}: the new row is empty, expected `say`, or `new_row` with a text")
         return encode_prompts(owner.services.tokenizer, [self._text])[0]
+
+    async def _shown(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Mapping[str, Any]], tuple[Prepared, ...]]:
+        """Return messages in which `{"type": "image"}` stands for each picture, and the pictures."""
+        pool, place = self._owner.services.pictures, f"episode {self._owner.name!r}"
+        if pool is not None:
+            return await pool.show(messages, place, self._owner.prompt.prepared if self._row is None else ())
+        if pictures_in(messages, place)[1]:
+            raise ValueError(f"{place}: got messages with pictures while data.images.enabled=false, expected only text")
+        return messages, ()
 
     def _pictures_within(self, ids: Sequence[int]) -> Sequence[Prepared]:
         """Return the pictures of the row whose placeholder tokens are in its first tokens. Raises BadPicture if these

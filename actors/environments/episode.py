@@ -331,7 +331,7 @@ class Episode(Conversation):
         are saved only as long as the episode has one row."""
         ids, routes_from = row.ids, row.num_routes  # The routes of earlier tokens came with earlier turns.
         saved = None
-        if row is not self._row:
+        if row is not self._row or row.pictures != self.prompt.prepared:  # Saved turns have no pictures.
             self.save_state = None
         if self.save_state is not None:
             (num_before, before), asked = self._asked_before, tokens_hash(ids)
@@ -372,8 +372,7 @@ class Episode(Conversation):
         for saved in chain:
             ids = [*ids, *saved.tail.tolist()]
             if self._row is None:
-                begun = ids[: saved.num_prompt]  # States are saved as long as the only pictures are the prompt's.
-                self._row = Transcript(begun, self.prompt.prepared if begun == self._prompt_ids().tolist() else ())
+                self._row = Transcript(ids[: saved.num_prompt], self.prompt.prepared)
             row = self._row
             if row.ids != ids[: len(row)]:  # The recorded answers are not those of the saved turns.
                 self._row, self._rows, self._turns, self._turns_here = None, [], [], []

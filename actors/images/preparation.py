@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ import xxhash
 from ..engines.tokenizer import load_tokenizer
 from .config import ImagesConfig
 from .processor import PictureProcessor, Prepared, Processed
-from .prompt_pictures import BadPicture, Picture
+from .prompt_pictures import BadPicture, Picture, filled, picture_of, pictures_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,26 @@ class PicturePool:
         """Return the pictures, preprocessed, in order. Raises BadPicture, which names the picture, if one of them
         cannot be read or processed."""
         return list(await asyncio.gather(*map(self._prepare, pictures)))
+
+    async def show(
+        self, messages: Sequence[Mapping[str, Any]], place: str, given: Sequence[Prepared] = ()
+    ) -> tuple[list[Mapping[str, Any]], tuple[Prepared, ...]]:
+        """Return chat messages in which `{"type": "image"}` stands for each picture, and the pictures, preprocessed.
+
+        The pictures are bytes, PIL images or data URIs, because others could make this process read files or addresses.
+        given: pictures for the parts without a picture of their own, if there are such parts. Raises BadPicture, naming
+        the place and the picture.
+        """
+        plain, found = pictures_in(messages, place)
+        of_parts = {
+            at: picture_of(value, f"{place}, picture {at}", folder=None, allow_urls=False)
+            for at, value in enumerate(found)
+            if value is not None
+        }
+        prepared = dict(zip(of_parts, await self.prepare(list(of_parts.values())), strict=True))
+        shown = [prepared.get(at) for at in range(len(found))]
+        fitting = given if len(prepared) < len(found) else ()
+        return plain, tuple(filled(shown, fitting, f"{place}: the messages have", "the prompt has {} pictures"))
 
     async def close(self) -> None:
         """End the processes. Idempotent."""

@@ -11,12 +11,13 @@ import binascii
 import http.client
 import io
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
+T = TypeVar("T")
 MAX_BYTES = 256 << 20
 """Largest number of bytes of an encoded picture."""
 _FETCH_S = 30.0
@@ -87,7 +88,8 @@ def picture_of(value: Any, place: str, *, folder: Path | None, allow_urls: bool)
             raise BadPicture(f"{place}: got the URL {value!r:.80}, expected none (data.images.allow_urls=false)")
         return Picture(place, address=value)
     if folder is None or "://" in value:
-        raise BadPicture(f"{place}: got {value!r:.80}, expected a data URI{'' if folder is None else ' or a path'}")
+        expected = "bytes, a PIL image or a data URI" if folder is None else "a data URI or a path"
+        raise BadPicture(f"{place}: got {value!r:.80}, expected {expected}")
     return Picture(place, address=str(folder / Path(value.removeprefix("file:")).expanduser()))
 
 
@@ -140,33 +142,44 @@ def take_pictures(
     the place, if a value is no picture, or if these parts and the pictures of the column differ in number.
     """
     given = [] if column is None else list(column) if isinstance(column, list | tuple) else [column]
-    values: list[Any] = []
     if isinstance(prompt, str):
         values, messages = given, prompt
     else:
-        rest, empty = iter(given), 0
-        messages = []
-        for message in prompt:
-            content = message.get("content")
-            parts = []
-            for part in content if isinstance(content, list) else ():
-                value, is_picture = _value_of(part, place)
-                if is_picture and value is None:
-                    value, empty = next(rest, None), empty + 1
-                values += [value] if is_picture else []
-                # A data set gives all parts the same keys, and templates look for the key `image` in each.
-                parts.append({"type": "image"} if is_picture else {k: v for k, v in part.items() if v is not None})
-            messages.append({**message, "content": parts} if isinstance(content, list) else message)
-        if empty != len(given):
-            raise BadPicture(
-                f"{place}: the messages have {empty} parts of type image without a picture, but the row has "
-                f"{len(given)} pictures beside them, expected one for each"
-            )
+        messages, found = pictures_in(prompt, place)
+        values = filled(found, given, f"{place}: the messages have", "the row has {} pictures beside them")
     named = (f"{place}, picture {number}" for number in range(len(values)))
     pictures = [
         picture_of(v, name, folder=folder, allow_urls=allow_urls) for v, name in zip(values, named, strict=True)
     ]
     return Illustrated(messages, tuple(pictures))
+
+
+def pictures_in(messages: Iterable[Mapping[str, Any]], place: str) -> tuple[list[Mapping[str, Any]], list[Any]]:
+    """Return chat messages in which `{"type": "image"}` stands for each picture, and the pictures, in order; None for a
+    part without a picture of its own. Raises BadPicture, naming the place, for videos and recordings."""
+    plain: list[Mapping[str, Any]] = []
+    values: list[Any] = []
+    for message in messages:
+        content, parts = message.get("content"), list[Any]()
+        for part in content if isinstance(content, list) else ():
+            value, is_picture = _value_of(part, place)
+            values += [value] if is_picture else []
+            # A data set gives all parts the same keys, and templates look for the key `image` in each.
+            parts.append({"type": "image"} if is_picture else {k: v for k, v in part.items() if v is not None})
+        plain.append({**message, "content": parts} if isinstance(content, list) else message)
+    return plain, values
+
+
+def filled(values: Sequence[T | None], given: Sequence[T], where: str, which: str) -> list[T]:
+    """Return values with those that are given in place of None, in order. Raises BadPicture, which begins with `where`
+    and has the count in `which`, if these differ in number."""
+    empty, rest = sum(value is None for value in values), iter(given)
+    if empty != len(given):
+        raise BadPicture(
+            f"{where} {empty} parts of type image without a picture, but {which.format(len(given))}, expected one for "
+            "each"
+        )
+    return [next(rest) if value is None else value for value in values]
 
 
 def _value_of(part: Mapping[str, Any], place: str) -> tuple[Any, bool]:

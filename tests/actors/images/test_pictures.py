@@ -75,7 +75,7 @@ def test_values_that_are_not_of_the_data_set_name_no_files(tmp_path: Path) -> No
     (tmp_path / "a.png").write_bytes(PNG)
     assert read(URI) == PNG
     for value in (str(tmp_path / "a.png"), f"file://{tmp_path}/a.png"):
-        with pytest.raises(BadPicture, match="expected a data URI$"):
+        with pytest.raises(BadPicture, match="expected bytes, a PIL image or a data URI$"):
             read(value)
 
 

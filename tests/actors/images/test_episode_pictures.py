@@ -1,0 +1,112 @@
+"""Pictures in conversations: those of the prompt, those that an environment shows, and those of agents' requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.actors.engines.chat import build_chat_format
+from headrace.actors.engines.protocol import Completion, SamplingParams
+from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.actors.environments.config import EnvironmentConfig
+from headrace.actors.environments.episode import Episode
+from headrace.actors.environments.host import EpisodeHost
+from headrace.actors.images.config import ImagesConfig
+from headrace.actors.images.preparation import PicturePool
+from headrace.actors.images.processor import Processed
+from headrace.actors.images.prompt_pictures import BadPicture, Picture
+from headrace.actors.protocols import Prompt, Sample, Score
+from headrace.actors.rollout.pictures.picture_rows import RowPictures
+from headrace.tests.actors.images.tiny_vision import PAD, draw, encoded
+
+ASK = ({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "count squares"}]},)
+TEXT = f"<user> <|vision_start|>{PAD}<|vision_end|>count squares <assistant>"
+
+
+class Inside(PicturePool):
+    """A pool that works in this process, because a process of its own takes seconds to start."""
+
+    async def _run(self, data: bytes) -> Processed:
+        return self.processor.process(data)
+
+
+class Watched(ScriptedEngine):
+    """An engine that keeps what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request_id, prompt_ids, sample: [6, 7])
+        self.asked: list[tuple[list[int], list[str]]] = []
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        self.asked.append((list(prompt_ids), [picture.name for picture in params.pictures]))
+        return await super().generate(request_id, prompt_ids, params)
+
+
+def play(environment: Any, folder: str, tokenizer: Any, *, images: bool = True) -> tuple[Sample, Watched, RowPictures]:
+    """Play an episode of a prompt with one picture."""
+    pool = Inside(ImagesConfig(enabled=True), folder, folder, tokenizer)
+    pictures = RowPictures(pool, tokenizer, 64)
+    chat, engine = build_chat_format(tokenizer, "template", {}, {}), Watched()
+    config = EnvironmentConfig(max_rows=2)
+    host = EpisodeHost(environment, config, chat=lambda: chat, max_prompt_tokens=64, pictures=pool if images else None)
+
+    async def run() -> Sample:
+        shown = (Picture("picture", encoded(draw(100, 60))),)
+        prompt = await pictures.prepared(Prompt("a", TEXT, "1", {}, ASK, shown))
+        [sample] = await host.run(prompt, engine, tokenizer, SamplingParams(max_new_tokens=64))
+        await pool.close()
+        return sample
+
+    return asyncio.run(run()), engine, pictures
+
+
+def test_an_environment_shows_pictures(vision_folder: str, vision_tokenizer: Any) -> None:
+    async def screenshots(episode: Episode) -> float:
+        await episode.say(episode.prompt.messages)
+        seen = {"type": "image", "image": draw(57, 200, seed=1)}
+        await episode.say([{"role": "user", "content": [seen, {"type": "text", "text": "a"}]}])
+        await episode.say([{"role": "user", "content": "b"}])
+        branch = episode.branch(episode.turns[1])
+        await branch.say([])
+        with pytest.raises(BadPicture, match="tokens end within picture 1, expected all of its tokens"):
+            episode.branch(episode.turns[1].start - 4)
+        return 1.0
+
+    sample, engine, pictures = play(screenshots, vision_folder, vision_tokenizer)
+    assert sample.rewards == {"reward": 1.0} and not sample.error
+    assert [one.num_tokens for one in sample.pictures] == [8, 14]
+    assert [[one.num_tokens for one in row.pictures] for row in sample.more_rows] == [[8, 14]]
+    pad = pictures.pool.processor.token_ids[0]
+    names = [one.blob.name for one in sample.pictures]
+    assert [shown for _, shown in engine.asked] == [names[:1], names, names, names]
+    assert [ids.count(pad) for ids, _ in engine.asked] == [8, 22, 22, 22]
+    [checked], _ = pictures.checked([sample], [Score(1.0, {}, True)])
+    assert checked is sample, "the rows have a token for each feature"
+    # The first request has the tokens that a prompt of the data set has.
+    assert engine.asked[0][0] == vision_tokenizer(sample.prompt.text, add_special_tokens=False)["input_ids"]
+
+
+def test_pictures_that_cannot_be_shown_fail_the_episode(vision_folder: str, vision_tokenizer: Any) -> None:
+    def saying(*parts: Any) -> Any:
+        async def play(episode: Episode) -> None:
+            await episode.say([{"role": "user", "content": list(parts)}])
+
+        return play
+
+    image = {"type": "image"}
+    for parts, expected in (
+        ([image, image], "the messages have 2 parts of type image without a picture, but the prompt has 1 pictures"),
+        ([{**image, "image": "/etc/hostname"}], "picture 0: got '/etc/hostname', expected bytes, a PIL image or a"),
+        ([{**image, "image": "http://x"}], "picture 0: got the URL 'http://x', expected none"),
+        ([{"type": "video"}], "got a part of type 'video', expected text and pictures"),
+        ([{"type": "text", "text": PAD}, {**image, "image": draw(50, 50)}], "the text has 2 placeholders"),
+    ):
+        sample, _, _ = play(saying(*parts), vision_folder, vision_tokenizer)
+        assert expected in sample.error, sample.error
+    sample, _, _ = play(saying({**image, "image": draw(50, 50)}), vision_folder, vision_tokenizer, images=False)
+    assert "got messages with pictures while data.images.enabled=false, expected only text" in sample.error
+    assert np.array_equal(sample.input_ids, vision_tokenizer(sample.prompt.text)["input_ids"])
