@@ -155,8 +155,8 @@ def take_pictures(
 
 
 def pictures_in(messages: Iterable[Mapping[str, Any]], place: str) -> tuple[list[Mapping[str, Any]], list[Any]]:
-    """Return chat messages in which `{"type": "image"}` stands for each picture, and the pictures, in order; None for a
-    part without a picture of its own. Raises BadPicture, naming the place, for videos and recordings."""
+    """Return chat messages and their pictures, in order; None for a part without a picture of its own. In the messages,
+    `{"type": "image"}` stands for each picture. Raises BadPicture, naming the place, for videos and recordings."""
     plain: list[Mapping[str, Any]] = []
     values: list[Any] = []
     for message in messages:

@@ -15,7 +15,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsNon
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from ...engines.chat import Reply, text_of
+from ...engines.chat import Reply
 from .dialects import (
     BadRequest,
     CallAnswer,
@@ -23,6 +23,7 @@ from .dialects import (
     Choice,
     Dialect,
     Json,
+    content_of,
     event,
     ignored_of,
     schema_at,
@@ -86,8 +87,8 @@ def _checked(kind: TypeAdapter[Any], given: Json) -> Any:
 
 
 def _messages_of(given: Any, checked: Iterable[Any]) -> tuple[Json, ...]:
-    """Return the messages of a request, with their contents as texts. checked: pydantic's iterator, which checks each
-    message when it is read. Raises BadRequest for invalid messages."""
+    """Return the messages of a request, with their contents as texts or parts. checked: pydantic's iterator, which
+    checks each message when it is read. Raises BadRequest for invalid messages."""
     if not isinstance(given, list) or not given:
         raise BadRequest("messages: expected a list of at least one message")
     for number, message in enumerate(given):
@@ -99,7 +100,7 @@ def _messages_of(given: Any, checked: Iterable[Any]) -> tuple[Json, ...]:
             pass
     except ValidationError as error:
         raise _invalid(error, "messages.") from None
-    return tuple(_plain_message(message) for message in given)
+    return tuple(_plain_message(message, f"messages.{number}") for number, message in enumerate(given))
 
 
 def _invalid(error: ValidationError, within: str = "") -> BadRequest:
@@ -108,12 +109,10 @@ def _invalid(error: ValidationError, within: str = "") -> BadRequest:
     return BadRequest(f"{within}{where or 'the body'}: {first['msg']}")
 
 
-def _plain_message(message: Json) -> Json:
+def _plain_message(message: Json, where: str) -> Json:
     role = message["role"]
-    try:
-        return {**message, "role": _RENAMED.get(role, role), "content": text_of(message.get("content"))}
-    except ValueError as error:
-        raise BadRequest(str(error)) from None
+    content = content_of(message.get("content"), f"{where}.content")
+    return {**message, "role": _RENAMED.get(role, role), "content": content}
 
 
 def _prompt_of(prompt: Any) -> str | tuple[int, ...]:

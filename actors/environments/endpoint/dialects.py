@@ -229,11 +229,45 @@ def content_text(content: Any, where: str) -> str:
     return "".join(part_text(part, f"{where}.{number}") for number, part in enumerate(content))
 
 
+def content_of(content: Any, where: str) -> str | list[Json]:
+    """Return a content in the form of chat completions: a text, or parts where some are pictures."""
+    if not isinstance(content, list):
+        return content_text(content, where)
+    return joined([part_of(part, f"{where}.{number}") for number, part in enumerate(content)])
+
+
+def joined(parts: Sequence[str | Json]) -> str | list[Json]:
+    """Return texts and pictures as one content, which is a text if there is no picture."""
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return "".join(texts)
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+
+
+def part_of(part: Any, where: str) -> str | Json:
+    """Return one part of a content: its text, or a picture as `{"type": "image", "image": ...}`."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "image":  # Anthropic's form.
+        source = object_at(part, "source", f"{where}.")
+        if source.get("type") != "base64":
+            raise wrong(f"{where}.source.type", source.get("type"), "base64")
+        kind, data = (text_at(source, name, f"{where}.source.") for name in ("media_type", "data"))
+        url = f"data:{kind};base64,{data}"
+    elif kind in ("image_url", "input_image"):
+        url = part.get("image_url")
+        url = url.get("url") if isinstance(url, dict) else url
+        if not isinstance(url, str):
+            raise wrong(f"{where}.image_url", url, "a data URI")
+    else:
+        return part_text(part, where)
+    return {"type": "image", "image": url}
+
+
 def part_text(part: Any, where: str) -> str:
     """Return the text of one part of a content."""
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if not isinstance(kind, str) or kind not in _TEXTS:
-        raise BadRequest(f"{where}: got a part of type {repr(kind)[:80]}, expected only texts")
+        raise BadRequest(f"{where}: got a part of type {repr(kind)[:80]}, expected texts or pictures")
     text = part.get(_TEXTS[kind])
     if not isinstance(text, str):
         raise wrong(f"{where}.{_TEXTS[kind]}", text, "a text")

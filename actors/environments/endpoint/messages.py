@@ -14,12 +14,15 @@ from .dialects import (
     Choice,
     Dialect,
     Json,
+    content_of,
     content_text,
     event,
     function_tool,
     ignored_of,
+    joined,
     object_at,
     objects_at,
+    part_of,
     part_text,
     refuse,
     schema_at,
@@ -82,14 +85,15 @@ def _messages_of(message: Json, where: str) -> list[Json]:
     for number, block in enumerate(blocks):
         if block.get("type") == "tool_result":
             about = {"role": "tool", "tool_call_id": text_at(block, "tool_use_id", f"{where}.{number}.")}
-            messages.append({**about, "content": content_text(block.get("content"), f"{where}.{number}.content")})
+            messages.append({**about, "content": content_of(block.get("content"), f"{where}.{number}.content")})
             continue
-        text = part_text(block, f"{where}.{number}")
+        part = part_of(block, f"{where}.{number}")
         if messages and messages[-1]["role"] == role:
-            messages[-1]["content"] += text
+            messages[-1]["content"].append(part)
         else:
-            messages.append({"role": role, "content": text})
-    return messages or [{"role": role, "content": ""}]
+            messages.append({"role": role, "content": [part]})
+    own = ({**one, "content": joined(one["content"])} if one["role"] == role else one for one in messages)
+    return list(own) or [{"role": role, "content": ""}]
 
 
 def _said(blocks: Iterable[Json], where: str) -> Json:

@@ -12,6 +12,7 @@ from .dialects import (
     CallRequest,
     Dialect,
     Json,
+    content_of,
     content_text,
     event,
     function_tool,
@@ -69,11 +70,11 @@ def _add(messages: list[Json], item: Json, where: str) -> None:
         role = item.get("role")
         if role not in list(_ROLES):
             raise wrong(f"{where}.role", role, f"one of {', '.join(_ROLES)}")
-        content = content_text(item.get("content"), f"{where}.content")
         if role == "assistant":
+            content = content_text(item.get("content"), f"{where}.content")
             _answer(messages, begins=("content", "tool_calls"))["content"] = content
         else:
-            messages.append({"role": _ROLES[role], "content": content})
+            messages.append({"role": _ROLES[role], "content": content_of(item.get("content"), f"{where}.content")})
     elif kind == "reasoning":
         thoughts = objects_at(item, "content", f"{where}.") or objects_at(item, "summary", f"{where}.")
         answer = _answer(messages, begins=("content", "tool_calls", "reasoning_content"))
@@ -83,7 +84,7 @@ def _add(messages: list[Json], item: Json, where: str) -> None:
         call = {"id": text_at(item, "call_id", f"{where}."), "type": "function", "function": function}
         _answer(messages, begins=()).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        output = content_text(item.get("output"), f"{where}.output")
+        output = content_of(item.get("output"), f"{where}.output")
         messages.append({"role": "tool", "tool_call_id": text_at(item, "call_id", f"{where}."), "content": output})
     else:
         expected = "message, reasoning, function_call or function_call_output"

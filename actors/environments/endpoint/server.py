@@ -178,7 +178,7 @@ class EndpointServer:
             with self._place(session):
                 body = await self._body(request)
                 if request.url.path == COUNT_PATH:
-                    return _json({"input_tokens": session.count(dialect.read(json_object(body)))})
+                    return _json({"input_tokens": await session.count(dialect.read(json_object(body)))})
                 call = self._call_of(request, session, body, dialect)
                 return _shown(dialect, call, await self._wait(request, session, call))
         except BadRequest as refused:

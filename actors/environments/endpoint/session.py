@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...engines.chat import ChatFormat, Reply
 from ...engines.protocol import BadSchema, Which
@@ -28,6 +28,9 @@ from ...engines.tokenizer import encode_prompts
 from ..episode import Episode, OutOfTokens
 from ..turns import Transcript
 from .dialects import BadRequest, CallAnswer, CallRequest, Choice
+
+if TYPE_CHECKING:
+    from ...images.processor import Prepared  # It imports transformers, which takes seconds.
 
 LINGER_S = 10.0
 """Seconds for which a call is kept after its client has disconnected, so that a repeated request can join it."""
@@ -55,6 +58,8 @@ class _Recorded:
     """Number of tokens of the answer."""
     name: str
     """Name under which the call is kept for repeated requests."""
+    pictures: tuple[Prepared, ...]
+    """Pictures whose placeholder tokens are among those that were sent, in order."""
 
     @property
     def ids(self) -> list[int]:
@@ -73,6 +78,8 @@ class _Prompt:
     """Number of tokens of that row when the prompt was made."""
     num_cached: int = 0
     """Number of the first tokens that an earlier call had already."""
+    pictures: tuple[Prepared, ...] = ()
+    """Pictures whose placeholder tokens are in `ids`, in order."""
 
 
 @dataclass(eq=False)
@@ -190,9 +197,9 @@ class Session:
         for choice in answer.choices:
             row = prompt.row
             if row is None or len(row) != prompt.length:  # There is no row yet, or another answer has continued it.
-                row = Transcript(prompt.ids)
+                row = Transcript(prompt.ids, prompt.pictures)
             else:
-                row.give(prompt.ids[len(row) :])
+                row.give(prompt.ids[len(row) :], prompt.pictures[len(row.pictures) :])
             # The tokens under a schema were drawn from another distribution than the one that is trained.
             self.episode.record(row, choice.completion, choice.text, trained=not request.schema)
             if request.is_chat:
@@ -201,7 +208,8 @@ class Session:
                 text = request.prompt + choice.text if isinstance(request.prompt, str) else ""
                 said, count = _digest(text), len(text)
             num_answer = len(choice.completion.token_ids)
-            self._recorded.append(_Recorded(said, count, request.is_chat, row, len(row), num_answer, call.name))
+            kept = _Recorded(said, count, request.is_chat, row, len(row), num_answer, call.name, prompt.pictures)
+            self._recorded.append(kept)
         # Only a repeated request reads the call from now on. It has been answered, so its messages are not needed.
         call.prompt, call.request = None, replace(request, messages=request.messages[:1], prompt="")
         if request.store:
@@ -210,11 +218,11 @@ class Session:
             said = (*request.messages[request.num_instructions :], {**reply.as_message(), **thoughts})
             self._stored[answer.id] = tuple(self._messages.setdefault(_norm(one), one) for one in said)
 
-    def count(self, request: CallRequest) -> int:
+    async def count(self, request: CallRequest) -> int:
         """Return the number of tokens that the prompt of a call would have."""
         self._chat_of(request)
         with _refusing(request):
-            return len(self._prompt_of(request).ids)
+            return len((await self._prompt_of(request)).ids)
 
     async def close(self) -> None:
         """End the session: calls in flight are ended and not recorded. Idempotent."""
@@ -236,7 +244,8 @@ class Session:
         adapter = self._models.get(request.model, "")
         chat = self._chat_of(request)
         with _refusing(request):
-            prompt = call.prompt = _Prompt(self._rendered(request), None, 0) if adapter else self._prompt_of(request)
+            made = self._rendered(request) if adapter else self._prompt_of(request)
+            prompt = call.prompt = await made
             choices = [asyncio.create_task(self._choice(request, prompt, chat, adapter)) for _ in range(request.n)]
             try:
                 answers = tuple(await asyncio.gather(*choices))
@@ -259,6 +268,7 @@ class Session:
             stop_token_ids=chat.stop_token_ids if chat else (),
             adapter=adapter,
             schema=request.schema,
+            pictures=tuple(picture.blob for picture in prompt.pictures),
         )
         ids, tokens = completion.token_ids.tolist(), []
         if request.logprobs:
@@ -277,44 +287,64 @@ class Session:
             )
         return chat
 
-    def _prompt_of(self, request: CallRequest) -> _Prompt:
+    async def _prompt_of(self, request: CallRequest) -> _Prompt:
         """Return the tokens of a call's prompt. If the prompt continues an earlier call, its tokens begin with exactly
         the tokens of that call and its answer."""
         sent = _digests(request)
         for call in reversed(self._recorded):
-            ids = self._continued(call, request, sent)
-            if ids is not None:
+            made = await self._continued(call, request, sent)
+            if made is not None:
                 if call.name.startswith("digest "):  # The client has the answer, and does not ask for it again.
                     self._calls.pop(call.name, None)
                 continues = self._rows == "conversation" and len(call.row) == call.end
-                return _Prompt(ids, call.row if continues else None, call.end, call.end)
-        return _Prompt(self._rendered(request), None, 0)
+                ids, pictures = made
+                return _Prompt(ids, call.row if continues else None, call.end, call.end, (*call.pictures, *pictures))
+        return await self._rendered(request)
 
-    def _continued(self, call: _Recorded, request: CallRequest, sent: Sequence[bytes]) -> Sequence[int] | None:
-        """Return the tokens of a request's prompt if the prompt continues `call`, else None. sent: digests of the
-        request's messages."""
+    async def _continued(
+        self, call: _Recorded, request: CallRequest, sent: Sequence[bytes]
+    ) -> tuple[Sequence[int], tuple[Prepared, ...]] | None:
+        """Return the tokens of a request's prompt and its new pictures if the prompt continues `call`, else None. sent:
+        digests of the request's messages."""
         if call.is_chat or request.is_chat:
             if not (call.is_chat and len(sent) > call.count + 1 and sent[call.count] == call.said):
                 return None
             before = call.ids
             start = call.end - call.num_answer
-            chat = self.episode.services.chat()
-            return chat.extend(before[:start], before[start:], request.messages[call.count :], request.tools)
+            messages, pictures = await self._shown(request, call.count)
+            chat = self.episode.services.showing_chat(pictures, "messages")
+            ids = chat.extend(before[:start], before[start:], messages, request.tools)
+            return None if ids is None else (ids, pictures)
         if not isinstance(request.prompt, str):
             before = call.ids
-            return request.prompt if list(request.prompt[: len(before)]) == before else None
+            return (request.prompt, ()) if list(request.prompt[: len(before)]) == before else None
         if call.count and len(request.prompt) >= call.count and _digest(request.prompt[: call.count]) == call.said:
-            return [*call.ids, *self.episode.encode(request.prompt[call.count :])]
+            return [*call.ids, *self.episode.encode(request.prompt[call.count :])], ()
         return None
 
-    def _rendered(self, request: CallRequest) -> Sequence[int]:
+    async def _rendered(self, request: CallRequest) -> _Prompt:
+        """Return the prompt of a call that continues none."""
         services = self.episode.services
         if request.is_chat:
-            return services.chat().render(request.messages, request.tools)
+            messages, pictures = await self._shown(request)
+            chat = services.showing_chat(pictures, "messages")
+            return _Prompt(chat.render(messages, request.tools), None, 0, 0, pictures)
         if isinstance(request.prompt, str):
             (ids,) = encode_prompts(services.tokenizer, [request.prompt])
-            return ids.tolist()
-        return request.prompt
+            return _Prompt(ids.tolist(), None, 0)
+        return _Prompt(request.prompt, None, 0)
+
+    async def _shown(
+        self, request: CallRequest, first: int = 0
+    ) -> tuple[Sequence[Mapping[str, Any]], tuple[Prepared, ...]]:
+        """Return the messages from `first` on, and their pictures. In the messages, `{"type": "image"}` stands for each
+        picture."""
+        messages, pool = request.messages[first:], self.episode.services.pictures
+        if all(isinstance(message.get("content"), str) for message in messages):
+            return messages, ()
+        if pool is None:
+            raise BadRequest("messages: got pictures while data.images.enabled=false, expected only texts")
+        return await pool.show(messages, "messages")
 
     def _new_id(self) -> str:
         return f"call-{self.episode.name}-{secrets.token_hex(6)}"
@@ -373,6 +403,8 @@ def _norm(message: Mapping[str, Any]) -> tuple[Any, ...]:
     )
     content = message.get("content") or ""
     role = message.get("role")
+    if isinstance(content, list):
+        content = _digest(json.dumps(content, sort_keys=True)).hex()
     if role == "assistant":
         content = _THINKING.sub("", content).strip()
     return role, content, calls, message.get("tool_call_id")

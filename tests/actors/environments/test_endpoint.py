@@ -224,7 +224,7 @@ def test_the_calls_of_an_episode_end_with_it() -> None:
         (b'{"model": "m", "messages": [null]}', "messages"),
         (b'{"model": "m", "messages": [{"role": "ghost", "content": "x"}]}', "messages"),
         (b'{"model":"m","messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": ""}}]}]}',
-         "expected only parts of type 'text'"),
+         "messages: got pictures while data.images.enabled=false, expected only texts"),
         (body_of("x", n=17), "n: got 17, expected at most rollout.endpoint.max_episode_calls=16"),
         (body_of("x", max_tokens=0), "max_tokens: got 0"),
         (body_of("x", max_tokens="many"), "max_tokens"),

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Sequence
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from headrace.actors.engines.chat import build_chat_format
 from headrace.actors.engines.protocol import Completion, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
-from headrace.actors.environments.config import EnvironmentConfig
+from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
+from headrace.actors.environments.endpoint.chat_completions import CHAT
+from headrace.actors.environments.endpoint.dialects import Dialect
+from headrace.actors.environments.endpoint.messages import MESSAGES
+from headrace.actors.environments.endpoint.responses import RESPONSES
+from headrace.actors.environments.endpoint.server import EndpointServer
 from headrace.actors.environments.episode import Episode
 from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.images.config import ImagesConfig
@@ -46,18 +53,28 @@ class Watched(ScriptedEngine):
         return await super().generate(request_id, prompt_ids, params)
 
 
-def play(environment: Any, folder: str, tokenizer: Any, *, images: bool = True) -> tuple[Sample, Watched, RowPictures]:
+def play(
+    environment: Any, folder: str, tokenizer: Any, *, images: bool = True, endpoint: Any = None
+) -> tuple[Sample, Watched, RowPictures]:
     """Play an episode of a prompt with one picture."""
     pool = Inside(ImagesConfig(enabled=True), folder, folder, tokenizer)
     pictures = RowPictures(pool, tokenizer, 64)
     chat, engine = build_chat_format(tokenizer, "template", {}, {}), Watched()
     config = EnvironmentConfig(max_rows=2)
-    host = EpisodeHost(environment, config, chat=lambda: chat, max_prompt_tokens=64, pictures=pool if images else None)
+    host = EpisodeHost(
+        environment,
+        config,
+        chat=lambda: chat,
+        max_prompt_tokens=64,
+        endpoint=endpoint,
+        pictures=pool if images else None,
+    )
 
     async def run() -> Sample:
         shown = (Picture("picture", encoded(draw(100, 60))),)
         prompt = await pictures.prepared(Prompt("a", TEXT, "1", {}, ASK, shown))
         [sample] = await host.run(prompt, engine, tokenizer, SamplingParams(max_new_tokens=64))
+        await host.close()
         await pool.close()
         return sample
 
@@ -110,3 +127,63 @@ def test_pictures_that_cannot_be_shown_fail_the_episode(vision_folder: str, visi
     sample, _, _ = play(saying({**image, "image": draw(50, 50)}), vision_folder, vision_tokenizer, images=False)
     assert "got messages with pictures while data.images.enabled=false, expected only text" in sample.error
     assert np.array_equal(sample.input_ids, vision_tokenizer(sample.prompt.text)["input_ids"])
+
+
+URI = "data:image/png;base64," + base64.b64encode(encoded(draw(57, 200, seed=1))).decode()
+
+SOURCE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": URI.partition(",")[2]}}
+
+
+def test_agents_show_pictures_through_the_endpoint(vision_folder: str, vision_tokenizer: Any) -> None:
+    async def agent(episode: Episode) -> float:
+        address, seen = episode.endpoint, [{"type": "image_url", "image_url": {"url": URI}}]
+        messages: list[Any] = [{"role": "user", "content": [*seen, {"type": "text", "text": "a"}]}]
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {address.secret}"}) as client:
+            for more in ([*seen, *seen], "b", [{"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}]):
+                answer = await client.post(f"{address.url}/chat/completions", json={"model": "m", "messages": messages})
+                assert answer.status_code == 200, answer.text
+                messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": more}]
+            answer = await client.post(f"{address.url}/chat/completions", json={"model": "m", "messages": messages})
+            assert answer.status_code == 400 and "picture 0: got 'file:///etc/hostname', expected bytes" in answer.text
+        return 1.0
+
+    endpoint = EndpointServer(EndpointConfig(enabled=True))
+    sample, engine, pictures = play(agent, vision_folder, vision_tokenizer, endpoint=endpoint)
+    assert sample.rewards == {"reward": 1.0} and not sample.error and not sample.more_rows, sample.error
+    assert [one.num_tokens for one in sample.pictures] == [14] * 3
+    assert [len(shown) for _, shown in engine.asked] == [1, 3, 3]
+    [checked], _ = pictures.checked([sample], [Score(1.0, {}, True)])
+    assert checked is sample and pictures.pool.counts.processed == 2, "a picture is preprocessed once"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": URI}}]}]}),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": URI}]}]}),
+        (
+            RESPONSES,
+            {
+                "input": [
+                    {
+                        "type": "function_call_output",
+                        "call_id": "c",
+                        "output": [{"type": "input_image", "image_url": URI}],
+                    }
+                ]
+            },
+        ),
+        (MESSAGES, {"messages": [{"role": "user", "content": [SOURCE]}]}),
+        (
+            MESSAGES,
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [SOURCE]}]}
+                ]
+            },
+        ),
+    ],
+)
+def test_pictures_in_all_dialects(dialect: Dialect, body: Any) -> None:
+    [message] = dialect.read({"model": "m", "max_tokens": 9, **body}).messages
+    assert message["content"] == [{"type": "image", "image": URI}]
