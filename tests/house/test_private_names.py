@@ -68,7 +68,10 @@ NAMES: dict[str, dict[str, str]] = {
     "vllm": {
         "_adapter_manager": "actors/engines/vllm/test_adapters.py",
         "_create_merged_loras_inplace": "actors/engines/vllm/test_adapters.py",
+        "_get_mm_fields_config": "actors/engines/vllm/vision/test_prepared_pictures.py",
+        "_get_model_cls": "actors/engines/vllm/vision/test_prepared_pictures.py",
         "_load_adapter": "actors/engines/vllm/test_adapters.py",
+        "_processor_factory": "actors/engines/vllm/vision/test_prepared_pictures.py",
         "_registry": "actors/engines/vllm/test_weights.py",
         "_re_block_ids": "actors/engines/vllm/test_step_outputs.py",
         "_run_output_handler": "actors/engines/vllm/test_engine.py",

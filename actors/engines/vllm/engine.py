@@ -223,7 +223,8 @@ class VllmEngine:
         if request_id in self._in_flight:
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
         prompt, params = self._checks.checked(request_id, prompt_ids, params)
-        request = self._in_flight[request_id] = RunningRequest(request_id, params.n, self._prefix)
+        pictures = self._process.pictures.shown(request_id, prompt, params.pictures) if params.pictures else None
+        request = self._in_flight[request_id] = RunningRequest(request_id, params.n, self._prefix, pictures)
         try:
             completions = None
             while completions is None:
@@ -310,7 +311,7 @@ class VllmEngine:
         try:
             # An abort may have come before this task started, when vLLM did not know the id yet.
             while final is None and not request.aborted.is_set() and not request.withdrawn:
-                async for output in self._process.generate(sample_id, prompt, params, adapter):
+                async for output in self._process.generate(sample_id, prompt, params, adapter, request.pictures):
                     final = output.outputs[0]
                     self.stats.prompt_tokens += len(prompt)
                     self.stats.cached_tokens += output.num_cached_tokens or 0

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 try:
     with log_level():
         import vllm
-        from vllm import SamplingParams
+        from vllm import ModelRegistry, SamplingParams
         from vllm.config import WeightTransferConfig, set_current_vllm_config
         from vllm.config.lora import MaxLoRARanks
         from vllm.distributed.weight_transfer.base import (
@@ -41,6 +41,8 @@ try:
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.multimodal import MULTIMODAL_REGISTRY
+        from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
         from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
         from vllm.tokenizers import cached_tokenizer_from_config
@@ -57,6 +59,10 @@ except ImportError as error:
 
 __all__ = [
     "MOST_CACHE",
+    "ModelRegistry",
+    "MULTIMODAL_REGISTRY",
+    "MultiModalKwargsItems",
+    "PlaceholderRange",
     "Refused",
     "AsyncEngineArgs",
     "AsyncLLM",
@@ -353,11 +359,9 @@ def keep_prefills_whole(config: Any) -> None:
 def leave_out_tokenizer(config: Any) -> None:
     """Configure vLLM so that its processes load no tokenizer. Loading it takes each of them a second or more.
 
-    Requests are token ids. Only stop texts need the tokenizer; `load_tokenizer` then loads it. Models that also
-    take other input than text load it nevertheless, because vLLM prepares that input with it.
+    Requests are token ids. Only stop texts need the tokenizer; `load_tokenizer` then loads it.
     """
-    if not config.model_config.is_multimodal_model:
-        config.model_config.skip_tokenizer_init = True
+    config.model_config.skip_tokenizer_init = True
 
 
 def _refused() -> type[Exception]:

@@ -20,6 +20,8 @@ from . import library
 from .options import arguments
 from .start import CANCELLED, CoreLog, engine_environment, exit_code, exit_words, lives, take_standby
 from .step_outputs import SCHEDULER, TokenVersions
+from .vision import prepared_pictures
+from .vision.prepared_pictures import PictureTaker, ShownPictures
 
 BACKEND = "headrace"
 """Name under which Headrace's weight-transfer engine is registered in vLLM."""
@@ -30,6 +32,8 @@ CALL_PATIENCE_S = 300.0
 """Longest time in seconds to wait for the engine process's answer to any call that is not a generation request."""
 LOOK_S = 0.2
 """Seconds between two checks that the engine process is alive, while waiting for an answer from it."""
+PICTURES_GIB = 1
+"""GiB of pictures that the engine process keeps, so that those of the n samples of a request are sent to it once."""
 CLOSE_PATIENCE_S = 10.0
 """Seconds that vLLM's processes get to end by themselves before they are killed."""
 
@@ -143,6 +147,8 @@ class VllmProcess:
             self._log.close()
             raise
         self.versions = TokenVersions(self.llm.engine_core, version)
+        self.pictures = PictureTaker(self.llm.model_config, self.llm.renderer.mm_processor)
+        """Turns the pictures of requests into vLLM's form."""
         self.can_sleep = not cpu
         self._asleep: set[str] = set()
         """Kinds of device memory that vLLM has released in `sleep` and not taken back yet: `weights`, `kv_cache`."""
@@ -159,13 +165,16 @@ class VllmProcess:
     def _start(self, settings: ProcessSettings, cpu: bool) -> library.AsyncLLM:
         given = engine_args(settings, cpu)
         try:
-            config = library.create_config(given)
-            library.check_attention(config)
-            library.keep_prefills_whole(config)
-            if not settings.schemas:
-                library.leave_out_tokenizer(config)
-            with self._log.capture(), library.engine_process(take_standby()):
-                return library.AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+            with prepared_pictures.own_processors(settings.model):
+                config = library.create_config(given)
+                library.check_attention(config)
+                library.keep_prefills_whole(config)
+                if not settings.schemas:
+                    library.leave_out_tokenizer(config)
+                if config.model_config.is_multimodal_model and not settings.routes:
+                    config.scheduler_config.scheduler_cls = prepared_pictures.SCHEDULER
+                with self._log.capture(), library.engine_process(take_standby()):
+                    return library.AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except ValueError as error:
             reason = " ".join(str(error).split())
             if "max_model_len" in reason:
@@ -214,14 +223,39 @@ class VllmProcess:
         prompt: list[int],
         params: library.SamplingParams,
         adapter: HeldAdapter | None = None,
+        pictures: ShownPictures | None = None,
     ) -> AsyncGenerator[Any, None]:
-        """Submit one request and yield vLLM's outputs. The request uses only cached prefixes of requests that were
-        submitted under the same weights. adapter: None for the base alone. Raises library.EngineDeadError when vLLM's
-        engine process has died."""
+        """Submit one request and yield vLLM's outputs. The request uses only cached prefixes, and features of pictures,
+        of requests that were submitted under the same weights. adapter: None for the base alone. pictures: those of the
+        prompt; None for none. Raises library.EngineDeadError when vLLM's engine process has died."""
         salt = f"weights {self.versions.current if adapter is None else adapter.version}"
+        lora = adapter and adapter.request
+        if pictures is not None:
+            return self._generate_seeing(pictures, prompt, salt, params, request_id, lora)
         # vLLM's renderer makes prompts of this form.
         tokens: Any = {"type": "token", "prompt_token_ids": prompt, "cache_salt": salt}
-        return self.llm.generate(tokens, params, request_id, lora_request=adapter and adapter.request)
+        return self.llm.generate(tokens, params, request_id, lora_request=lora)
+
+    async def _generate_seeing(
+        self,
+        pictures: ShownPictures,
+        prompt: list[int],
+        salt: str,
+        params: library.SamplingParams,
+        request_id: str,
+        lora: Any,
+    ) -> AsyncGenerator[Any, None]:
+        """Submit a request whose prompt has pictures, and yield vLLM's outputs."""
+        await self.llm.get_supported_tasks()  # vLLM waits for them once, and then submits a request without waiting.
+        sent = self.llm.renderer.mm_processor_cache
+        tokens: Any = pictures.prompt(prompt, salt, sent)
+        try:
+            async for output in self.llm.generate(tokens, params, request_id, lora_request=lora):
+                yield output
+        except BaseException:
+            if sent is not None:
+                sent.clear_cache()  # The request may not have reached the engine process, so pictures are sent again.
+            raise
 
     async def add_adapter(self, adapter: HeldAdapter) -> bool:
         """Make vLLM load an adapter into a slot, between two steps. Returns whether it did."""
@@ -281,14 +315,16 @@ class VllmProcess:
         await self._bounded("mark", self.versions.mark(version))
 
     async def forget_keys_and_values(self) -> None:
-        """Drop the contents of the KV cache. Cached prefixes are forgotten, and frozen requests recompute their keys
-        and values.
+        """Drop the contents of the KV cache. Cached prefixes, and features of pictures, are forgotten, and frozen
+        requests recompute their keys and values.
 
         Call it only while generation is paused, or when no request is running. Raises RuntimeError if vLLM refuses.
         """
         done = await self._bounded("reset_prefix_cache", self.llm.reset_prefix_cache(reset_running_requests=True))
         if not done:
             raise RuntimeError("vLLM did not reset its prefix cache")
+        if self.llm.model_config.is_multimodal_model:
+            await self._bounded("reset_encoder_cache", self.llm.reset_encoder_cache())
 
     async def sleep(self, level: int) -> None:
         """Make vLLM release device memory. level: vLLM's sleep level, 1 or 2 (see `VllmEngine.sleep`). No request may
@@ -420,6 +456,8 @@ def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs
         "generation_config": "vllm",  # The model's own defaults would change the sampled distribution.
         "logprobs_mode": "processed_logprobs",
         "use_tqdm_on_load": False,
+        "skip_mm_profiling": True,  # The room for pictures beside the KV cache is the share that is not used.
+        "mm_processor_cache_gb": PICTURES_GIB,
         "worker_extension_cls": WORKER,
         "weight_transfer_config": library.WeightTransferConfig(backend=BACKEND),
     }

@@ -15,6 +15,7 @@ from ..stop_tokens import end_tokens, resolve_stops
 from ..token_sampling import checked_prompt, row_keys
 from . import library
 from .process import HeldAdapter
+from .vision.prepared_pictures import ShownPictures
 
 _REASONS = ("stop", "length", "abort")
 
@@ -23,9 +24,13 @@ class RunningRequest:
     """A `generate` call in progress. It consists of `n` vLLM requests, one per sample, so that each sample has its own
     random numbers."""
 
-    def __init__(self, request_id: str, num_samples: int, prefix: str = "") -> None:
-        """prefix: beginning of the samples' ids in vLLM, which tells the runs that share an engine apart."""
+    def __init__(
+        self, request_id: str, num_samples: int, prefix: str = "", pictures: ShownPictures | None = None
+    ) -> None:
+        """prefix: beginning of the samples' ids in vLLM, which tells the runs that share an engine apart. pictures:
+        those of the prompt; None for none."""
         self.id = request_id
+        self.pictures = pictures
         self.sample_ids = [f"{prefix}{request_id}#{sample}" for sample in range(num_samples)]
         self.adapter: HeldAdapter | None = None
         """Version of the adapter with which the request runs; None while it does not run, and for the base alone."""

@@ -141,9 +141,16 @@ class ModelLoader:
         own = library.plain_parameters(self._model) if self.way.startswith("layerwise") else {}
 
         def read(weight: ParameterDigest) -> list[torch.Tensor]:
-            return [own[weight.name]] if weight.name in own and weight.fits(own[weight.name]) else []
+            found = [own[name] for name in self._own_names(weight.name) if name in own]
+            return [one for one in found if weight.fits(one)]
 
         return read
+
+    def _own_names(self, name: str) -> list[str]:
+        """Return the model's own names of a weight with this Hugging Face name. There is none if it is left out."""
+        stored = name if self._names is None else self._names.stored(name)
+        mapper = getattr(self._model, "hf_to_vllm_mapper", None)
+        return [stored] if mapper is None else mapper.apply_list([stored])
 
     def abandon(self) -> None:
         """End a session that failed half way. The model holds a mix of two versions, but the next session starts from

@@ -59,6 +59,10 @@ class WeightNames:
         """Return the full shape of the weight `name`, before tensor parallelism splits it."""
         return self._shapes[name]
 
+    def stored(self, name: str) -> str:
+        """Return the name in a checkpoint of the weight `name`; that of its first part, if there are several."""
+        return self._stored[name].parts[0][0] if name in self._stored else name
+
     def check(self, named: Mapping[str, torch.Tensor]) -> None:
         """Raise ValueError if a weight is unknown, missing, or of the wrong shape or dtype, or if tied weights differ.
         The error names the first such weight, or both names of tied weights."""

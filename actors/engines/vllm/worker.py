@@ -36,6 +36,7 @@ from . import library
 from .adapter_slots import AdapterStore
 from .logprobs import SampledLogprobs
 from .process import BACKEND, LoadReport, PrepareState, VerifyReport
+from .vision.prepared_pictures import take_pictures_as_they_are
 from .weight_loading import ModelLoader, WeightNames
 from .worker_orders import Order, WorkerLink
 
@@ -390,3 +391,4 @@ if BACKEND not in library.WeightTransferEngineFactory._registry:  # vLLM refuses
     library.take_what_is_free()
     library.take_what_is_useful()
     library.choose_kernels_without_adapters()
+    take_pictures_as_they_are()

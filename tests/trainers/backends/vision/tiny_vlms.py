@@ -61,9 +61,11 @@ TOWERS = {"qwen2_5_vl": "model.visual.", "qwen3_vl": "model.visual.", "gemma3": 
 """Beginning of the names of the tower's weights."""
 
 
-def save_vlm(folder: Path, name: str) -> str:
-    """Write the random model `name` as a HF folder. Its weights are large, so that log-probs spread by about 1 nat."""
-    config = AutoConfig.for_model(name, **MODELS[name])
+def save_vlm(folder: Path, name: str, **text: Any) -> str:
+    """Write the random model `name` as a HF folder. Its weights are large, so that log-probs spread by about 1 nat.
+    text: values of the text's configuration that differ from those of MODELS."""
+    made = MODELS[name]
+    config = AutoConfig.for_model(name, **{**made, "text_config": {**made["text_config"], **text}})
     model: Any = AutoModelForImageTextToText.from_config(config)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

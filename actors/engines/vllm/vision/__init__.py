@@ -1,0 +1,1 @@
+"""Pictures in vLLM: it gets the tensors that the trainer gets, and preprocesses nothing."""
