@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -28,6 +29,8 @@ from ...actors.engines.hf.stored_names import StoredTensor, stored_tensors
 from ...actors.engines.tokenizer import has_tokenizer, load_tokenizer
 from .checkpoint_files import draft_of, publish, start_draft
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Names of the files of a model's processor of pictures."""
 SHARD_BYTES = 4 << 30
 """Largest size of one weight file in bytes. Writing a file needs that much additional host memory."""
 
@@ -88,9 +91,10 @@ def write_folder(
     *,
     add: Callable[[str], None] | None = None,
 ) -> None:
-    """Write `weights`, the model's config and the tokenizer of the folder or hub id `source` as the HF folder `path`.
+    """Write `weights`, the model's config, and the tokenizer and processor of pictures of the folder or hub id `source`
+    as the HF folder `path`.
 
-    If the folder `source` has no tokenizer, none is written. The number format in the config is that of most weights.
+    What the folder `source` does not have is not written. The number format in the config is that of most weights.
     Only one rank may call this. The folder `path` appears whole or not at all. Raises ValueError when it exists
     already. add: function that writes further files into the folder, given its path before it appears.
     """
@@ -109,9 +113,21 @@ def write_folder(
         config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if has_tokenizer(source):
         load_tokenizer(source).save_pretrained(draft_of(path))
+    if hasattr(model.config, "vision_config"):
+        _copy_processor(source, draft_of(path))
     if add is not None:
         add(draft_of(path))
     publish(path)
+
+
+def _copy_processor(source: str, target: str) -> None:
+    """Copy the files of a model's processor of pictures as they are, because to load them can need other libraries."""
+    for name in PROCESSOR_FILES:
+        local = Path(source) / name
+        hub: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+        file = local if Path(source).is_dir() else cached_file(source, name, **hub)
+        if file is not None and Path(file).exists():
+            shutil.copyfile(file, Path(target) / name)
 
 
 def _set_dtypes(content: dict[str, Any], dtype: str) -> None:

@@ -304,7 +304,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         self._load(path)
 
     def export_model(self, path: str) -> None:
-        """Write the model as the new HF folder `path` (weights, config, tokenizer) from rank 0. Collective.
+        """Write the model as the new HF folder `path` (weights, config, tokenizer, processor) from rank 0. Collective.
 
         A model with an adapter is written with the adapter merged into it, and the adapter alone as the folder
         `adapter` in it, in PEFT's format. Rank 0 first collects all weights in host memory. Raises ValueError when

@@ -108,6 +108,7 @@ def test_a_frozen_tower_has_no_gradients(folder: str, name: str) -> None:
 
 
 def test_an_export_is_the_whole_model(folder: str, name: str, tmp_path: Path) -> None:
+    (Path(folder) / "preprocessor_config.json").write_text('{"patch_size": 14}')
     backend = build(folder)
     weights = weights_of(backend)
     backend.export_model(str(tmp_path / "out"))
@@ -116,6 +117,7 @@ def test_an_export_is_the_whole_model(folder: str, name: str, tmp_path: Path) ->
         dict(AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).named_parameters())
         for path in (folder, tmp_path / "out")
     )
+    assert (tmp_path / "out" / "preprocessor_config.json").read_text() == '{"patch_size": 14}'
     assert set(weights) == set(source) == set(written)
     assert all(torch.equal(weights[key], source[key]) and torch.equal(written[key], source[key]) for key in source)
 
