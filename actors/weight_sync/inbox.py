@@ -18,7 +18,7 @@ from ...codecs.weights.buckets import BucketPlan, apply_sparse, checksum, expect
 from ...codecs.weights.gpu_scatter import scatter_kernel
 from .config import Staging
 from .pairs.pair_sender import KIND as PAIRS
-from .pairs.planned_receiver import PlannedReceiver
+from .pairs.planned_receiver import PlannedReceiver, PlannedStream
 from .plan.regions import Region
 from .transports.ends import Receiver, Stream, bucket_offsets
 from .transports.factory import build_receiver
@@ -178,20 +178,27 @@ class WeightInbox:
         if arriving is None or arriving[0] != update.version or arriving[2] is None:
             raise ValueError(f"weights: version {update.version} was not joined; call prepare first")
         stream = arriving[2]
-        pieces: dict[str, torch.Tensor] = {}
-        read = set()
-        plan = stream.plan
-        stream.take = lambda frame, payload: self._landing(plan, frame, payload, places).scatter(payload)
         try:
-            for frame, payload in stream:
-                yield self._whole_tensors(plan, frame, payload, pieces, places)
-                read.add(frame.bucket)
+            for whole in (
+                stream.weights(places) if isinstance(stream, PlannedStream) else self._unpacked(stream, places)
+            ):
+                yield whole
                 self._count_received()
-            _expect_whole(stream, read)
         finally:
             stream.close()
             with self._lock:
                 self._arriving = None
+
+    def _unpacked(self, stream: Stream, places: Mapping[str, torch.Tensor]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield the complete tensors of each bucket of a stream."""
+        pieces: dict[str, torch.Tensor] = {}
+        read = set()
+        plan = stream.plan
+        stream.take = lambda frame, payload: self._landing(plan, frame, payload, places).scatter(payload)
+        for frame, payload in stream:
+            yield self._whole_tensors(plan, frame, payload, pieces, places)
+            read.add(frame.bucket)
+        _expect_whole(stream, read)
 
     def committed(self, version: int) -> None:
         """Record that the engine now serves the staged `version`. Does nothing when that version is not staged here.

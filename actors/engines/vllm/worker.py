@@ -18,7 +18,7 @@ import copy
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from ....codecs import messages
 from ....codecs.weights.parameter_digests import ParameterDigests, compare_digests
 from ...weight_sync.inbox import WeightInbox
 from ...weight_sync.pairs.planned_receiver import missing_part
+from ...weight_sync.plan.regions import Region
 from ...weight_sync.plan.weight_reads import WeightReads
 from ...weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from . import library
@@ -246,14 +247,21 @@ class StagedWeightEngine(library.WeightTransferEngine):
         """
         inbox, update = self._opened()[0], self._update
         staged = inbox.staged
-        if inbox.needs or staged is None or update is None or not update.plan or self.parallel_config.world_size == 1:
+        if staged is None or update is None or not self._notes_needs(update):
             yield
             return
         with WeightReads(staged.named) as reads:
             yield
-        if missing := missing_part(update, self._engine, self.parallel_config.rank, reads.regions):
+        self._note_needs(update, reads.regions)
+
+    def _notes_needs(self, update: WeightUpdate) -> bool:
+        """Return whether this load tells which parts of the weights this worker needs."""
+        return not self._opened()[0].needs and bool(update.plan) and self.parallel_config.world_size > 1
+
+    def _note_needs(self, update: WeightUpdate, needs: tuple[Region, ...]) -> None:
+        if missing := missing_part(update, self._engine, self.parallel_config.rank, needs):
             raise WeightTransferError(f"weights: version {update.version}: {missing} is needed, but was not sent")
-        inbox.needs = reads.regions
+        self._opened()[0].needs = needs
 
     def _stage(self, version: int, number: int) -> None:
         """Stage a prepared adapter for vLLM, which will know it by `number`."""
@@ -278,6 +286,8 @@ class StagedWeightEngine(library.WeightTransferEngine):
     def _load_arriving(self, inbox: WeightInbox, names: WeightNames, update: WeightUpdate) -> None:
         """Load weights bucket by bucket as they arrive. An error leaves a mix of two versions in the model."""
         got: set[str] = set()
+        needs: list[Region] = []
+        noting = self._notes_needs(update)
         for whole in inbox.arriving(update, self.loader.places):
             first = not got
             got.update(name for name, _ in whole)
@@ -285,10 +295,15 @@ class StagedWeightEngine(library.WeightTransferEngine):
                 # Layerwise reload keeps tensors until their layer is complete, but these tensors are valid only until
                 # the next bucket.
                 whole = [(name, tensor.clone()) for name, tensor in whole]
-            self.loader.load(whole, names.check_one)
+            with WeightReads(dict(whole)) if noting else nullcontext() as reads:
+                self.loader.load(whole, names.check_one)
+            if reads is not None:
+                needs += reads.regions
             if first and got:
                 self._begun()
         names.check_complete(got)
+        if noting:
+            self._note_needs(update, tuple(needs))
 
     def open_adapters(self, manager: Any) -> None:
         """Take over the supply of adapters to vLLM's WorkerLoRAManager."""

@@ -1,19 +1,23 @@
 """`PlannedReceiver` lets an engine's inbox take an update that all train ranks send, as whole weights in its memory.
 
-A thread runs a `PairReceiver`, which verifies each bucket and copies its parts to their places. The stream yields a
-piece of the memory as soon as all weights in it are complete.
+A thread runs a receiver, such as a `PairReceiver`, which verifies each bucket and copies its parts to their places. The
+stream yields a piece of the memory as soon as all weights in it are complete. Without memory for all weights, it yields
+each weight once it is complete, and frees it afterwards.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from ....codecs.schema import DTYPES
 from ....codecs.weights.buckets import BucketPlan, plan_buckets
 from ..plan.arguments import read_arguments
 from ..plan.regions import Box, Region, within
@@ -64,6 +68,7 @@ class PlannedReceiver(Receiver):
         if host not in (source.place, worker_name(self.engine, self.worker)):
             raise deadline.error("this worker is on another host than in the version before, which the plan is for")
         source.needs = encode_regions(self._needs())
+        self._group.staying = self._neighbour.staying = ()
         layout = plan_buckets(arguments.specs, arguments.bucket_bytes)
         kept = None if update.base is None else self._kept(update.base, layout)
         self._pairs.base = None if kept is None else BucketViews().all(layout, kept)
@@ -96,6 +101,7 @@ class PlannedStream(Stream):
         self._pairs, self._transfer, self._rank, self._turn = source, plan, rank, turn
         self.device = source.device
         self._memory: torch.Tensor | None = None
+        self._by_weight: _WeightMemory | None = None
         self._arrived: queue.SimpleQueue[Bucket | Exception | None] = queue.SimpleQueue()
         """Buckets that are at their places; at the end an error, or None if all have come."""
         self._thread: threading.Thread | None = None
@@ -108,32 +114,60 @@ class PlannedStream(Stream):
         """Yield the pieces of the memory in order, each once it is complete. Every byte was verified in the bucket in
         which it came, and the last piece is yielded only when all buckets have come."""
         for frame, payload in self._arrivals():
-            if payload.is_cuda and self.take is not None:
-                self.take(frame, payload)  # It copies the weights to their destinations.
             yield frame, payload
             self.deadline.moved()
+
+    def weights(self, places: Mapping[str, torch.Tensor]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield lists of (name, complete tensor), each until the next one is requested. No tensor can be relied on
+        before the iterator has ended.
+
+        places: as for `WeightInbox.arriving`. The other tensors are in memory that is taken when their first part
+        comes.
+        """
+        memory = self._by_weight = _WeightMemory(self.plan, self.device, places)
+        if isinstance(self._pairs, GroupReceiver):
+            self._pairs.staying = memory.placed
+        self._start(memory)
+        left = _Left(self.plan, self._transfer.taking(self._rank))
+        whole = [name for name in self.plan.names if left.is_whole(name)]  # Nothing of these is needed.
+        under_way = True
+        while under_way or whole:
+            for name in whole:
+                yield [(name, memory.unwritten(name))]
+            arrived = self._next_ones() if under_way else []
+            under_way = under_way and None not in arrived
+            whole = []
+            ready = [name for bucket in arrived if bucket is not None for name in left.take(bucket)]
+            if ready:
+                yield memory.ready(ready)
+                memory.drop(ready)
+                self.deadline.moved()
+        if lacking := left.lacking:
+            raise self.deadline.error(f"parts of {lacking[0]!r} never came")
 
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
         offsets = bucket_offsets(self.plan)
         memory = self._room(offsets[-1]) if self._memory is None else self._memory
-        tensors = BucketViews().all(self.plan, memory)
-        thread = threading.Thread(target=self._receive, args=(tensors,), name="headrace-pairs", daemon=True)
-        thread.start()
-        self._thread = thread
-        if self.closed:  # Another thread's `close` has perhaps not seen the thread.
-            self._close()
+        self._start(BucketViews().all(self.plan, memory))
         left, under_way, ready = _Left(self.plan, self._transfer.taking(self._rank)), True, 0
         while under_way or ready < len(self.plan.sizes):
             arrived = self._next()
             under_way = arrived is not None
             if arrived is not None:
                 left.take(arrived)
-            while ready < len(self.plan.sizes) - under_way and left.is_whole(ready):
+            while ready < len(self.plan.sizes) - under_way and left.has_piece(ready):
                 size = self.plan.sizes[ready]
                 yield BucketFrame(ready, "whole", size, 0), memory[offsets[ready] : offsets[ready] + size]
                 ready += 1
             if not under_way and ready < len(self.plan.sizes):
                 raise self.deadline.error(f"piece {ready} of {len(self.plan.sizes)} never came")
+
+    def _start(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        thread = threading.Thread(target=self._receive, args=(tensors,), name="headrace-pairs", daemon=True)
+        thread.start()
+        self._thread = thread
+        if self.closed:  # Another thread's `close` has perhaps not seen the thread.
+            self._close()
 
     def _room(self, nbytes: int) -> torch.Tensor:
         try:
@@ -143,7 +177,7 @@ class PlannedStream(Stream):
                 f"sync.transport=pairs needs {nbytes} bytes of {self.device} beside the served weights: {error}"
             ) from error
 
-    def _receive(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _receive(self, tensors: Mapping[str, torch.Tensor]) -> None:
         try:
             while not self._turn.acquire(timeout=_SLICE_S):
                 if not self.deadline.left_s:
@@ -169,10 +203,84 @@ class PlannedStream(Stream):
                 raise arrived
             return arrived
 
+    def _next_ones(self) -> list[Bucket | None]:
+        """Return all that has come, at least one."""
+        found = [self._next()]
+        with contextlib.suppress(queue.Empty):
+            while found[-1] is not None:
+                arrived = self._arrived.get_nowait()
+                if isinstance(arrived, Exception):
+                    raise arrived
+                found.append(arrived)
+        return found
+
     def _close(self) -> None:
         if self._thread is not None:
             self._pairs.stop()
             self._thread.join(_STOP_S)
+        if self._by_weight is not None:
+            self._by_weight.free()
+            self._by_weight = None
+
+
+class _WeightMemory(Mapping[str, torch.Tensor]):
+    """Tensors of the weights that are being received: their places, or memory that is taken when it is needed."""
+
+    def __init__(self, layout: BucketPlan, device: torch.device, places: Mapping[str, torch.Tensor]) -> None:
+        self._specs = {entry.name: (DTYPES[entry.dtype], entry.shape) for entry in layout.entries}
+        self._device, self._lock = device, threading.Lock()
+        self.placed = {name: one for name, one in places.items() if name in self._specs and self._fits(name, one)}
+        """Weights that are written to their places."""
+        self._taken: dict[str, torch.Tensor] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def _fits(self, name: str, place: torch.Tensor) -> bool:
+        spec = (place.dtype, tuple(place.shape))
+        return place.is_contiguous() and place.device == self._device and spec == self._specs[name]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self.placed:
+            return self.placed[name]
+        with self._lock:  # Several threads unpack buckets.
+            if name not in self._taken:
+                dtype, shape = self._specs[name]
+                self._taken[name] = torch.empty(shape, dtype=dtype, device=self._device)
+            return self._taken[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def unwritten(self, name: str) -> torch.Tensor:
+        """Return memory in the shape of a weight of which nothing is needed. All such weights share it."""
+        dtype, shape = self._specs[name]
+        nbytes = dtype.itemsize * math.prod(shape)
+        if len(self._scratch) < nbytes:
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._scratch[:nbytes].view(dtype).view(shape)
+
+    def ready(self, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
+        """Return weights for work that is queued on the current CUDA stream."""
+        found = [(name, self[name]) for name in names]
+        if self._device.type == "cuda":
+            for name, tensor in found:
+                if name not in self.placed:  # Otherwise, its memory could be taken again before that work is done.
+                    tensor.record_stream(torch.cuda.current_stream(self._device))
+        return found
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Free the memory of weights that have been used."""
+        with self._lock:
+            for name in names:
+                self._taken.pop(name, None)
+
+    def free(self) -> None:
+        """Free all memory, also for other processes on the GPU, which use it while the engine sleeps."""
+        self._taken, self._scratch = {}, self._scratch[:0].clone()
+        if self._device.type == "cuda" and len(self.placed) < len(self._specs):
+            torch.cuda.empty_cache()
 
 
 class _Left:
@@ -186,14 +294,24 @@ class _Left:
         for entry in layout.entries:
             self._names[entry.bucket].append(entry.name)
 
-    def take(self, bucket: Bucket) -> None:
-        """Count the parts of a bucket that has come."""
+    def take(self, bucket: Bucket) -> list[str]:
+        """Count the parts of a bucket that has come. Returns the weights that it completes."""
         for move in bucket.moves:
             self._bytes[move.tensor] -= move.end - move.at
+        return [name for name in dict.fromkeys(move.tensor for move in bucket.moves) if self.is_whole(name)]
 
-    def is_whole(self, piece: int) -> bool:
+    def is_whole(self, name: str) -> bool:
+        """Return whether all parts of a weight have come."""
+        return not self._bytes.get(name)
+
+    def has_piece(self, piece: int) -> bool:
         """Return whether all weights that a piece of the memory has a part of are complete."""
-        return not any(self._bytes[name] for name in self._names[piece])
+        return all(self.is_whole(name) for name in self._names[piece])
+
+    @property
+    def lacking(self) -> list[str]:
+        """Names of the weights that are not complete."""
+        return [name for name, nbytes in self._bytes.items() if nbytes]
 
 
 def missing_part(update: WeightUpdate, engine: str, worker: int, needs: Sequence[Region]) -> str:

@@ -16,7 +16,7 @@ from headrace.actors.adapters.spec import AdapterSpec
 from headrace.actors.weight_sync.config import SyncConfig
 from headrace.actors.weight_sync.inbox import WeightInbox
 from headrace.actors.weight_sync.pairs import pair_receiver
-from headrace.actors.weight_sync.pairs.planned_receiver import PlannedReceiver, missing_part
+from headrace.actors.weight_sync.pairs.planned_receiver import PlannedReceiver, _WeightMemory, missing_part
 from headrace.actors.weight_sync.pairs.rank_publisher import RankPublisher
 from headrace.actors.weight_sync.plan.layouts import held
 from headrace.actors.weight_sync.plan.regions import place
@@ -57,10 +57,10 @@ class Ranks:
         engines: Sequence[str],
         timeout_s: float = 20.0,
         wire: Wire | None = None,
-        *,
-        delta: bool = False,
+        **given: Any,
     ) -> None:
-        sync = SyncConfig(timeout_s=timeout_s, delta=delta)
+        """given: other settings of `sync`."""
+        sync = SyncConfig(timeout_s=timeout_s, **given)
         self.regions = [
             [
                 part
@@ -113,10 +113,8 @@ class Ranks:
 
 
 @contextmanager
-def ranks(
-    num: int, *engines: str, timeout_s: float = 20.0, wire: Wire | None = None, delta: bool = False
-) -> Iterator[Ranks]:
-    made = Ranks(num, engines, timeout_s, wire, delta=delta)
+def ranks(num: int, *engines: str, timeout_s: float = 20.0, wire: Wire | None = None, **given: Any) -> Iterator[Ranks]:
+    made = Ranks(num, engines, timeout_s, wire, **given)
     try:
         yield made
     finally:
@@ -151,6 +149,47 @@ def test_all_ranks_send_what_they_hold_and_versions_follow(num: int, wire: Wire)
             size = sum(tensor.nbytes for tensor in source.values()) * (2 if wire or version == 1 else 1)
             assert size <= sum(report.bytes_sent for report in reports) < size + 10_000
             assert all(report.num_bytes == update.num_bytes for report in reports)
+
+
+@WIRES
+def test_without_staging_each_weight_comes_once_and_is_freed(monkeypatch: pytest.MonkeyPatch, wire: Wire) -> None:
+    """What is not needed comes, too, without memory of its own: loaders want all names."""
+    held_bytes: list[int] = []
+    original = _WeightMemory.drop
+
+    def drop(self: _WeightMemory, names: Sequence[str]) -> None:
+        held_bytes.append(sum(one.nbytes for one in self._taken.values()))
+        original(self, names)
+
+    monkeypatch.setattr(_WeightMemory, "drop", drop)
+    needs = tuple(place(name, ((0, 30), (0, 300)), name, SPECS[name][1]) for name in ("a",))
+    needs += (place("norm", ((0, 5),), "norm", (5,)), place("scale", (), "scale", ()))
+    with ranks(2, "one", wire=wire, staging="none") as run:
+        [inbox] = run.inboxes
+        for version in (1, 2, 3, 4):
+            source = weights(version)
+            places = {
+                "a": torch.zeros(37, 300).bfloat16(),
+                "big": torch.zeros(3),
+                "scale": torch.zeros((), device="meta"),
+            }
+            update, sends = run.start(version, source)
+            run.prepare(update)[0].result(20)
+            assert inbox.staged is None
+            got: dict[str, torch.Tensor] = {}
+            for whole in inbox.arriving(update, places):
+                assert not got.keys() & {name for name, _ in whole}
+                got |= {name: tensor.clone() for name, tensor in whole}
+            assert got.keys() == SPECS.keys() and got["big"].shape == (700, 1024)
+            assert got["a"].equal(places["a"]) and got["a"][:30].equal(source["a"][:30])
+            assert got["norm"].equal(source["norm"]) and got["scale"].equal(source["scale"])
+            assert got["big"].equal(source["big"]) == (version < 4) and places["a"].equal(source["a"]) == (version < 4)
+            for send in sends:
+                send.result(20)
+            inbox.needs = needs if version == 2 else inbox.needs  # They are told with version 3.
+            if version == 3:
+                held_bytes.clear()
+        assert max(held_bytes) < 1000, "weights at their places, and those that are not needed, take no memory"
 
 
 @WIRES
