@@ -44,6 +44,9 @@ CASES = {
     "megatron tp2 -> vllm tp2, pairs": (
         "tied", (*VLLM, *MEGATRON, "trainer.tp=2", "rollout.tp=2", "sync.transport=pairs", "sync.verify=full"), 20,
     ),
+    "fsdp tp2 -> vllm tp2, pairs without staging": (
+        "untied", (*VLLM, "trainer.tp=2", "rollout.tp=2", "sync.transport=pairs", "sync.staging=none"), 5,
+    ),
     "fsdp dp2 -> 2 hf in bfloat16, pairs delta": (
         "untied",
         (*HF, "trainer.dp=2", "rollout.num_engines=2", "sync.transport=pairs", "sync.delta=true", "sync.verify=full",
