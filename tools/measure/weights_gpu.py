@@ -55,7 +55,7 @@ from headrace.dataplane.security.handshake import new_key
 from headrace.trainers.backends.weight_stream import Cut, Piece, SpreadWeight, stream_weights
 
 TIMEOUT_S = 120.0
-SIZES = ("30b-a3b", "4b", "tiny-moe", "tiny")
+SIZES = ("30b-a3b", "4b", "2g", "tiny-moe", "tiny")
 REPEATS = 3
 CASES = ("wire", "plan", "one sender")
 _SYNC = SyncConfig(staging="full", timeout_s=TIMEOUT_S)
@@ -87,10 +87,12 @@ class Layout:
 
 
 COLOCATED = (
+    Layout("2g", "whole", "whole", "dp", colocated=True),
     Layout("4b", "whole", "whole", "dp", colocated=True),
     Layout("4b", "rows", "whole", "fsdp", colocated=True),
     Layout("30b-a3b", "rows", "ep", "ep", colocated=True),
 )
+"""On one GPU, only the first two differ."""
 
 
 def shapes_of(size: str, layers: int) -> dict[str, tuple[int, ...]]:
@@ -444,7 +446,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=4, metavar="N", help="GPUs, half of them trainers'; default: 4")
     parser.add_argument("--colocated", action="store_true", help="a trainer rank and an engine worker on each GPU")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: processes without a GPU")
-    parser.add_argument("--size", choices=SIZES, help=f"default: {SIZES[0]}; with --colocated, 4b, 4b and {SIZES[0]}")
+    parser.add_argument("--size", choices=SIZES, help=f"default: {SIZES[0]}; with --colocated, several")
     parser.add_argument("--layers", type=int, default=0, metavar="N", help="default: as many as fit")
     parser.add_argument("--bucket-mib", type=int, default=512, metavar="N", help="as sync.bucket_mib; default: 512")
     parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help=f"default: {REPEATS}")
@@ -458,15 +460,15 @@ def measure(arguments: Any) -> int:
     out, device, colocated = results_folder(arguments, "plan"), arguments.device, arguments.colocated
     num, bucket_bytes = arguments.gpus // (1 if colocated else 2), arguments.bucket_mib << 20
     prefix = f"{'gpu' if device == 'cuda' else 'cpu'}{arguments.gpus}"
-    layouts = COLOCATED if colocated else (Layout(SIZES[0]),)
+    layouts = COLOCATED[: 2 if num == 1 else None] if colocated else (Layout(SIZES[0]),)
+    layouts = dict.fromkeys(replace(layout, size=arguments.size or layout.size) for layout in layouts)
     records: list[dict[str, Any]] = []
     summary: dict[str, float] = {}
     code = 0
     for layout in layouts:
-        used = replace(layout, size=arguments.size or layout.size)
-        name = f"{prefix}.colocated.{used.name}" if colocated else prefix
+        name = f"{prefix}.colocated.{layout.size}-{layout.name}" if colocated else prefix
         with status_line("starting") as (console, tell), ExitStack() as stack:
-            made = Measurement(stack, used, num, device, bucket_bytes, arguments.layers)
+            made = Measurement(stack, layout, num, device, bucket_bytes, arguments.layers)
             seconds = made.run(arguments.repeats, tell)
         told = {"layout": made.told, "bytes": made.num_bytes, "name": name}
         records += [{**told, "case": case, "times_s": each} for case, each in seconds.items()]

@@ -74,7 +74,7 @@ def test_ranks_and_workers_of_the_same_gpus_are_compared_with_one_stream(tmp_pat
     assert main([*arguments, "--repeats", "1", "--out", str(tmp_path)]) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     for name in ("dp", "fsdp", "ep"):
-        assert summary[f"weights.plan.cpu2.colocated.{name}.vs_one"] > 0
+        assert summary[f"weights.plan.cpu2.colocated.tiny-moe-{name}.vs_one"] > 0
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     [parts] = [line["seconds"] for line in lines if line["name"].endswith("ep") and "parts" in line["case"]][-1:]
     assert 0 < parts[0]["buckets"] < parts[0]["all"]
