@@ -91,10 +91,9 @@ def write_folder(
     *,
     add: Callable[[str], None] | None = None,
 ) -> None:
-    """Write `weights`, the model's config, and the tokenizer and processor of pictures of the folder or hub id `source`
-    as the HF folder `path`.
+    """Write `weights`, the model's config, and the tokenizer and processor of pictures of `source` as the folder `path`.
 
-    What the folder `source` does not have is not written. The number format in the config is that of most weights.
+    source: HF folder or hub id. What it does not have is not written. The number format in the config is that of most weights.
     Only one rank may call this. The folder `path` appears whole or not at all. Raises ValueError when it exists
     already. add: function that writes further files into the folder, given its path before it appears.
     """

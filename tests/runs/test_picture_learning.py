@@ -1,0 +1,58 @@
+"""The example with pictures runs on two train ranks, and learns to count what it sees, which a blind run does not."""
+
+from __future__ import annotations
+
+import math
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.tests.runs import cli_runs as runs
+
+pytestmark = pytest.mark.processes
+EXAMPLE = runs.ROOT / "examples" / "count-squares"
+
+
+def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int, *options: str) -> None:
+    """Copy the example into a folder, and make its model and its data there. steps: those of the model's warm-up."""
+    shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(sys, "argv", ["make_pictures.py", *options])
+    runpy.run_path("make_pictures.py", run_name="__main__")
+    runpy.run_path("make_model.py")["make_model"]("model", steps)
+
+
+def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
+    """Train the example, and return its metrics."""
+    given = ["model.path=model", f"run.dir={folder / 'run'}", "logging.tensorboard=false", *overrides]
+    run = runs.start_command(["headrace.cli", "train", "config.yaml", *given], folder)
+    said, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, said
+    return runs.metrics(folder / "run")
+
+
+def test_engine_and_trainer_see_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks train a few steps; one of them can have a microbatch without rows."""
+    prepare(tmp_path, monkeypatch, 2)
+    small = ("algorithm.prompts_per_step=4", "algorithm.group_size=2", "algorithm.steps=2", "validation.every=0")
+    metrics = train(tmp_path, *small, "trainer.dp=2", "trainer.patches_per_microbatch=16", runs.shared_ray())
+    mismatch = [line["logprob/mismatch_max"] for line in metrics if "logprob/mismatch_max" in line]
+    assert len(mismatch) == 2 and max(mismatch) < 1e-4
+    assert (tmp_path / "run" / "model" / "preprocessor_config.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_it_learns_to_count_what_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rises = {}
+    for kind in ("seeing", "blind"):
+        prepare(tmp_path / kind, monkeypatch, 300, *(["--blind"] if kind == "blind" else []))
+        lines = train(tmp_path / kind, "run.seed=1", "algorithm.steps=60", "validation.every=60")
+        first, last = [line["val/exact_match"] for line in lines if "val/exact_match" in line]
+        error = math.sqrt((first * (1 - first) + last * (1 - last)) / 200)
+        rises[kind] = (last - first) / error
+    assert rises["seeing"] > 3 > rises["blind"], rises
