@@ -89,6 +89,8 @@ class GenerateReply:
     """Number of routes of each completion, int32 `[n]`; -1 for a completion without routes."""
     routes: np.ndarray | None
     """Routes of all completions that have some, `[sum, layers, k]`; None if none has."""
+    masks: tuple[bytes, ...]
+    """Stream of the sampling masks of each completion (see `Completion.masks`); empty for a completion without them."""
     version: int
     """Version of the weights that the engine serves when it replies."""
     stats: EngineStats
@@ -105,6 +107,7 @@ class GenerateReply:
             reasons=tuple(completion.finish_reason for completion in completions),
             num_routes=np.array([-1 if one.routes is None else len(one.routes) for one in completions], dtype=np.int32),
             routes=np.concatenate(routes) if routes else None,
+            masks=tuple(b"" if one.masks is None else one.masks.tobytes() for one in completions),
             version=version,
             stats=stats,
         )
@@ -113,13 +116,14 @@ class GenerateReply:
         """Split the columns into the individual completions of the request."""
         bounds = np.cumsum(self.lengths)[:-1]
         return [
-            Completion(token_ids, logprobs, reason, versions, routes)
-            for token_ids, logprobs, versions, reason, routes in zip(
+            Completion(token_ids, logprobs, reason, versions, routes, np.frombuffer(masks, np.uint8) if masks else None)
+            for token_ids, logprobs, versions, reason, routes, masks in zip(
                 np.split(self.token_ids, bounds),
                 np.split(self.logprobs, bounds),
                 np.split(self.versions, bounds),
                 self.reasons,
                 self._routes(),
+                self.masks,
                 strict=True,
             )
         ]

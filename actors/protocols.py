@@ -15,6 +15,7 @@ import torch
 from ..codecs.batch import Batch
 from ..codecs.blobs import BlobRows
 from ..codecs.schema import DTYPES, Field, Kind, Schema
+from ..codecs.tokens.masks import MASK_FIELD, MASKS
 from ..codecs.tokens.routes import ROUTES, RouteSpec
 from .adapters.spec import AdapterSpec
 from .columns import ColumnConfig, TokenValues
@@ -110,8 +111,10 @@ def row_schema(
     *,
     several_rows: bool = False,
     images: Field | None = None,
+    masks: bool = False,
 ) -> Schema:
     """Return the schema of a run's rows: ROLLOUT_SCHEMA, the user's columns, and with router replay `routed_experts`.
+    With `masks`, rows also have `sampling_masks`.
 
     With `top_k` above 0, rows also have the teacher's `top_k` most likely tokens at each position, written back by
     train workers: TOP_IDS, int32 `[L, top_k]`, and their log-probs TOP_LOGPROBS, float32. routes: shape of the model's
@@ -120,7 +123,7 @@ def row_schema(
     declaration of the column of pictures; None without pictures. Raises ValueError if two fields have the same name.
     """
     own = [Field(column.name, Kind(column.kind), DTYPES[column.dtype]) for column in columns]
-    names = [*ROLLOUT_SCHEMA, ROUTES, TOP_IDS, TOP_LOGPROBS, *([] if images is None else [images.name])]
+    names = [*ROLLOUT_SCHEMA, ROUTES, MASKS, TOP_IDS, TOP_LOGPROBS, *([] if images is None else [images.name])]
     for field_ in own:
         if field_.name in names:
             raise ValueError(f"data.columns: got {field_.name!r}, expected a name that no other field of a row has")
@@ -130,17 +133,26 @@ def row_schema(
     fields = [
         replace(one, shared=one.shared or several_rows and name in TRAIN_FIELDS) for name, one in ROLLOUT_SCHEMA.items()
     ]
-    extra = [one for one in (images, None if routes is None else routes.field) if one is not None]
-    return Schema([*fields, *extra, *of_teacher, *own])
+    extra = [images, None if routes is None else routes.field, MASK_FIELD if masks else None]
+    return Schema([*fields, *(one for one in extra if one is not None), *of_teacher, *own])
 
 
 def written_fields(
-    routes: RouteSpec | None, columns: Sequence[ColumnConfig] = (), images: Field | None = None
+    routes: RouteSpec | None,
+    columns: Sequence[ColumnConfig] = (),
+    images: Field | None = None,
+    *,
+    masks: bool = False,
 ) -> tuple[str, ...]:
     """Return the fields that rollout actors write. They are ROLLOUT_FIELDS, the user's columns, with router replay
-    `routed_experts`, and the column of pictures. routes, columns, images: see `row_schema`."""
-    pictures = [] if images is None else [images.name]
-    return (*ROLLOUT_FIELDS, *pictures, *([] if routes is None else [ROUTES]), *(column.name for column in columns))
+    `routed_experts`, with masks `sampling_masks`, and the column of pictures. routes, columns, images, masks: see
+    `row_schema`."""
+    extra = [
+        *([] if images is None else [images.name]),
+        *([] if routes is None else [ROUTES]),
+        *([MASKS] if masks else []),
+    ]
+    return (*ROLLOUT_FIELDS, *extra, *(column.name for column in columns))
 
 
 # ---------------- These classes describe prompts, samples and rewards.
@@ -252,6 +264,9 @@ class RowTokens:
     decides what happens to tokens without a route. () without router replay."""
     pictures: tuple[Prepared, ...] = ()
     """Pictures whose placeholder tokens are in `input_ids`, in order."""
+    masks: np.ndarray | None = None
+    """Sets of tokens from which the row's tokens were drawn, as a stream of uint8 (see `codecs.tokens.masks`); None if
+    no token has a set."""
 
     @property
     def version(self) -> int:
@@ -297,6 +312,8 @@ class Sample:
     """Routes of the first row (see `RowTokens.routes`)."""
     pictures: tuple[Prepared, ...] = ()
     """Pictures of the first row (see `RowTokens.pictures`)."""
+    masks: np.ndarray | None = None
+    """Sampling masks of the first row (see `RowTokens.masks`)."""
     turns: tuple[Turn, ...] = ()
     """Turns of the policy, in order."""
     rewards: Mapping[str, float] = field(default_factory=dict)
@@ -311,7 +328,9 @@ class Sample:
     @property
     def rows(self) -> tuple[RowTokens, ...]:
         """All rows of the episode, at least one."""
-        first = RowTokens(self.input_ids, self.response_mask, self.logprobs, self.versions, self.routes, self.pictures)
+        first = RowTokens(
+            self.input_ids, self.response_mask, self.logprobs, self.versions, self.routes, self.pictures, self.masks
+        )
         return first, *self.more_rows
 
     @property

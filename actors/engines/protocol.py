@@ -64,7 +64,7 @@ Which = Literal["", "base"]
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request. Reported log-probs are those of the distribution that is sampled from, with
-    temperature, top-p and top-k applied."""
+    temperature, min-p, top-k, top-p and `mask_limit` applied in this order."""
 
     n: int = 1
     """Number of completions to generate for the prompt."""
@@ -76,6 +76,11 @@ class SamplingParams:
     """Probability mass that nucleus sampling keeps; 1.0 keeps all."""
     top_k: int = 0
     """Number of most likely tokens that sampling keeps; 0 keeps all."""
+    min_p: float = 0.0
+    """Smallest probability that sampling keeps, as a share of the most likely token's; 0.0 keeps all."""
+    mask_limit: int = 0
+    """Largest number of most likely tokens that sampling keeps where top-p, top-k or min-p cuts tokens off. Completions
+    then have `masks`. 0 means no limit, and no masks."""
     seed: int | None = None
     """Seed of the request's random numbers; None uses the engine's own seed."""
     stop_token_ids: tuple[int, ...] = ()
@@ -105,11 +110,19 @@ class SamplingParams:
             ("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or more"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0, at most 1"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 (off) to 1"),
+            ("mask_limit", self.mask_limit >= 0, "0 (off) or more"),
             ("stop", all(self.stop), "texts that are not empty"),
             ("routes_from", self.routes_from >= 0, "0 or more"),
         ):
             if not fits:
                 raise ValueError(f"sampling {name}: got {getattr(self, name)}, expected {expected}")
+
+    @property
+    def masked(self) -> bool:
+        """True if completions have masks, because tokens are cut off and `mask_limit` is not 0."""
+        cuts = self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+        return self.mask_limit > 0 and self.temperature > 0.0 and cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +142,9 @@ class Completion:
     for each token of the prompt and the completion from `SamplingParams.routes_from` on, except for the last token. A
     route belongs to the policy version of the next token, because it affects the log-prob of that token. None if the
     engine records no routes, or if the completion has no tokens."""
+    masks: np.ndarray | None = None
+    """Sets of tokens from which the tokens were drawn, as a stream of uint8 (see `codecs.tokens.masks`). None if the
+    request asked for none (`SamplingParams.masked`), or if the completion has no tokens."""
 
     @staticmethod
     def empty() -> Completion:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,18 +43,28 @@ def uniforms(keys: np.ndarray, step: int) -> np.ndarray:
     return (state >> np.uint64(32)).astype(np.float64) * 2.0**-32
 
 
-def log_distribution(logits: torch.Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0) -> torch.Tensor:
+def log_distribution(
+    logits: torch.Tensor,
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    most: int = 0,
+) -> torch.Tensor:
     """Return the log-probs of the distribution that tokens are drawn from, float32 `[B, V]`.
 
-    logits: `[B, V]` of any float dtype. Temperature is applied first, then top-k (0 is off), then top-p (1.0 is off).
-    The rest is renormalised, and tokens that are cut off get -inf. Temperature 0 means greedy decoding: the log-probs
-    are then those of temperature 1, and nothing is cut off.
+    logits: `[B, V]` of any float dtype. Temperature is applied first, then min-p (0.0 is off), top-k (0 is off) and
+    top-p (1.0 is off), and at last only the `most` most likely tokens are kept (0 keeps all). The rest is renormalised,
+    and tokens that are cut off get -inf. Temperature 0 means greedy decoding: the log-probs are then those of
+    temperature 1, and nothing is cut off.
     """
     scores = logits.float()
     if temperature == 0.0:
         return torch.log_softmax(scores, dim=-1)
     if temperature != 1.0:
         scores = scores / temperature
+    if min_p > 0.0:
+        scores = scores.masked_fill(scores < scores.amax(-1, keepdim=True) + math.log(min_p), -torch.inf)
     if 0 < top_k < scores.shape[-1]:
         smallest_kept = torch.topk(scores, top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < smallest_kept, -torch.inf)
@@ -64,6 +75,9 @@ def log_distribution(logits: torch.Tensor, temperature: float, top_p: float = 1.
         cut = mass_before >= top_p
         cut[:, 0] = False
         scores = scores.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -torch.inf)
+    if 0 < most < scores.shape[-1]:
+        kept = torch.topk(scores, most, dim=-1)
+        scores = torch.full_like(scores, -torch.inf).scatter(-1, kept.indices, kept.values)
     return torch.log_softmax(scores, dim=-1)
 
 
@@ -82,15 +96,16 @@ def draw(log_probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 def sample(
     logits: torch.Tensor, params: SamplingParams, keys: np.ndarray, step: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample one token for each row of `logits` `[B, V]`. Returns the tokens, int64 `[B]`, and their log-probs, float32
-    `[B]`."""
-    log_probs = log_distribution(logits, params.temperature, params.top_p, params.top_k)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Sample one token for each row of `logits` `[B, V]`. Returns the tokens, int64 `[B]`, their log-probs, float32
+    `[B]`, and the tokens that they were drawn from, bool `[B, V]`; None unless `params.masked`."""
+    most = params.mask_limit if params.masked else 0
+    log_probs = log_distribution(logits, params.temperature, params.top_p, params.top_k, params.min_p, most)
     if params.temperature == 0.0:
         tokens = log_probs.argmax(dim=-1)
     else:
         tokens = draw(log_probs, torch.from_numpy(uniforms(keys, step)).to(log_probs.device))
-    return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
+    return tokens, log_probs.gather(-1, tokens[:, None])[:, 0], log_probs > -torch.inf if params.masked else None
 
 
 class ContextExceeded(ValueError):

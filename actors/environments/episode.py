@@ -433,6 +433,7 @@ class Episode(Conversation):
             versions=first.versions,
             routes=first.routes,
             pictures=first.pictures,
+            masks=first.masks,
             error=self._error,
             failure=self._failure,
             retries=self.retries,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...codecs.blobs import Blob
+from ...codecs.tokens.masks import first_tokens, without_sets
 from ..engines.protocol import SESSION_SEPARATOR, Completion, CutOff, Generator, SamplingParams
 from ..engines.token_sampling import StopTexts
 from ..protocols import RowTokens
@@ -85,12 +86,14 @@ def _joined(first: Completion, more: Completion) -> Completion:
     first part. So an earlier token keeps its route under the version that sampled the next token.
     """
     routes = [one.routes for one in (first, more) if one.routes is not None]
+    masks = [one.masks for one in (first, more) if one.masks is not None]
     return Completion(
         token_ids=np.concatenate([first.token_ids, more.token_ids]),
         logprobs=np.concatenate([first.logprobs, more.logprobs]),
         finish_reason=more.finish_reason,
         versions=np.concatenate([first.versions, more.versions]),
         routes=np.concatenate(routes) if routes else None,
+        masks=np.concatenate(masks) if masks else None,
     )
 
 
@@ -99,7 +102,10 @@ def _first_tokens(completion: Completion, end: int) -> Completion:
     routes = completion.routes
     if routes is not None:
         routes = routes[: len(routes) - (len(completion.token_ids) - end)]
-    return Completion(completion.token_ids[:end], completion.logprobs[:end], "stop", completion.versions[:end], routes)
+    masks = None if completion.masks is None else first_tokens(completion.masks, end)
+    return Completion(
+        completion.token_ids[:end], completion.logprobs[:end], "stop", completion.versions[:end], routes, masks
+    )
 
 
 class Transcript:
@@ -163,10 +169,16 @@ class Transcript:
         """Return the columns of all tokens so far."""
         mask, logprobs = np.zeros(self._length, np.uint8), np.zeros(self._length, np.float32)
         versions, start = np.full(self._length, -1, np.int32), 0
+        masked = any(chosen is not None and chosen.masks is not None for _, chosen in self._parts)
+        sets = [
+            without_sets(len(ids)) if chosen is None or chosen.masks is None else chosen.masks
+            for ids, chosen in self._parts
+        ]
         for ids, chosen in self._parts:
             stop = start + len(ids)
             if chosen is not None:
                 mask[start:stop], logprobs[start:stop], versions[start:stop] = 1, chosen.logprobs, chosen.versions
             start = stop
+        masks = np.concatenate(sets) if masked else None
         ids = np.concatenate([ids for ids, _ in self._parts])
-        return RowTokens(ids, mask, logprobs, versions, tuple(self._routes), self.pictures)
+        return RowTokens(ids, mask, logprobs, versions, tuple(self._routes), self.pictures, masks)

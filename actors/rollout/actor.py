@@ -107,6 +107,8 @@ class RolloutSetup:
     journal."""
     routes: RouteRules | None = None
     """Rules for the expert routes in rows; None without router replay."""
+    mask_limit: int = 0
+    """Largest number of ids of a sampling mask in rows (`rollout.mask_limit`); 0 for a run without masks."""
     sft: SftConfig | None = None
     """Section `sft` of the configuration, for an actor that supplies the rows of a supervised run; else None."""
     adapters: bool = False
@@ -180,6 +182,7 @@ class RolloutActor(EngineHost):
             mask_truncated=setup.mask_truncated,
             keeps_old_kv=setup.keeps_old_kv,
             routes=setup.routes,
+            mask_limit=setup.mask_limit,
             samples=setup.samples,
             max_rows=setup.environment.max_rows,
             columns=setup.data.columns,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from ...dataplane.config import Count, CountOrZero, Positive
+from ...dataplane.config import Count, CountOrZero, Positive, Share
 from ..engines.config import EngineKeys
 from ..environments.config import EndpointConfig
 
@@ -23,6 +23,14 @@ class RolloutConfig(EngineKeys):
     """Probability mass of the likeliest tokens from which each token is drawn; 1 draws from all tokens."""
     top_k: CountOrZero = 0
     """Number of likeliest tokens from which each token is drawn; 0 draws from all tokens."""
+    min_p: Share = 0.0
+    """Smallest probability of the tokens from which each token is drawn, as a share of the likeliest token's; 0 draws
+    from all tokens."""
+    mask_limit: CountOrZero = 512
+    """Largest number of likeliest tokens from which each token is drawn where `rollout.top_p`, `rollout.top_k` or
+    `rollout.min_p` cuts tokens off. Engines `hf` and `vllm` then report the set of each token, rows carry it as the
+    column `sampling_masks`, and the trainer computes its log-probs over the same set. With 0 there is no limit and no
+    such column, and the trainer computes log-probs over all tokens."""
     stop: tuple[str, ...] = ()
     """Texts that end a sample, in training and validation; the text itself stays in the sample. A special token of the
     tokenizer, such as `<|im_end|>`, can be one of them; it is then a token that ends a sample."""
@@ -31,6 +39,16 @@ class RolloutConfig(EngineKeys):
     generation config, its tokenizer and its chat template name."""
     endpoint: EndpointConfig = EndpointConfig()
     """OpenAI-compatible endpoint through which agents speak to the policy."""
+
+    @property
+    def cuts(self) -> bool:
+        """True if training rollouts are not drawn from all tokens."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def masked(self) -> bool:
+        """True if rows carry the set of tokens from which each token was drawn."""
+        return self.cuts and self.mask_limit > 0 and self.engine != "scripted"
 
     @field_validator("stop")
     @classmethod

@@ -18,7 +18,7 @@ from ..environments.recovery import RecoveringEngine
 from ..process.user_errors import storable
 from ..protocols import Sample, Score, Span, SpanTable
 from .prompts import SOURCE
-from .rows import RolloutRows, RouteCounts
+from .rows import MaskCounts, RolloutRows, RouteCounts
 
 MAX_ERRORS = 256
 """Largest number of errors in a report."""
@@ -57,6 +57,8 @@ class GroupFigures:
     """Errors of the episodes that failed: at most MAX_ERRORS of them, each with at most MAX_ERROR_LENGTH characters."""
     routes: RouteCounts = RouteCounts()
     """Counts of the rows' expert routes; all are 0 without router replay."""
+    masks: MaskCounts = MaskCounts()
+    """Counts of the rows' sampling masks; all are 0 in a run without masks."""
     ended: int = 0
     """Number of rows whose response ended by itself (finish reason `stop`)."""
     ended_tokens: int = 0
@@ -128,6 +130,7 @@ def added_figures(parts: Sequence[GroupFigures]) -> dict[str, Any]:
         **{name: _added([getattr(part, name) for part in parts]) for name in by_name},
         "errors": bounded(error for part in parts for error in part.errors),
         "routes": sum((part.routes for part in parts), RouteCounts()),
+        "masks": sum((part.masks for part in parts), MaskCounts()),
     }
 
 
@@ -177,10 +180,13 @@ class EvaluationReport:
 
 
 def group_figures(
-    samples: Sequence[Sample], scores: Sequence[Score], routes: Sequence[RouteCounts] = ()
+    samples: Sequence[Sample],
+    scores: Sequence[Score],
+    routes: Sequence[RouteCounts] = (),
+    masks: Sequence[MaskCounts] = (),
 ) -> GroupFigures:
     """Return the counts and sums of scored samples. routes: counts of each sample's expert routes; empty without router
-    replay."""
+    replay. masks: counts of each sample's sampling masks; empty in a run without masks."""
     lengths = [int(np.count_nonzero(sample.response_mask)) for sample in samples]
     failed = [score for score in scores if not score.valid]
     ended = [length for length, sample in zip(lengths, samples, strict=True) if sample.finish_reason == "stop"]
@@ -208,6 +214,7 @@ def group_figures(
         reward_sum=sum(score.reward for score in scores if score.valid),
         component_sums=component_sums,
         routes=sum(routes, RouteCounts()),
+        masks=sum(masks, MaskCounts()),
         ended=len(ended),
         ended_tokens=sum(ended),
         source_rows=source_rows,

@@ -18,6 +18,7 @@ from ...codecs.batch import Batch, Column, Jagged, Ragged
 from ...codecs.blobs import Blob
 from ...codecs.integers import exclusive_cumsum
 from ...codecs.jagged import concat, slice_rows
+from ...codecs.tokens.masks import MASKS, MasksDamaged, decode_sets, without_sets
 from ...codecs.tokens.routes import (
     ROUTES,
     RoutesDamaged,
@@ -215,6 +216,7 @@ def rollout_rows(
     keeps_old_kv: bool = False,
     routes: Sequence[np.ndarray] = (),
     spec: RouteSpec | None = None,
+    masks: Ragged | None = None,
     max_rows: int = 1,
     columns: Sequence[ColumnConfig] = (),
     teachers: TeacherSources | None = None,
@@ -232,8 +234,9 @@ def rollout_rows(
     keep their rewards, so that the baselines of their groups contain them. The tag TRAINED_TOKENS then has the number
     of tokens of each row that are trained on. keeps_old_kv: whether tokens may have been generated from keys and values
     of older weights; the tag KV_STALENESS then says how old they were at most. routes: with router replay, the routes
-    of each row, `[L, layers, k]`. spec: shape of the routes; None without router replay. columns: the user's columns.
-    teachers: data sources that have teachers of their own, for the tag TEACHER_SOURCE; None if no source has.
+    of each row, `[L, layers, k]`. spec: shape of the routes; None without router replay. masks: the sampling
+    masks of each row (see `checked_masks`); None for a run without masks. columns: the user's columns. teachers: data
+    sources that have teachers of their own, for the tag TEACHER_SOURCE; None if no source has.
     """
     rows = [row for sample in samples for row in rows_of(sample, max_rows)]
     lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
@@ -251,9 +254,11 @@ def rollout_rows(
     fields = {
         **{name: Jagged(torch.from_numpy(column), lengths) for name, column in values.items()},
         "version_spans": version_spans(versions, lengths),
+        **({} if masks is None else {MASKS: masks}),
         **own_columns(columns, samples, scores, lengths, max_rows),
     }
-    batch = Batch(row_schema(spec, columns).subset(written_fields(spec, columns)), len(rows), fields)
+    written = written_fields(spec, columns, masks=masks is not None)
+    batch = Batch(row_schema(spec, columns, masks=masks is not None).subset(written), len(rows), fields)
     tags = {
         "reward": _per_row([score.reward if score.valid else 0.0 for score in scores], max_rows),
         "valid": valid.astype(np.float32),
@@ -462,3 +467,70 @@ def _count(sample: Sample, routes: np.ndarray, spec: RouteSpec) -> RouteCounts:
         num_tokens=len(routes),
         num_bytes=routes.nbytes,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class MaskCounts:
+    """Counts of the sampling masks of a set of rows. Rows whose episode or reward failed are not counted."""
+
+    tokens: int = 0
+    """Number of tokens that the policy chose."""
+    ids: int = 0
+    """Number of ids in the sets from which these tokens were drawn."""
+    cut: int = 0
+    """Number of these tokens whose sets have as many ids as `rollout.mask_limit` allows, where sampling was cut."""
+    num_bytes: int = 0
+    """Number of bytes of the masks."""
+
+    def __add__(self, other: MaskCounts) -> MaskCounts:
+        return MaskCounts(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedMasks:
+    """Sampling masks of N samples, ready for the column, with the samples' scores after the checks."""
+
+    column: Ragged
+    """Streams of the rows' masks (see `codecs.tokens.masks`); those of rows that are not trained on have no sets."""
+    scores: list[Score]
+    """Scores of the samples. Samples have failed of which a token lacks its set."""
+    counts: list[MaskCounts]
+    """Counts of each sample's masks."""
+
+
+def checked_masks(samples: Sequence[Sample], scores: Sequence[Score], limit: int, max_rows: int = 1) -> CheckedMasks:
+    """Check that each token that the policy chose has the set of tokens from which it was drawn, and count the sets.
+
+    limit: largest number of ids of a set (`rollout.mask_limit`). max_rows: number of rows of each sample, see
+    `rollout_rows`.
+    """
+    streams, checked, counts = [], [], []
+    for sample, score in zip(samples, scores, strict=True):
+        own, count = rows_of(sample, max_rows), MaskCounts()
+        if score.valid:
+            key = row_key(sample.prompt.uid, sample.index)
+            try:
+                count = sum((_mask_count(row, limit, key) for row in own), count)
+            except MasksDamaged as damage:
+                score = Score(reward=0.0, components={}, valid=False, error=str(damage), failure="engine")
+        for row in own:
+            stream = row.masks if score.valid else None
+            streams.append(without_sets(len(row.input_ids)) if stream is None else stream)
+        checked.append(score)
+        counts.append(count)
+    shapes = np.array([[len(one)] for one in streams], np.int64)
+    return CheckedMasks(Ragged(torch.from_numpy(np.concatenate(streams)), shapes), checked, counts)
+
+
+def _mask_count(row: RowTokens, limit: int, key: str) -> MaskCounts:
+    """Return the counts of a row's masks. Raises MasksDamaged, naming the row's `key`."""
+    stream = without_sets(len(row.input_ids)) if row.masks is None else row.masks
+    sets = decode_sets(stream, len(row.input_ids), key)
+    chosen = np.flatnonzero(row.response_mask)
+    sizes = sets.counts[chosen] + 1
+    if len(lacking := chosen[(sizes < 1) | (sizes > limit)]):
+        raise MasksDamaged(
+            f"{key}: token {lacking[0]} has a sampling mask of {sizes[chosen == lacking[0]][0]} ids, expected 1 to "
+            f"rollout.mask_limit={limit}; an environment that makes completions itself must not lose their masks"
+        )
+    return MaskCounts(len(chosen), int(sizes.sum()), int(np.count_nonzero(sizes == limit)), len(stream))

@@ -38,10 +38,12 @@ from .pictures.picture_rows import RowPictures
 from .prompts import PromptStream, row_key
 from .results import EvaluationReport, RolloutReport, RolloutTally, group_figures, token_figures
 from .rows import (
+    MaskCounts,
     RolloutRows,
     RouteCounts,
     RouteRules,
     TeacherSources,
+    checked_masks,
     checked_routes,
     checked_scores,
     join,
@@ -107,6 +109,7 @@ class RolloutWorker:
         mask_truncated: bool = False,
         keeps_old_kv: bool = False,
         routes: RouteRules | None = None,
+        mask_limit: int = 0,
         samples: SampleFile | None = None,
         max_rows: int = 1,
         columns: Sequence[ColumnConfig] = (),
@@ -120,9 +123,10 @@ class RolloutWorker:
         prompt) on disk; None keeps none. turns: keeps the turns of unfinished groups on disk; None keeps none.
         reward_timeout_s: time limit in seconds for the reward functions of one row.
         mask_truncated, keeps_old_kv, max_rows, columns, teachers: see `rollout_rows`. routes: the routes that the
-        engine records and rows carry, where an episode is one row; None without router replay. samples: file of
-        episodes for people to read; None writes none. pictures: those of prompts and rows; None if
-        prompts have none. on_failure, retries: see `EnvironmentConfig`.
+        engine records and rows carry, where an episode is one row; None without router replay. mask_limit: largest
+        number of ids of a sampling mask in rows; 0 for rows without masks. samples: file of episodes for people to
+        read; None writes none. pictures: those of prompts and rows; None if prompts have none. on_failure, retries: see
+        `EnvironmentConfig`.
         name: name of the actor, which is that of an engine in its own process."""
         self._engine = engine
         self._environment = environment
@@ -143,6 +147,7 @@ class RolloutWorker:
         self._mask_truncated = mask_truncated
         self._keeps_old_kv = keeps_old_kv
         self._routes = routes
+        self._mask_limit = mask_limit
         self._samples = samples
         self._max_rows = max_rows
         self._columns = tuple(columns)
@@ -340,6 +345,10 @@ class RolloutWorker:
             with _span(tally, "routes"):
                 checked = await asyncio.to_thread(checked_routes, samples, scores, self._routes)
             routes, scores, counts = checked.columns, checked.scores, checked.counts
+        masks = None
+        if self._mask_limit:
+            masks = await asyncio.to_thread(checked_masks, samples, scores, self._mask_limit, self._max_rows)
+            scores = masks.scores
         scores = checked_scores(self._columns, samples, scores)
         if self._pictures is not None:
             samples, scores = self._pictures.checked(samples, scores)
@@ -351,6 +360,7 @@ class RolloutWorker:
             keeps_old_kv=self._keeps_old_kv,
             routes=routes,
             spec=None if self._routes is None else self._routes.spec,
+            masks=None if masks is None else masks.column,
             max_rows=self._max_rows,
             columns=self._columns,
             teachers=self._teachers,
@@ -361,7 +371,7 @@ class RolloutWorker:
         rows = RolloutRows(keys, self._versions(samples), tags, batch)
         if self._pictures is not None:
             rows = self._pictures.with_column(rows, samples, self._max_rows)
-        await self._keep(rows, scores, groups, tally, counts)
+        await self._keep(rows, scores, groups, tally, counts, () if masks is None else masks.counts)
         await self._put(rows, partition, tally)
         picked = [self._samples is not None and self._samples.picks(position) for position in groups]
         await self._write_samples(TRAINING, samples, scores, np.repeat(picked, [len(g) for g in groups.values()]))
@@ -373,19 +383,21 @@ class RolloutWorker:
         groups: Mapping[int, list[Sample]],
         tally: RolloutTally,
         routes: Sequence[RouteCounts] = (),
+        masks: Sequence[MaskCounts] = (),
     ) -> None:
-        """Add finished groups to the tally and write them to the journal. rows, scores, routes: rows, scores and counts
-        of routes of all groups, in order.
+        """Add finished groups to the tally and write them to the journal. rows, scores, routes, masks: rows, scores and
+        counts of routes and masks of all groups, in order.
 
         Groups with failed rows are written only if the journal is meant for a replay (purpose `record`). After a resume
         they are generated again, so that a reward function that has since been fixed can score them.
         """
-        kept, left, counts = [], list(scores), list(routes)
+        kept, left, counts, sets = [], list(scores), list(routes), list(masks)
         parts = rows.split([self._max_rows * len(samples) for samples in groups.values()])
         for (position, samples), part in zip(groups.items(), parts, strict=True):
-            figures = group_figures(samples, left[: len(samples)], counts[: len(samples)])
+            size = len(samples)
+            figures = group_figures(samples, left[:size], counts[:size], sets[:size])
             figures = replace(figures, **token_figures(part))
-            del left[: len(samples)], counts[: len(samples)]
+            del left[:size], counts[:size], sets[:size]
             tally.add(figures)
             if not figures.failed or (self._journal is not None and self._journal.purpose == "record"):
                 kept.append(JournaledGroup(position, part, figures))

@@ -72,7 +72,9 @@ def encode_sets(tokens: np.ndarray, ids: np.ndarray, counts: np.ndarray) -> np.n
     lacking = (np.bincount(owners[own], minlength=len(tokens)) != 1) & (counts >= 0)
     if lacking.any():
         at = int(lacking.argmax())
-        raise MasksDamaged(f"sampling mask of token {at}: it lacks the sampled token {int(tokens[at])}, expected it once")
+        raise MasksDamaged(
+            f"sampling mask of token {at}: it lacks the sampled token {int(tokens[at])}, expected it once"
+        )
     return _encode(TokenSets(np.asarray(ids, np.int64)[~own], np.where(counts < 0, -1, sizes - 1)))
 
 

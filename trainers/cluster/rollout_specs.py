@@ -58,6 +58,7 @@ def rollout_setup(
         samples=sample_file(config.logging.samples, config.run, config.algorithm.prompts_per_step),
         journal=journal(config.run, fingerprint(config)),
         routes=None if spec is None else RouteRules(spec, config.router_replay),
+        mask_limit=config.rollout.mask_limit if config.rollout.masked else 0,
         sft=config.sft if config.sft.train else None,
         teachers=teacher_sources(config.distillation),
     )
@@ -77,6 +78,8 @@ def sampling(rollout: RolloutConfig, *, n: int, seed: int) -> SamplingParams:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        mask_limit=rollout.mask_limit if rollout.masked else 0,
         seed=seed,
         stop=rollout.stop,
         stop_token_ids=rollout.stop_token_ids,

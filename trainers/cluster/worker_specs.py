@@ -67,6 +67,7 @@ def worker_setup(
         samples=sample_file(config.logging.samples, config.run, config.algorithm.prompts_per_step),
         single_rank_groups=config.trainer.backend == "megatron",
         routes=route_spec(config.router_replay, config.model),
+        masks=config.rollout.masked,
         columns=config.data.columns,
     )
 

@@ -30,6 +30,7 @@ from ...actors.rollout.prompts import base36, row_key
 from ...actors.rollout.results import RolloutReport
 from ...actors.rollout.rows import RouteCounts
 from ...codecs.schema import Field
+from ...codecs.tokens.masks import MASKS
 from ...codecs.tokens.routes import ROUTES
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.directory.samplers import TaskConfig
@@ -234,13 +235,15 @@ class Feed:
                 config.data.columns,
                 config.distillation.top_k,
                 several_rows=config.environment.max_rows > 1,
+                masks=config.rollout.masked,
                 images=pictures,
             ),
             [task],
             group_size=config.rows_per_group,
         )
         own = [column.name for column in (*([] if pictures is None else [pictures]), *config.data.columns)]
-        self._fields = (*TRAIN_FIELDS, *([] if routes is None else [ROUTES]), *own)
+        masks = [MASKS] if config.rollout.masked else []
+        self._fields = (*TRAIN_FIELDS, *([] if routes is None else [ROUTES]), *masks, *own)
         """Fields of the rows that are claimed."""
         self._next = state.position
         self._again = deque((position, False) for position in state.outstanding)

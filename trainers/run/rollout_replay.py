@@ -159,7 +159,8 @@ async def _replay(
         try:
             await actor.build()
             images = next(iter(actor.worker.picture_schema().values()), None)
-            schema = row_schema(route_spec(config.router_replay, config.model), config.data.columns, images=images)
+            routes = route_spec(config.router_replay, config.model)
+            schema = row_schema(routes, config.data.columns, images=images, masks=config.rollout.masked)
             client.register(_PARTITION, schema, group_size=config.rows_per_group)
             for first in range(0, len(positions), together):
                 chunk = positions[first : first + together]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from ....codecs.tokens.masks import encode_sets
 from ..protocol import Completion, EngineStats, KeysAndValues, SamplingParams
 from ..token_sampling import StopTexts, sample
 from .adapters import Adapter
@@ -99,8 +100,10 @@ class Decoding:
             if interrupt.is_set():
                 return False
             window = self._advance()
-            tokens, logprobs = sample(window.logits, self._params, rows.keys[window.rows], self._step)
+            tokens, logprobs, allowed = sample(window.logits, self._params, rows.keys[window.rows], self._step)
             rows.record(window.rows, self._step, tokens.cpu().numpy(), logprobs.cpu().numpy(), version)
+            if allowed is not None:
+                rows.record_sets(window.rows, allowed)
             self._tokens = tokens
             self._step += 1
         return True
@@ -198,6 +201,8 @@ class _Rows:
         self.lengths = np.zeros(len(self.keys), dtype=np.int64)
         self.reasons = np.full(len(self.keys), "length", dtype="U6")
         self.running = np.ones(len(self.keys), dtype=bool)
+        self.sets: list[list[np.ndarray]] = [[] for _ in self.keys]
+        """Ids of the tokens from which each token of each row was drawn; [] if no masks are wanted."""
         self.lost_at: dict[int, int] = {}
         """Rows with a log-prob that is not finite: row index -> policy version of the first such token."""
 
@@ -220,6 +225,20 @@ class _Rows:
         self.reasons[stopped] = "stop"
         self.running[stopped] = False
 
+    def record_sets(self, rows: np.ndarray, allowed: torch.Tensor) -> None:
+        """Store from which tokens the tokens of one step were drawn. allowed: bool `[len(rows), V]`."""
+        owner, ids = (part.cpu().numpy() for part in allowed.nonzero(as_tuple=True))
+        parts = np.split(ids, np.searchsorted(owner, np.arange(1, len(rows))))
+        for row, part in zip(rows.tolist(), parts, strict=True):
+            self.sets[row].append(part)
+
+    def _masks(self, row: int) -> np.ndarray | None:
+        sets = self.sets[row][: self.lengths[row]]
+        if not sets:
+            return None
+        sizes = np.array([len(one) for one in sets], np.int64)
+        return encode_sets(self.tokens[row, : len(sets)], np.concatenate(sets), sizes)
+
     def end(self, request: int) -> None:
         own = slice(self.bounds[request], self.bounds[request + 1])
         self.reasons[own][self.running[own] & (self.lengths[own] < self.tokens.shape[1])] = "abort"
@@ -236,6 +255,7 @@ class _Rows:
                 logprobs=self.logprobs[row, : self.lengths[row]].copy(),
                 finish_reason=str(self.reasons[row]),
                 versions=self.versions[: self.lengths[row]].copy(),
+                masks=self._masks(row),
             )
             for row in own
         ]
@@ -356,7 +376,8 @@ class Pending:
     def batch_key(self) -> tuple:
         """Sampling parameters that must be equal in all requests of a batch."""
         p = self.params
-        return (id(self.served), p.temperature, p.top_p, p.top_k, p.max_new_tokens, p.stop_token_ids, p.stop)
+        cuts = (p.temperature, p.top_p, p.top_k, p.min_p, p.mask_limit)
+        return (id(self.served), cuts, p.max_new_tokens, p.stop_token_ids, p.stop)
 
     def settle(self, completions: list[Completion]) -> None:
         if not self.future.done():

@@ -45,7 +45,7 @@ from ..token_sampling import check_rows
 from ..tokenizer import find_tokenizer
 from . import library
 from .adapter_slots import HeldAdapters, check_slots
-from .logprobs import LogprobTaker, RowScorer
+from .logprobs import SET_WIDTH, LogprobTaker, RowScorer
 from .options import check_cache, default_on_cpu, most_on_gpu, token_bytes
 from .process import LOOK_S, HeldAdapter, ProcessSettings, VllmProcess
 from .requests import BusyClock, RequestChecks, RunningRequest, completion, reported_routes
@@ -279,6 +279,11 @@ class VllmEngine:
             if params.stop:
                 await self._process.load_tokenizer(request.id)
             kept = await self._logprobs.keeps()
+            if params.masked and not kept:
+                raise ValueError(
+                    f"rollout.mask_limit: got {params.mask_limit}, expected 0, because log-probs come in vLLM's own "
+                    f"way ({self._logprobs.way}), which has no sampling masks"
+                )
             sampling = self._checks.sampling(request.id, params, with_logprobs=not kept)
             tasks += [
                 asyncio.ensure_future(self._sample(request, sample_id, prompt, one, params.routes_from))
@@ -320,12 +325,13 @@ class VllmEngine:
                     final = None
             if final is None:
                 return Completion.empty()
-            logprobs, routes = None, None
+            kept, routes = None, None
             if not taken:
-                taken, logprobs = True, await self._logprobs.take(sample_id, len(final.token_ids))
+                taken, kept = True, await self._logprobs.take(sample_id, len(final.token_ids))
             if self._routes is not None:
                 routes = reported_routes(final, len(prompt) - routes_from, self._routes, request.id)
-            return completion(final, logprobs, versions.of(sample_id, len(final.token_ids)), request.id, routes)
+            masked, own = SET_WIDTH in (params.extra_args or {}), versions.of(sample_id, len(final.token_ids))
+            return completion(final, kept, own, request.id, routes, masked=masked)
         finally:
             versions.close(sample_id)
             if not taken:

@@ -7,6 +7,9 @@ once. The values are equal to the last bit, because the same kernels compute the
 
     worker    sampler -> log-probs of the step's tokens -> copied to the host without waiting -> one array per request
     engine    sample has ended -> `headrace_take_logprobs(ids, lengths)` -> its array
+
+The sets of tokens from which tokens were drawn, with top-p, top-k or min-p, come the same way. vLLM 0.32 has a way of
+its own (`return_sampling_mask`), but only in its second model runner, and only if each request has a top-k.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,22 +39,78 @@ Locate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Function that locates the token of each request in a step. It takes the number of tokens that each request had before
 (int64 `[N]`). It returns the index of each new token in its response (int64 `[N]`), and whether the token belongs to
 the response (bool `[N]`). It does not if the step ended within the prompt."""
-Keep = Callable[[Sequence[str | None], "np.ndarray | torch.Tensor", Locate, torch.Tensor], None]
-"""Function that takes the tokens of a step: vLLM's id of each of N requests, the number of tokens that each request had
-before, a `Locate` function, and the log-prob of each new token, float32 `[N]`."""
+Sets = tuple[torch.Tensor, torch.Tensor]
+"""Sets of a step: the ids of each request's set in ascending order, int32 `[N, width]`, and their number, int32 `[N]`,
+of which only those of requests with a width count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a worker has kept of several samples, one sample after another."""
+
+    logprobs: np.ndarray
+    """Log-prob of each token, float32 `[tokens]`."""
+    counts: np.ndarray
+    """Number of ids in each token's set, int32 `[tokens]`; 0 for a token without a set."""
+    ids: np.ndarray
+    """Ids of all sets, int32."""
+
+    def split(self, lengths: Sequence[int]) -> list[Taken]:
+        """Return what belongs to each sample. lengths: number of tokens of each."""
+        ends = np.cumsum(lengths, dtype=np.int64)[:-1]
+        borders = np.concatenate([[0], np.cumsum(self.counts, dtype=np.int64)])[ends]
+        parts = (np.split(self.logprobs, ends), np.split(self.counts, ends), np.split(self.ids, borders))
+        return [Taken(*part) for part in zip(*parts, strict=True)]
+
+
+class _Row:
+    """What is known of the tokens of one request."""
+
+    __slots__ = ("logprobs", "width", "sets")
+
+    def __init__(self, width: int) -> None:
+        """width: largest number of ids in the set of a token; 0 if its sets are not wanted."""
+        self.logprobs = array("f")
+        self.width = width
+        self.sets: list[np.ndarray] = []
+        """Set of each token; [] with width 0."""
+
+    def add(self, place: int, logprob: float, ids: np.ndarray | None) -> None:
+        """Add the token at index `place`."""
+        # NaN marks tokens from before this object existed; their log-probs are not known here.
+        if place > len(self.logprobs):
+            self.logprobs.extend([math.nan] * (place - len(self.logprobs)))
+        # A request whose newest token was dropped while it waited samples that token again.
+        del self.logprobs[place:]
+        self.logprobs.append(logprob)
+        if ids is not None:
+            del self.sets[place:]
+            self.sets += [np.zeros(0, np.int32)] * (place - len(self.sets))
+            self.sets.append(ids)
+
+
+SET_WIDTH = "headrace_set_width"
+"""Key of vLLM's `extra_args` of a request with the largest number of ids in the set of a token."""
+
+
+def _width(params: Any) -> int:
+    """Return the largest number of ids of a request's sets; 0 if its sets are not wanted. params: vLLM's parameters."""
+    return (getattr(params, "extra_args", None) or {}).get(SET_WIDTH, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     """Log-probs of the tokens of one step, which may still be on their way to the host."""
 
-    rows: tuple[array[float] | None, ...]
-    """Array of log-probs of each request, to which the step's are added; None for an unknown request."""
+    rows: tuple[_Row | None, ...]
+    """Row of each request, to which the step's tokens are added; None for an unknown request."""
     before: np.ndarray | torch.Tensor
     """Number of tokens that each request had before, int64 `[N]` on the host."""
     locate: Locate
     values: torch.Tensor
     """Log-prob of each token, float32 `[N]` on the host."""
+    sets: Sets | None
+    """Sets of the step on the host; None if no request wants them."""
     arrived: Any
     """CUDA event after the copies to the host; None on a CPU, where nothing is copied."""
 
@@ -60,13 +121,13 @@ class SampledLogprobs:
     def __init__(self, runner: Any) -> None:
         """Make vLLM's model runner `runner` hand over the log-probs of its tokens from now on. Raises ValueError if
         this class does not know the kind of the runner."""
-        self._rows: dict[str, array[float]] = {}
-        """vLLM's id of a request -> log-probs of its tokens so far."""
+        self._rows: dict[str, _Row] = {}
+        """vLLM's id of a request -> its tokens so far."""
         self._ids: dict[str, str] = {}
         """Id under which a request was submitted -> vLLM's id, which is the same id followed by `-` and eight
         characters."""
         self._steps: deque[_Step] = deque()
-        self._release = _tap(runner, self._keep)
+        self._release = _tap(runner, self)
 
     def close(self) -> None:
         """Restore the original model runner, and forget all log-probs."""
@@ -75,45 +136,61 @@ class SampledLogprobs:
         self._ids.clear()
         self._steps.clear()
 
-    def take(self, ids: Sequence[str], lengths: Sequence[int]) -> np.ndarray:
-        """Return the log-probs of the first `lengths` tokens of each request, and forget the requests. They are
-        concatenated in the order of the requests, float32 `[sum of lengths]`.
+    def take(self, ids: Sequence[str], lengths: Sequence[int]) -> Taken:
+        """Return what is known of the first `lengths` tokens of each request, and forget the requests.
 
         ids: ids under which the requests were submitted. An unknown request has no tokens. Raises ValueError if a
         request has fewer tokens.
         """
         self._store(wait=False)
         rows = [self._rows.pop(self._ids.pop(name, ""), None) for name in ids]
-        if any(length > (0 if row is None else len(row)) for row, length in zip(rows, lengths, strict=True)):
+        if any(length > (0 if row is None else len(row.logprobs)) for row, length in zip(rows, lengths, strict=True)):
             # This is rare, because tokens that the engine has seen are usually copied by now.
             self._store(wait=True)
-        found = [np.zeros(0, np.float32)]
+        found, counts, sets = [np.zeros(0, np.float32)], [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
         for name, row, length in zip(ids, rows, lengths, strict=True):
-            values = np.array(() if row is None else row, np.float32)[:length]
+            values = np.array(() if row is None else row.logprobs, np.float32)[:length]
             if len(values) < length:
                 raise ValueError(f"log-probs of {name!r}: the worker has {len(values)} of {length} tokens")
             found.append(values)
-        return np.concatenate(found)
+            own = [] if row is None else row.sets[:length]
+            counts.append(np.array([len(one) for one in own] + [0] * (length - len(own)), np.int32))
+            sets += own
+        return Taken(*map(np.concatenate, (found, counts, sets)))
 
-    def _keep(
-        self, ids: Sequence[str | None], before: np.ndarray | torch.Tensor, locate: Locate, values: torch.Tensor
+    def keep(
+        self,
+        rows: tuple[_Row | None, ...],
+        before: np.ndarray | torch.Tensor,
+        locate: Locate,
+        values: torch.Tensor,
+        sets: Sets | None,
     ) -> None:
+        """Take the tokens of a step of N requests.
+
+        rows: their rows. before: number of tokens that each request had before. values: log-prob of each new token,
+        float32 `[N]`. sets: see `Cut.taken`.
+        """
         self._store(wait=False)
-        arrived, rows = None, tuple(map(self._row, ids))
+        arrived = None
         if values.is_cuda:
             # The copies go to pinned memory without blocking, so the host does not wait.
             values = values.to("cpu", non_blocking=True)
             before = before.to("cpu", non_blocking=True) if isinstance(before, torch.Tensor) else before
+            if sets is not None:
+                sets = sets[0].to("cpu", non_blocking=True), sets[1].to("cpu", non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        self._steps.append(_Step(rows, before, locate, values, arrived))
+        self._steps.append(_Step(rows, before, locate, values, sets, arrived))
 
-    def _row(self, request: str | None) -> array[float] | None:
+    def row(self, request: str | None, width: Callable[[], int]) -> _Row | None:
+        """Return the row of a request, a new one for a new request; None for an unknown one. width: returns the largest
+        number of ids of its sets."""
         if request is None:
             return None
         row = self._rows.get(request)
         if row is None:
-            name, row = request.rpartition("-")[0], array("f")
+            name, row = request.rpartition("-")[0], _Row(width())
             self._rows.pop(self._ids.get(name, ""), None)  # If an id is reused, it belongs to the newer request.
             self._ids[name], self._rows[request] = request, row
         return row
@@ -129,59 +206,125 @@ class SampledLogprobs:
                 step.arrived.synchronize()
             self._steps.popleft()
             places, ours = step.locate(np.asarray(step.before))
-            for row, place, own, value in zip(
-                step.rows, places.tolist(), ours.tolist(), step.values.tolist(), strict=True
+            ids, counts = (None, None) if step.sets is None else (step.sets[0].numpy(), step.sets[1].tolist())
+            for index, (row, place, own, value) in enumerate(
+                zip(step.rows, places.tolist(), ours.tolist(), step.values.tolist(), strict=True)
             ):
                 if row is None or not own:
                     continue
-                # NaN marks tokens from before this object existed; their log-probs are not known here.
-                if place > len(row):
-                    row.extend([math.nan] * (place - len(row)))
-                # A request whose newest token was dropped while it waited samples that token again.
-                del row[place:]
-                row.append(value)
+                # The ids are copied, so that the array of the whole step is freed.
+                known = ids is not None and counts is not None and row.width
+                row.add(place, value, ids[index, : counts[index]].copy() if known else None)
 
 
-def _tap(runner: Any, keep: Keep) -> Callable[[], None]:
+class Cut:
+    """Cuts the distributions of a step at the widths of its requests, and keeps which tokens are left.
+
+    It stands in place of the function with which vLLM's sampler applies top-k and top-p, the last before it draws.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        """sampler: vLLM's module that applies top-k and top-p. Raises ValueError if it is of an unknown kind."""
+        self._module: Any = sys.modules[type(sampler).__module__]
+        self._inner = getattr(self._module, _APPLY, None)
+        if self._inner is None:
+            raise ValueError(f"sampling masks: vLLM's {type(sampler).__name__} has no function {_APPLY}")
+        setattr(self._module, _APPLY, self._apply)
+        self._widths: list[int] = []
+        self._sets: Sets | None = None
+
+    def begin(self, rows: Sequence[_Row | None]) -> None:
+        """Begin a step with these requests."""
+        self._widths = [0 if row is None else row.width for row in rows]
+
+    def taken(self) -> Sets | None:
+        """End the step, and return its sets; None if no request wants them."""
+        sets, self._sets, self._widths = self._sets, None, []
+        return sets
+
+    def release(self) -> None:
+        """Restore vLLM's function."""
+        setattr(self._module, _APPLY, self._inner)
+
+    def _apply(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        logits = self._inner(logits, *args, **kwargs)
+        if not any(self._widths) or len(self._widths) != len(logits):
+            return logits
+        values, ids = logits.topk(min(max(self._widths), logits.shape[-1]), dim=-1)
+        uniform = len(set(self._widths)) == 1
+        if not uniform:
+            own = torch.tensor(self._widths, device=logits.device)[:, None]
+            values = values.masked_fill(torch.arange(values.shape[1], device=logits.device) >= own, -torch.inf)
+        kept = torch.full_like(logits, -torch.inf).scatter_(-1, ids, values)
+        if not uniform:
+            kept = torch.where(own > 0, kept, logits)
+        cut = values == -torch.inf
+        ordered = ids.int().masked_fill_(cut, torch.iinfo(torch.int32).max).sort(-1).values
+        self._sets = ordered, (~cut).sum(-1, dtype=torch.int32)
+        return kept
+
+
+_APPLY = "apply_top_k_top_p"
+
+
+def _tap(runner: Any, kept: SampledLogprobs) -> Callable[[], None]:
     if hasattr(runner, "input_batch") and hasattr(runner, "discard_request_mask"):
-        return _tap_first(runner, keep)
+        return _tap_first(runner, kept)
     if hasattr(runner, "req_states") and hasattr(runner, "sample"):
-        return _tap_second(runner, keep)
+        return _tap_second(runner, kept)
     raise ValueError(
         f"log-probs of sampled tokens: got vLLM's model runner {type(runner).__name__}, expected one with the "
         "attributes of GPUModelRunner; `headrace doctor` names the versions of vLLM that were tested"
     )
 
 
-def _tap_first(runner: Any, keep: Keep) -> Callable[[], None]:
-    sampler = runner.sampler
-    inner = sampler.sample
+def _tap_first(runner: Any, kept: SampledLogprobs) -> Callable[[], None]:
+    sampler, requests = runner.sampler, getattr(runner, "requests", {})
+    inner, cut = sampler.sample, Cut(sampler.topk_topp_sampler)
+
+    def width(request: str) -> int:
+        return _width(getattr(requests.get(request), "sampling_params", None))
 
     def sample(logits: torch.Tensor, metadata: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        tokens, every = inner(logits, metadata, *args, **kwargs)
         batch = runner.input_batch
         if metadata is not batch.sampling_metadata:  # These are dummy requests with which vLLM warms up its sampler.
-            return tokens, every
+            return inner(logits, metadata, *args, **kwargs)
+        count = batch.num_reqs
+        rows = tuple(kept.row(one, partial(width, one)) for one in batch.req_ids[:count])
+        cut.begin(rows)
+        try:
+            tokens, every = inner(logits, metadata, *args, **kwargs)
+        finally:
+            sets = cut.taken()
         # `every` is None if all requests are greedy.
         scores = sampler.compute_logprobs(logits) if every is None else every
-        count = batch.num_reqs
         before, prompts = (
             counts[:count].astype(np.int64) for counts in (batch.num_tokens_no_spec, batch.num_prompt_tokens)
         )
         ours = ~runner.discard_request_mask.np[:count]
         values = scores.gather(-1, tokens.long()[:, None])[:, 0]
-        keep(tuple(batch.req_ids[:count]), before, lambda before: (before - prompts, ours), values)
+        kept.keep(rows, before, lambda before: (before - prompts, ours), values, sets)
         return tokens, every
 
+    def release() -> None:
+        del sampler.sample  # Deleting the attribute restores the class's own method.
+        cut.release()
+
     sampler.sample = sample
-    return lambda: delattr(sampler, "sample")  # Deleting the attribute restores the class's own method.
+    return release
 
 
-def _tap_second(runner: Any, keep: Keep) -> Callable[[], None]:
+def _tap_second(runner: Any, kept: SampledLogprobs) -> Callable[[], None]:
     """Tap vLLM's second model runner. Its sampler returns logits, and its token positions are only on the GPU."""
     sampler, states = runner.sampler, runner.req_states
-    whole, inner = runner.sample, sampler.sample
+    whole, inner, add, cut = runner.sample, sampler.sample, sampler.add_request, Cut(sampler)
     batches: list[Any] = []
+    widths: dict[int, int] = {}
+
+    def add_request(index: int, *args: Any, **kwargs: Any) -> Any:
+        params = kwargs.get("sampling_params", args[-1] if args else None)
+        widths[index] = _width(params)
+        return add(index, *args, **kwargs)
 
     def sample_batch(hidden: torch.Tensor, batch: Any, *args: Any, **kwargs: Any) -> Any:
         batches.append(batch)
@@ -191,21 +334,29 @@ def _tap_second(runner: Any, keep: Keep) -> Callable[[], None]:
             batches.clear()
 
     def sample(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, logits = inner(*args, **kwargs)
         if not batches:  # These are dummy requests with which vLLM warms up its sampler.
-            return tokens, logits
+            return inner(*args, **kwargs)
         batch = batches[0]
         index = batch.idx_mapping_np
+        rows = tuple(
+            kept.row(states.index_to_req_id.get(number), partial(widths.get, number, 0)) for number in index.tolist()
+        )
+        cut.begin(rows)
+        try:
+            tokens, logits = inner(*args, **kwargs)
+        finally:
+            sets = cut.taken()
         prompts, known = (counts.np[index].astype(np.int64) for counts in (states.prompt_len, states.prefill_len))
-        ids = tuple(states.index_to_req_id.get(number) for number in index.tolist())
         values = library.token_logprobs(logits, tokens.long().view(-1))
-        keep(ids, batch.seq_lens[: len(index)].long(), lambda before: (before - prompts, before >= known), values)
+        before = batch.seq_lens[: len(index)].long()
+        kept.keep(rows, before, lambda before: (before - prompts, before >= known), values, sets)
         return tokens, logits
 
-    runner.sample, sampler.sample = sample_batch, sample
+    runner.sample, sampler.sample, sampler.add_request = sample_batch, sample, add_request
 
     def release() -> None:
-        del runner.sample, sampler.sample
+        del runner.sample, sampler.sample, sampler.add_request
+        cut.release()
 
     return release
 
@@ -220,7 +371,7 @@ class LogprobTaker:
         self._way: LogprobWay = "vllm" if hindrance else way
         self._hindrance = hindrance
         self._start: asyncio.Task[None] | None = None
-        self._wanted: dict[str, tuple[int, asyncio.Future[np.ndarray] | None]] = {}
+        self._wanted: dict[str, tuple[int, asyncio.Future[Taken] | None]] = {}
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -252,10 +403,10 @@ class LogprobTaker:
             self._way, self._hindrance = "vllm", str(error)
             _log.warning("log-probs come in vLLM's own way, which is slower: %s", error)
 
-    async def take(self, sample_id: str, num_tokens: int) -> np.ndarray:
-        """Return the log-probs of the first `num_tokens` tokens of a sample, float32 `[num_tokens]`. Raises EngineDied
-        if a process of vLLM has died, and RuntimeError if the worker does not have them."""
-        future: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
+    async def take(self, sample_id: str, num_tokens: int) -> Taken:
+        """Return what the worker has kept of the first `num_tokens` tokens of a sample. Raises EngineDied if a process
+        of vLLM has died, and RuntimeError if the worker does not have it."""
+        future: asyncio.Future[Taken] = asyncio.get_running_loop().create_future()
         self._ask(sample_id, num_tokens, future)
         return await future
 
@@ -263,7 +414,7 @@ class LogprobTaker:
         """Make the worker forget a sample whose log-probs are not wanted."""
         self._ask(sample_id, 0, None)
 
-    def _ask(self, sample_id: str, num_tokens: int, future: asyncio.Future[np.ndarray] | None) -> None:
+    def _ask(self, sample_id: str, num_tokens: int, future: asyncio.Future[Taken] | None) -> None:
         self._wanted[sample_id] = (num_tokens, future)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._take_all())
@@ -275,13 +426,13 @@ class LogprobTaker:
             wanted, self._wanted = self._wanted, {}
             lengths = [length for length, _ in wanted.values()]
             try:
-                found = await self._process.call("headrace_take_logprobs", list(wanted), lengths, returns=np.ndarray)
+                found = await self._process.call("headrace_take_logprobs", list(wanted), lengths, returns=Taken)
+                parts = found[0].split(lengths)
             except Exception as error:
                 for _, future in wanted.values():
                     if future is not None and not future.done():
                         future.set_exception(error)
                 continue
-            parts = np.split(found[0], np.cumsum(lengths[:-1]))
             for (_, future), part in zip(wanted.values(), parts, strict=True):
                 if future is not None and not future.done():
                     future.set_result(part)

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from ....codecs.tokens.masks import encode_sets
 from ....codecs.tokens.routes import RouteSpec, select_moe_layers
 from ..protocol import Completion, EngineStats, SamplingParams
 from ..stop_tokens import end_tokens, resolve_stops
 from ..token_sampling import checked_prompt, row_keys
 from . import library
+from .logprobs import SET_WIDTH, Taken
 from .process import HeldAdapter
 from .vision.prepared_pictures import ShownPictures
 
@@ -92,11 +94,14 @@ class RequestChecks:
         """
         keys = row_keys(self._seed if params.seed is None else params.seed, request_id, params.n)
         wanted: dict[str, Any] = {"routed_experts_prompt_start": params.routes_from} if self._routes else {}
+        if params.masked:
+            wanted["extra_args"] = {SET_WIDTH: min(params.mask_limit, params.top_k or params.mask_limit)}
         return [
             library.SamplingParams(
                 temperature=params.temperature,
                 top_p=params.top_p,
                 top_k=params.top_k,
+                min_p=params.min_p,
                 seed=int(key) & (2**63 - 1),  # Seeds of torch's generators are signed 64-bit numbers.
                 stop=list(params.stop) or None,
                 stop_token_ids=sorted({*self._stop_ids, *params.stop_token_ids}),
@@ -115,25 +120,34 @@ class RequestChecks:
 
 
 def completion(
-    output: Any, logprobs: np.ndarray | None, versions: np.ndarray, request_id: str, routes: np.ndarray | None = None
+    output: Any,
+    taken: Taken | None,
+    versions: np.ndarray,
+    request_id: str,
+    routes: np.ndarray | None = None,
+    *,
+    masked: bool = False,
 ) -> Completion:
-    """Convert vLLM's final output of one sample into a Completion. logprobs: log-prob of each token, float32 `[T]`;
-    None if they are in the output. versions: weight version of each token, int32 `[T]`. routes: the sample's routes,
-    see `reported_routes`.
+    """Convert vLLM's final output of one sample into a Completion. taken: log-probs and sets of its tokens; None if the
+    log-probs are in the output. versions: weight version of each token, int32 `[T]`. routes: the sample's routes, see
+    `reported_routes`. masked: whether the completion has masks.
 
     Raises RuntimeError when vLLM ended the sample with an error, and FloatingPointError when log-probs are not finite.
     """
     if output.finish_reason not in _REASONS:
         raise RuntimeError(f"request {request_id!r}: vLLM ended the request with {output.finish_reason!r}")
     tokens = np.array(output.token_ids, dtype=np.int32)
-    if logprobs is None:
+    if taken is None:
         logprobs = np.array(output.logprobs.logprobs if len(tokens) else [], dtype=np.float32)
+    else:
+        logprobs = taken.logprobs
     assert len(logprobs) == len(tokens) == len(versions), (len(logprobs), len(tokens), len(versions))
     if not np.isfinite(logprobs).all():
         raise FloatingPointError(
             f"request {request_id!r}: log-probs are not finite under policy version {versions.max(initial=-1)}"
         )
-    return Completion(tokens, logprobs, output.finish_reason, versions, routes)
+    masks = encode_sets(tokens, taken.ids, taken.counts) if taken is not None and masked and len(tokens) else None
+    return Completion(tokens, logprobs, output.finish_reason, versions, routes, masks)
 
 
 def reported_routes(output: Any, num_prompt: int, spec: RouteSpec, request_id: str) -> np.ndarray | None:

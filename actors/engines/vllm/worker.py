@@ -35,7 +35,7 @@ from ...weight_sync.plan.weight_reads import WeightReads
 from ...weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from . import library
 from .adapter_slots import AdapterStore
-from .logprobs import SampledLogprobs
+from .logprobs import SampledLogprobs, Taken
 from .process import BACKEND, LoadReport, PrepareState, VerifyReport
 from .vision.prepared_pictures import take_pictures_as_they_are
 from .weight_loading import ModelLoader, WeightNames
@@ -364,10 +364,11 @@ class WeightWorker:
             self.headrace_logprobs = SampledLogprobs(self.model_runner)
 
     def headrace_take_logprobs(self, ids: list[str], lengths: list[int]) -> bytes:
-        """Return the log-probs of the first `lengths` tokens of requests, and forget these requests. A worker that
-        keeps none returns none."""
+        """Return what is kept of the first `lengths` tokens of requests, and forget these requests. A worker that keeps
+        nothing returns nothing."""
         kept: SampledLogprobs | None = vars(self).get("headrace_logprobs")
-        return messages.encode(np.zeros(0, np.float32) if kept is None else kept.take(ids, lengths))
+        none = Taken(np.zeros(0, np.float32), *[np.zeros(0, np.int32)] * 2)
+        return messages.encode(none if kept is None else kept.take(ids, lengths))
 
     def headrace_drop(self, version: int, seat: str) -> None:
         """Forget a prepared version in this worker, or stop receiving it. seat: name of a run that shares the engine;

@@ -103,7 +103,15 @@ class CausalLM(nn.Module):
             hidden = self.model(input_ids=layout.input_ids, use_cache=False, **places).logits
             head = nn.Identity()
         hidden = hidden.flatten(0, 1)[layout.source]
-        values = token_logprobs(hidden, layout.targets, head, self.vocab, temperature=temperature, entropy=entropy)
+        values = token_logprobs(
+            hidden,
+            layout.targets,
+            head,
+            self.vocab,
+            temperature=temperature,
+            entropy=entropy,
+            allowed=layout.allowed,
+        )
         if candidates is None and not top_k:
             return TokenValues(*values)
         to_logits = partial(F.linear, weight=head) if isinstance(head, torch.Tensor) else head

@@ -64,6 +64,7 @@ def split_rows(
         owners=rows.owners,
         plan=rows.attention,
         whole_index=rows.whole_index,
+        allowed=rows.allowed,
     )
 
 

@@ -106,7 +106,15 @@ class PolicyModel(GPTModel):
             return F.linear(states, weight)
 
         states, layer = hidden[:, 0][rows.source], weight if isinstance(self._vocab, int) else head
-        values = token_logprobs(states, rows.targets, layer, self._vocab, temperature=temperature, entropy=entropy)
+        values = token_logprobs(
+            states,
+            rows.targets,
+            layer,
+            self._vocab,
+            temperature=temperature,
+            entropy=entropy,
+            allowed=rows.allowed,
+        )
         if candidates is None:
             return values
         return *values, candidate_logprobs(states, candidates, head, self._vocab, temperature)

@@ -8,6 +8,7 @@ longest row. With context parallelism each row is cut into 2 * cp chunks, of whi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ....actors.protocols import MicroBatch
 from ....actors.train.topology import Place, Topology
 from ....codecs.integers import exclusive_cumsum, round_up
 from ....codecs.tokens.packed_rows import chunks
+from ..vocab.allowed import Allowed
 from .context_attention import AttentionPlan, plan_attention, runs
 from .row_layout import to_device
 
@@ -55,6 +57,8 @@ class PackedRows:
     owners: torch.Tensor | None = None
     """Row of each of the S tokens, int64 `[S]`; -1 at padding and at the last token of each row, which predicts
     nothing. None unless requested."""
+    allowed: Allowed | None = None
+    """Sets of tokens from which the wanted tokens were drawn; None if they were drawn from the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,7 @@ def pack_rows(
         if routes is None
         else to_device(sent.place("routes", routes, len(positions), missing_route), device),
         owners=to_device(sent.owners(micro.lengths, len(positions)), device) if with_owners else None,
+        allowed=Allowed.of(micro.batch, wanted.whole_index, wanted.targets, partial(to_device, device=device)),
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ....codecs.batch import Batch
 from ....codecs.integers import exclusive_cumsum
 from ...losses.terms import LossInputs
 from ..config import BackendConfig
+from ..vocab.allowed import Allowed
 
 
 def exactly(micros: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
@@ -77,6 +79,8 @@ class RowLayout:
     whole_index: torch.Tensor | None = None
     """Position of each wanted token in packed columns of whole rows, int64 `[T]`; None for whole rows, where it is
     `index`."""
+    allowed: Allowed | None = None
+    """Sets of tokens from which the wanted tokens were drawn; None if they were drawn from the whole vocabulary."""
     pictures: Pictures | None = None
     """Pictures of the rows; None if they have none."""
 
@@ -146,6 +150,9 @@ def lay_out(
         row_ids=of_wanted(rows),
         row_tokens=torch.from_numpy(np.bincount(rows[index], minlength=len(lengths))),
         index=torch.from_numpy(index),
+        allowed=Allowed.of(
+            batch, torch.from_numpy(index), torch.from_numpy(ids[index]), partial(to_device, device=device)
+        ),
         routes=None if routes is None else placed(routes.cpu().numpy(), missing_route),
         owners=placed(rows, -1) if with_owners else None,
     )

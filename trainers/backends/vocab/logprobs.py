@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .allowed import OUTSIDE, Allowed, parts_of
+
 LOGIT_ELEMENTS = 2**24
 """Largest number of float32 logits that a rank computes at a time on a CPU (64 MiB), or twice as many in bfloat16."""
 
@@ -53,6 +55,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     entropy: Entropy = "off",
+    allowed: Allowed | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-probs of `targets` (float32 `[T]`) and the entropies in nats (float32 `[T]`, or None for "off").
 
@@ -60,24 +63,27 @@ def token_logprobs(
     maps hidden states `[t, H]` to this rank's logits `[t, v]`; in backward it must sum the gradient of its input over
     the group. With a whole vocabulary it may be the weight of an output layer without bias, `[V, H]`, which is faster.
     `vocab` is the size of the vocabulary, or this rank's shard when the vocabulary is split over ranks. Logits are
-    divided by `temperature`. Collective over the group, and in the backward pass, too, when there is more than one
-    chunk.
+    divided by `temperature`. With `allowed`, log-probs and entropies are those of the distribution over each token's
+    set alone. Collective over the group, and in the backward pass, too, when there is more than one chunk. Raises
+    ValueError for a set with a token outside the vocabulary.
     """
     width = vocab if isinstance(vocab, int) else vocab.width
     shard = None if isinstance(vocab, int) else vocab
+    if allowed is not None and shard is None:
+        allowed.expect_known(width)
     elements = GPU_LOGIT_ELEMENTS if hidden.is_cuda else LOGIT_ELEMENTS
     rows = max(1, elements // width)
     if isinstance(head, torch.Tensor):
         assert shard is None, "the logits of a shard need communication"
         rows *= 4 // head.dtype.itemsize
-        values = _WholeSoftmax.apply(hidden, head, targets, temperature, entropy, rows)
+        values = _WholeSoftmax.apply(hidden, head, targets, temperature, entropy, rows, allowed)
         assert isinstance(values, tuple)
         return values
     if len(hidden) <= rows:
-        return _chunk(hidden, targets, head, shard, temperature, entropy)
+        return _chunk(hidden, targets, head, shard, temperature, entropy, allowed)
     parts = [
-        checkpoint(_chunk, h, t, head, shard, temperature, entropy, use_reentrant=False, preserve_rng_state=False)
-        for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)
+        checkpoint(_chunk, h, t, head, shard, temperature, entropy, a, use_reentrant=False, preserve_rng_state=False)
+        for h, t, a in zip(hidden.split(rows), targets.split(rows), parts_of(allowed, len(hidden), rows), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), None if entropy == "off" else torch.cat(entropies)
@@ -90,8 +96,11 @@ def _chunk(
     shard: VocabShard | None,
     temperature: float,
     entropy: Entropy,
+    allowed: Allowed | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     logits = head(hidden).float()
+    if allowed is not None:
+        logits = logits.masked_fill(allowed.outside(logits, 0 if shard is None else shard.start), OUTSIDE)
     if temperature != 1.0:
         logits = logits / temperature
     if shard is not None:
@@ -115,17 +124,19 @@ class _WholeSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float,
-        entropy: Entropy, rows: int,
+        entropy: Entropy, rows: int, allowed: Allowed | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         kernels = _kernels(hidden)
         parts = [
-            kernels.softmax_sums(F.linear(h, weight), t, temperature, with_entropy=entropy != "off")
-            for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)
+            kernels.softmax_sums(_logits(h, weight, a), t, temperature, with_entropy=entropy != "off")
+            for h, t, a in zip(
+                hidden.split(rows), targets.split(rows), parts_of(allowed, len(hidden), rows), strict=True
+            )
         ]
         log_totals, picked = (torch.cat([part[index] for part in parts]) for index in (0, 1))
         entropies = None if entropy == "off" else torch.cat([part[2] for part in parts])
         ctx.save_for_backward(hidden, weight, targets, log_totals, entropies)
-        ctx.temperature, ctx.rows = temperature, rows
+        ctx.temperature, ctx.rows, ctx.allowed = temperature, rows, allowed
         if entropy == "report":
             ctx.mark_non_differentiable(entropies)
         return picked - log_totals, entropies
@@ -140,15 +151,22 @@ class _WholeSoftmax(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), ctx.rows):
             part = slice(start, start + ctx.rows)
+            sets = None if ctx.allowed is None else ctx.allowed.part(start, start + ctx.rows)
             of_logits = kernels.softmax_gradient(
-                F.linear(hidden[part], weight), targets[part], ctx.temperature, log_totals[part], of_logprobs[part],
+                _logits(hidden[part], weight, sets), targets[part], ctx.temperature, log_totals[part],
+                of_logprobs[part],
                 None if of_entropies is None else entropies[part],
                 None if of_entropies is None else of_entropies[part],
             )  # fmt: skip
             torch.mm(of_logits, weight, out=of_hidden[part])
             if of_weight is not None:
                 of_weight += of_logits.t() @ hidden[part]
-        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None, None
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), *[None] * 5
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, allowed: Allowed | None) -> torch.Tensor:
+    logits = F.linear(hidden, weight)
+    return logits if allowed is None else logits.masked_fill_(allowed.outside(logits), OUTSIDE)
 
 
 def _kernels(hidden: torch.Tensor) -> Any:

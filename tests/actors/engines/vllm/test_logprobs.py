@@ -37,7 +37,7 @@ async def both_ways(subject: Subject, name: str, params: SamplingParams) -> None
         async for output in engine.process.generate(sample, PROMPT, sampling):
             final = output.outputs[0]
         theirs = np.array(final.logprobs.logprobs, np.float32)
-        ours = await engine._logprobs.take(sample, len(final.token_ids))
+        ours = (await engine._logprobs.take(sample, len(final.token_ids))).logprobs
         assert ours.dtype == np.float32 and ours.tobytes() == theirs.tobytes(), (ours, theirs)
         return len(ours)
 
@@ -93,6 +93,21 @@ def test_the_way_can_be_changed_and_samples_that_nobody_takes_are_forgotten(subj
     subject.run(main())
 
 
+def apply_top_k_top_p(logits: torch.Tensor, k: None, p: None) -> torch.Tensor:
+    """The function of vLLM's second sampler that is replaced; no request here has a top-k or top-p."""
+    return logits
+
+
+class SecondSampler:
+    """What of the sampler of vLLM's second model runner is used."""
+
+    def add_request(self, index: int, prompt_len: int, sampling_params: Any) -> None:
+        pass
+
+    def sample(self, logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return tokens, apply_top_k_top_p(logits, None, None)
+
+
 class SecondRunner:
     """What of vLLM's second model runner is used: three request slots, tokens known by their number."""
 
@@ -101,9 +116,11 @@ class SecondRunner:
             index_to_req_id={}, prompt_len=SimpleNamespace(np=np.zeros(3, np.int32)),
             prefill_len=SimpleNamespace(np=np.zeros(3, np.int32)),
         )  # fmt: skip
-        self.sampler = SimpleNamespace(sample=lambda logits, tokens: (tokens, logits))
+        self.sampler = SecondSampler()
 
-    def add(self, slot: int, request: str, prompt: int, prefill: int) -> None:
+    def add(self, slot: int, request: str, prompt: int, prefill: int, width: int = 0) -> None:
+        extra = {module("logprobs").SET_WIDTH: width} if width else None
+        self.sampler.add_request(slot, prompt, SimpleNamespace(extra_args=extra))
         self.req_states.index_to_req_id[slot] = request
         self.req_states.prompt_len.np[slot], self.req_states.prefill_len.np[slot] = prompt, prefill
 
@@ -117,10 +134,29 @@ class SecondRunner:
         lengths.zero_()  # vLLM's next step writes into the same memory
 
 
-def test_the_second_runners_tokens_are_placed_by_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
+
+def test_the_second_runners_sets_are_cut_at_each_requests_own_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module("library"), "token_logprobs", token_logprobs)
+    runner = SecondRunner()
+    kept = module("logprobs").SampledLogprobs(runner)
+    for slot, width in enumerate((2, 3, 0)):
+        runner.add(slot, f"{slot}-12345678", 4, 4, width)
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).repeat(3, 1)
+    runner.step([2, 0, 1], [4, 4, 4], logits, [0, 1, 3])
+    runner.step([0], [5], logits[:1].clone().masked_fill_(torch.tensor([True, True, False, True]), -torch.inf), [2])
+    taken = kept.take(["0", "1", "2"], [2, 1, 1])
+    own = [one.tolist() for one in (taken.counts, taken.ids)]
+    assert own == [[2, 1, 3, 0], [1, 3, 2, 1, 2, 3]]
+    scores = [[3.0, 2.0], [0.0], [2.0, 3.0, 1.0], [0.0, 3.0, 1.0, 2.0]]
+    np.testing.assert_allclose(taken.logprobs, [torch.tensor(one).log_softmax(0)[0].item() for one in scores])
+    kept.close()
+    assert apply_top_k_top_p(logits, None, None) is logits and not vars(runner.sampler)
+
+
+def test_the_second_runners_tokens_are_placed_by_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module("library"), "token_logprobs", token_logprobs)
     runner, generator = SecondRunner(), torch.Generator().manual_seed(0)
     kept = module("logprobs").SampledLogprobs(runner)
@@ -138,14 +174,16 @@ def test_the_second_runners_tokens_are_placed_by_their_length(monkeypatch: pytes
         return [float(steps[step][row].log_softmax(-1)[token]) for step, row, token in places]
 
     np.testing.assert_allclose(
-        kept.take(["b", "a", "unknown"], [2, 3, 0]),
+        kept.take(["b", "a", "unknown"], [2, 3, 0]).logprobs,
         expected((1, 0, 3), (3, 1, 8), (0, 1, 2), (1, 1, 4), (2, 1, 6)),
     )
     assert not kept._rows and not kept._ids and not kept._steps, "what was taken is forgotten"
     runner.step([0, 2], [8, 8], steps[3], [7, 8])
     with pytest.raises(ValueError, match="log-probs of 'c': the worker has 0 of 2 tokens"):
         kept.take(["c"], [2])
-    assert np.isnan(kept.take(["a"], [4])[:-1]).all(), "places before the first token that was kept have no log-prob"
+    assert np.isnan(kept.take(["a"], [4]).logprobs[:-1]).all(), (
+        "places before the first token that was kept have no log-prob"
+    )
     kept.close()
     assert "sample" not in vars(runner)
 
