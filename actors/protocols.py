@@ -138,21 +138,12 @@ def row_schema(
 
 
 def written_fields(
-    routes: RouteSpec | None,
-    columns: Sequence[ColumnConfig] = (),
-    images: Field | None = None,
-    *,
-    masks: bool = False,
+    routes: RouteSpec | None, columns: Sequence[ColumnConfig] = (), images: Field | None = None
 ) -> tuple[str, ...]:
     """Return the fields that rollout actors write. They are ROLLOUT_FIELDS, the user's columns, with router replay
-    `routed_experts`, with masks `sampling_masks`, and the column of pictures. routes, columns, images, masks: see
-    `row_schema`."""
-    extra = [
-        *([] if images is None else [images.name]),
-        *([] if routes is None else [ROUTES]),
-        *([MASKS] if masks else []),
-    ]
-    return (*ROLLOUT_FIELDS, *extra, *(column.name for column in columns))
+    `routed_experts`, and the column of pictures. routes, columns, images: see `row_schema`."""
+    pictures = [] if images is None else [images.name]
+    return (*ROLLOUT_FIELDS, *pictures, *([] if routes is None else [ROUTES]), *(column.name for column in columns))
 
 
 # ---------------- These classes describe prompts, samples and rewards.

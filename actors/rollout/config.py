@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field, field_validator
@@ -49,6 +50,30 @@ class RolloutConfig(EngineKeys):
     def masked(self) -> bool:
         """True if rows carry the set of tokens from which each token was drawn."""
         return self.cuts and self.mask_limit > 0 and self.engine != "scripted"
+
+    def mask_problems(self, *, takes_logprobs: bool, distils: bool) -> Iterator[str]:
+        """Yield one sentence for each contradiction between the sampling and its masks. takes_logprobs: whether the
+        engines' log-probs are the old ones of the ratio. distils: whether the run has teachers."""
+        cuts = f"rollout.top_p={self.top_p:g}, rollout.top_k={self.top_k}, rollout.min_p={self.min_p:g}"
+        limit = f"rollout.mask_limit: got {self.mask_limit}"
+        if takes_logprobs and self.cuts and not self.masked:
+            yield (
+                f"algorithm.prev_logprobs: got 'rollout' with {cuts} and rollout.mask_limit={self.mask_limit}, expected"
+                " 'recompute' or a mask limit above 0 with the engine hf or vllm, because the engine's log-probs then "
+                "belong to a truncated distribution"
+            )
+        if not self.masked:
+            return
+        if self.top_k > self.mask_limit:
+            yield f"rollout.top_k: got {self.top_k}, expected at most rollout.mask_limit={self.mask_limit}"
+        if self.engine == "vllm" and (self.logprobs == "vllm" or "speculative_config" in self.vllm):
+            why = "rollout.logprobs='vllm'" if self.logprobs == "vllm" else "rollout.vllm.speculative_config"
+            yield f"{limit} with {cuts} and {why}, expected 0, because log-probs in vLLM's own way come without masks"
+        if distils:
+            yield (
+                f"{limit} with {cuts} and distillation.teachers, expected 0 or sampling from all tokens, because "
+                "teachers score tokens over the whole vocabulary"
+            )
 
     @field_validator("stop")
     @classmethod

@@ -18,7 +18,8 @@ from ...codecs.batch import Batch, Column, Jagged, Ragged
 from ...codecs.blobs import Blob
 from ...codecs.integers import exclusive_cumsum
 from ...codecs.jagged import concat, slice_rows
-from ...codecs.tokens.masks import MASKS, MasksDamaged, decode_sets, without_sets
+from ...codecs.schema import Schema
+from ...codecs.tokens.masks import MASK_FIELD, MASKS, MasksDamaged, decode_sets, without_sets
 from ...codecs.tokens.routes import (
     ROUTES,
     RoutesDamaged,
@@ -155,7 +156,7 @@ class RolloutRows:
     """Tags of the rows (metadata in addition to the fields): tag name -> array `[N]`. POSITION, the prompt's position
     in the prompt stream, is int64; all others are float32."""
     batch: Batch
-    """Columns of the rows, one for each of `written_fields`."""
+    """Columns of the rows, one for each of `written_fields`, and those of masks and pictures."""
     pictures: Mapping[str, Blob] = field(default_factory=dict)
     """Pictures to which the rows refer, by their digests, and possibly more."""
 
@@ -216,7 +217,6 @@ def rollout_rows(
     keeps_old_kv: bool = False,
     routes: Sequence[np.ndarray] = (),
     spec: RouteSpec | None = None,
-    masks: Ragged | None = None,
     max_rows: int = 1,
     columns: Sequence[ColumnConfig] = (),
     teachers: TeacherSources | None = None,
@@ -234,9 +234,8 @@ def rollout_rows(
     keep their rewards, so that the baselines of their groups contain them. The tag TRAINED_TOKENS then has the number
     of tokens of each row that are trained on. keeps_old_kv: whether tokens may have been generated from keys and values
     of older weights; the tag KV_STALENESS then says how old they were at most. routes: with router replay, the routes
-    of each row, `[L, layers, k]`. spec: shape of the routes; None without router replay. masks: the sampling
-    masks of each row (see `checked_masks`); None for a run without masks. columns: the user's columns. teachers: data
-    sources that have teachers of their own, for the tag TEACHER_SOURCE; None if no source has.
+    of each row, `[L, layers, k]`. spec: shape of the routes; None without router replay. columns: the user's columns.
+    teachers: data sources that have teachers of their own, for the tag TEACHER_SOURCE; None if no source has.
     """
     rows = [row for sample in samples for row in rows_of(sample, max_rows)]
     lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
@@ -254,11 +253,9 @@ def rollout_rows(
     fields = {
         **{name: Jagged(torch.from_numpy(column), lengths) for name, column in values.items()},
         "version_spans": version_spans(versions, lengths),
-        **({} if masks is None else {MASKS: masks}),
         **own_columns(columns, samples, scores, lengths, max_rows),
     }
-    written = written_fields(spec, columns, masks=masks is not None)
-    batch = Batch(row_schema(spec, columns, masks=masks is not None).subset(written), len(rows), fields)
+    batch = Batch(row_schema(spec, columns).subset(written_fields(spec, columns)), len(rows), fields)
     tags = {
         "reward": _per_row([score.reward if score.valid else 0.0 for score in scores], max_rows),
         "valid": valid.astype(np.float32),
@@ -496,6 +493,11 @@ class CheckedMasks:
     """Scores of the samples. Samples have failed of which a token lacks its set."""
     counts: list[MaskCounts]
     """Counts of each sample's masks."""
+
+    def added_to(self, batch: Batch) -> Batch:
+        """Return the batch of these rows with their masks as a further column."""
+        schema = Schema([*batch.schema.values(), MASK_FIELD])
+        return Batch(schema, batch.num_rows, {**dict(batch.items()), MASKS: self.column})
 
 
 def checked_masks(samples: Sequence[Sample], scores: Sequence[Score], limit: int, max_rows: int = 1) -> CheckedMasks:

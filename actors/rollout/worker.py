@@ -121,13 +121,12 @@ class RolloutWorker:
     ) -> None:
         """held_out: evaluations that `evaluate` can make, by name. journal: keeps finished groups (all rows of one
         prompt) on disk; None keeps none. turns: keeps the turns of unfinished groups on disk; None keeps none.
-        reward_timeout_s: time limit in seconds for the reward functions of one row.
-        mask_truncated, keeps_old_kv, max_rows, columns, teachers: see `rollout_rows`. routes: the routes that the
-        engine records and rows carry, where an episode is one row; None without router replay. mask_limit: largest
-        number of ids of a sampling mask in rows; 0 for rows without masks. samples: file of episodes for people to
-        read; None writes none. pictures: those of prompts and rows; None if prompts have none. on_failure, retries: see
-        `EnvironmentConfig`.
-        name: name of the actor, which is that of an engine in its own process."""
+        reward_timeout_s: time limit in seconds for the reward functions of one row. mask_truncated, keeps_old_kv,
+        max_rows, columns, teachers: see `rollout_rows`. routes: the routes that the engine records and rows carry,
+        where an episode is one row; None without router replay. mask_limit: largest number of ids of a sampling mask in
+        rows; 0 for rows without masks. samples: file of episodes for people to read; None writes none. pictures: those
+        of prompts and rows; None if prompts have none. on_failure, retries: see `EnvironmentConfig`. name: name of the
+        actor, which is that of an engine in its own process."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -360,11 +359,12 @@ class RolloutWorker:
             keeps_old_kv=self._keeps_old_kv,
             routes=routes,
             spec=None if self._routes is None else self._routes.spec,
-            masks=None if masks is None else masks.column,
             max_rows=self._max_rows,
             columns=self._columns,
             teachers=self._teachers,
         )
+        if masks is not None:
+            batch = masks.added_to(batch)
         sizes = [self._max_rows * len(group) for group in groups.values()]
         tags[POSITION] = np.repeat(np.fromiter(groups, np.int64), sizes)
         keys = [key for sample in samples for key in sample_keys(sample, self._max_rows)]

@@ -14,7 +14,6 @@ import torch
 
 from ...codecs.batch import Jagged
 from ...codecs.jagged import unpack
-from ...codecs.tokens.masks import MASKS
 from ...codecs.tokens.routes import ROUTES, RouteSpec
 from ...codecs.weights.parameter_digests import ParameterDigests
 from ...dataplane.factory import connect
@@ -115,8 +114,9 @@ class WorkerSetup:
     """File of episodes for people to read, with a line for each picked row; None writes no file."""
     routes: RouteSpec | None = None
     """Shape of the routes that the policy's passes replay; None without router replay."""
-    masks: bool = False
-    """True if rows have sampling masks, over which log-probs are computed."""
+    masks: tuple[str, ...] = ()
+    """Field of the sampling masks, which all passes over sampled tokens read, those of the reference model included, to
+    compute log-probs over the sets from which the tokens were drawn; () for rows without masks."""
     columns: tuple[ColumnConfig, ...] = ()
     """Numeric columns of the user that the loss reads."""
     reference: Callable[[int, int], TrainBackend] | None = None
@@ -200,15 +200,12 @@ class TrainWorker:
             device=device,
             routes=setup.routes,
         )
-        schema = row_schema(setup.routes, setup.columns, setup.top_k, masks=setup.masks)
+        schema = row_schema(setup.routes, setup.columns, setup.top_k, masks=bool(setup.masks))
         self._reader = ReplicaReader(
             self._client, schema, setup.topology, setup.rank, links, device=device, routes=setup.routes
         )
         self._replayed = () if setup.routes is None else (ROUTES,)
         """Fields that the policy's passes read for router replay. Those of the reference model have no use for them."""
-        self._masks = (MASKS,) if setup.masks else ()
-        """Fields that all passes over sampled tokens read, those of the reference model included, to compute log-probs
-        over the sets from which the tokens were drawn."""
         self._own = tuple(column.name for column in setup.columns)
         self._parts.callback(self._reader.close)
         build = setup.backend if recovery is None else partial(setup.backend, known=self._known(recovery))
@@ -275,7 +272,7 @@ class TrainWorker:
         self._write_samples(work)
         if field == TEACHER:
             return self._write_teachers(work)
-        fields = ("input_ids", "response_mask", *self._masks, *(self._replayed if field == PREV else ()))
+        fields = ("input_ids", "response_mask", *self._setup.masks, *(self._replayed if field == PREV else ()))
         with self._span(f"logprobs {field}"), closing(self._reader.stream(fields)) as micros:
             count, other = len(work.shard.sizes), self._reference if field == REF else None
             columns = (other or self._backend).logprobs(
@@ -333,7 +330,7 @@ class TrainWorker:
                 self._open = True
             written = (*work.shard.columns, *work.written)
             top = (TOP_IDS, TOP_LOGPROBS) if TEACHER in written and self._setup.top_k else ()
-            fields = (*TRAIN_FIELDS, *self._replayed, *self._masks, *self._own, *written, *top)
+            fields = (*TRAIN_FIELDS, *self._replayed, *self._setup.masks, *self._own, *written, *top)
             with self._span("forward backward"), closing(self._reader.stream(fields)) as micros:
                 self._backend.accumulate(micros, len(work.shard.sizes))
         except BaseException:

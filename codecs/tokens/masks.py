@@ -125,7 +125,7 @@ def _piece(ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 def _lengths(numbers: np.ndarray) -> np.ndarray:
     """Return the number of bytes of each number, int64."""
-    return 1 + sum((numbers >= 1 << _BITS * more).astype(np.int64) for more in range(1, _LONGEST))
+    return np.searchsorted([1 << _BITS * more for more in range(1, _LONGEST)], numbers, "right") + 1
 
 
 def _numbers(numbers: np.ndarray) -> np.ndarray:

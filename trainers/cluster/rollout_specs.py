@@ -137,6 +137,9 @@ def fingerprint(config: Config) -> str:
     sampled = asdict(sampling(rollout, n=config.algorithm.group_size, seed=seed))
     for varies_by_request in ("routes_from", "continues", "adapter", "schema", "pictures"):
         del sampled[varies_by_request]
+    for later in ("min_p", "mask_limit"):
+        if not sampled[later]:
+            del sampled[later]
     decisive = {
         "seed": seed,
         "model": model,
@@ -250,7 +253,7 @@ def evaluation_plans(
 
 
 def _validation(validation: ValidationConfig, training: EvaluationDefaults) -> EvaluationPlan:
-    greedy = {"top_p": 1.0, "top_k": 0} if validation.temperature == 0 else {}
+    greedy = {"top_p": 1.0, "top_k": 0, "min_p": 0.0} if validation.temperature == 0 else {}
     setup = EvaluationSetup(
         name=VALIDATION,
         prefix=VALIDATION_PREFIX,
@@ -266,7 +269,7 @@ def _validation(validation: ValidationConfig, training: EvaluationDefaults) -> E
 def _sampling(one: ValidationConfig | EvaluationConfig, training: EvaluationDefaults, **own: Any) -> SamplingParams:
     usual = sampling(training.rollout, n=one.n, seed=training.seed)
     longest = one.max_new_tokens or usual.max_new_tokens
-    return replace(usual, max_new_tokens=longest, temperature=one.temperature, **own)
+    return replace(usual, max_new_tokens=longest, temperature=one.temperature, mask_limit=0, **own)
 
 
 def _named(name: str, one: EvaluationConfig, training: EvaluationDefaults) -> EvaluationPlan:
@@ -280,5 +283,5 @@ def _named(name: str, one: EvaluationConfig, training: EvaluationDefaults) -> Ev
         correct=one.correct or reward.functions[0].label,
     )
     awaited, in_flight = ("never", one.in_flight) if one.background else ("at_once", 0)
-    sampled = _sampling(one, training, top_p=one.top_p, top_k=one.top_k)
+    sampled = _sampling(one, training, top_p=one.top_p, top_k=one.top_k, min_p=0.0)
     return EvaluationPlan(setup, sampled, one.every, awaited, in_flight)

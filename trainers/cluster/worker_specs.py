@@ -22,6 +22,7 @@ from ...actors.weight_sync.pairs.rank_publisher import RankPublisher
 from ...actors.weight_sync.plan.regions import Region, Specs
 from ...actors.weight_sync.transports.factory import build_sender
 from ...actors.weight_sync.transports.protocol import SenderConfig, WeightSender
+from ...codecs.tokens.masks import MASKS
 from ...dataplane.handle import DataPlaneHandle
 from ..backends.config import BackendConfig, PrevSource, TrainerConfig
 from ..backends.factory import MODULES, build_backend
@@ -67,7 +68,7 @@ def worker_setup(
         samples=sample_file(config.logging.samples, config.run, config.algorithm.prompts_per_step),
         single_rank_groups=config.trainer.backend == "megatron",
         routes=route_spec(config.router_replay, config.model),
-        masks=config.rollout.masked,
+        masks=(MASKS,) if config.rollout.masked else (),
         columns=config.data.columns,
     )
 

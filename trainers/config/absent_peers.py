@@ -16,9 +16,7 @@ _HUB = "a run uploads nothing; `model/` in the run folder is a Hugging Face fold
 _STEPS = "every step is in metrics.jsonl, and trackers get it, too"
 _SCORED = "an evaluation generates answers and scores them with the rewards"
 _RESUME = "a resumed run goes on exactly where its checkpoint was written"
-_SAMPLING = (
-    "sampling has rollout.temperature, rollout.top_p and rollout.top_k, with which the trainer's log-probs agree"
-)
+_SAMPLING = "sampling has rollout.temperature, top_p, top_k and min_p, with which the trainer's log-probs agree"
 _SUPERVISED = "it is of supervised training"
 _FIXED_KL = "the weight of the KL divergence is fixed, loss.kl_coef"
 _FIXED_ENTROPY = "the weight of the entropy bonus is fixed, loss.entropy_coef"
@@ -30,7 +28,7 @@ _TRL: tuple[tuple[str, str], ...] = (
                 "off_policy_mask_threshold"),
     (_SEES, "top_entropy_quantile"),
     (_FIXED_ENTROPY, "entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target use_adaptive_entropy"),
-    (_SAMPLING, "generation_kwargs min_p repetition_penalty"),
+    (_SAMPLING, "generation_kwargs repetition_penalty"),
     ("answers are sampled without a grammar", "vllm_structured_outputs_regex"),
     (_ENGINES, "ds3_gather_for_generation vllm_group_port vllm_server_base_url vllm_server_host vllm_server_port "
                "vllm_server_timeout"),

@@ -26,6 +26,8 @@ from .evaluation_sets import EvaluationConfig, ValidationConfig
 from .staleness import Mode, Overlap
 from .supervised_runs import supervised_problems, warmup_problems
 
+MASK_BYTES = 32
+"""Number of bytes of a token's sampling mask, which is about twice what sets of eight tokens take."""
 ROLLOUT_TOKEN_BYTES = 9
 """Bytes that a rollout writes per token: input_ids int32, response_mask uint8, rollout_logprobs float32."""
 WHOLE_STEP_ADVANTAGES = ("gdpo", "reinforce_pp")
@@ -109,7 +111,8 @@ class StoreDemand:
         (_, longest), algorithm = config.longest_row, config.algorithm
         columns = config.with_reference + (algorithm.prev_logprobs == "recompute" and algorithm.updates_per_step > 1)
         columns += bool(config.distillation.teachers) + 2 * config.distillation.top_k  # A top token has its id, too.
-        row = longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns + route_bytes) + ROLLOUT_ROW_BYTES
+        token = ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns + route_bytes + MASK_BYTES * config.rollout.masked
+        row = longest * token + ROLLOUT_ROW_BYTES
         rows = config.rows_per_step * config.environment.max_rows
         ordered = algorithm.sampler != "ready_first" and (algorithm.sampler != "auto" or config.run.deterministic)
         frozen = config.with_reference or bool(config.distillation.teachers)
@@ -212,11 +215,8 @@ def gpu_map_problems(
 def meaning_problems(config: Config) -> Iterator[str]:
     """Yield one sentence for each senseless combination of settings, such as delta updates without staging."""
     rollout, data = config.rollout, config.data
-    if config.algorithm.prev_logprobs == "rollout" and (rollout.top_p < 1 or rollout.top_k > 0):
-        yield (
-            f"algorithm.prev_logprobs: got 'rollout' with rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}"
-            ", expected 'recompute', because the engine's log-probs then belong to a truncated distribution"
-        )
+    takes_logprobs = config.algorithm.prev_logprobs == "rollout"
+    yield from rollout.mask_problems(takes_logprobs=takes_logprobs, distils=bool(config.distillation.teachers))
     if config.validation.every and not data.has_held_out:
         yield (
             "data.validation: not set, expected a file or dataset, data.validation_split, or validation.every=0, "

@@ -74,6 +74,11 @@ AHEAD = _is("algorithm.mode", "async", "async_streaming")
 BY_CHUNK = _is("algorithm.mode", "streaming", "async_streaming")
 VLLM = _is("rollout.engine", "vllm")
 MODEL_ENGINES = _is("rollout.engine", "hf", "vllm")
+CUTS = Need(
+    "rollout.top_p",
+    "rollout.top_p below 1, or rollout.top_k or rollout.min_p above 0",
+    lambda config: config.rollout.cuts,
+)
 MEGATRON = _is("trainer.backend", "megatron")
 MODEL_BACKENDS = _is("trainer.backend", "fsdp", "megatron")
 HF_MODELS = Need(
@@ -190,6 +195,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
         for name in ("tp", "max_model_len", "kv_cache", "gpu_memory_utilization", "logprobs", "vllm")
     },
     **{f"rollout.{name}": (MODEL_ENGINES,) for name in ("stop", "stop_token_ids")},
+    "rollout.mask_limit": (MODEL_ENGINES, CUTS),
     **{
         f"rollout.endpoint.{name}": (_is("rollout.endpoint.enabled", True),)
         for name in (

@@ -21,7 +21,7 @@ class ValidationConfig(Section):
     one sample, `val/best@K` gives the expected reward of the best of K samples, and `val/pass@K` the probability that
     one of K samples is an exact match. K takes the powers of two from 2 to n, and n itself."""
     temperature: NonNegative = 0.0
-    """Sampling temperature of validation; 0 decodes greedily. Above 0, `rollout.top_p` and `rollout.top_k` apply here,
+    """Sampling temperature of validation; 0 decodes greedily. Above 0, `rollout.top_p`, `top_k` and `min_p` apply here,
     too."""
     metric: str = REWARD
     """Metric that judges a policy; higher is better. `run.keep_best`, `validation.stop_at`, the report and Prometheus

@@ -54,6 +54,7 @@ PEERS: Mapping[str, tuple[Row, ...]] = {
         ("temperature", "rollout.temperature", ""),
         ("top_p", "rollout.top_p", ""),
         ("top_k", "rollout.top_k", ""),
+        ("min_p", "rollout.min_p", ""),
         ("use_vllm", "rollout.engine", "vllm"),
         ("vllm_mode", "resources.layout", "colocated or separate"),
         ("vllm_tensor_parallel_size", "rollout.tp", ""),

@@ -12,7 +12,7 @@ from ...actors.engines.engine_use import engine_metrics
 from ...actors.failures import FAILURE_KINDS
 from ...actors.rewards.rubric import reward_tag
 from ...actors.rollout.results import merge_reports
-from ...actors.rollout.rows import KV_STALENESS, RouteCounts
+from ...actors.rollout.rows import KV_STALENESS, MaskCounts, RouteCounts
 from ...actors.train.worker import WorkerReport
 from ...dataplane.meta import KVBatchMeta
 from ..advantages.estimators import AdvantageEstimator
@@ -173,6 +173,7 @@ def rollout_metrics(fed: FeedTally) -> dict[str, float]:
             rollout.shareable_tokens / rollout.trained_tokens if rollout.trained_tokens else math.nan
         ),
         **route_metrics(rollout.routes),
+        **mask_metrics(rollout.masks),
         **engine_metrics(rollout.engines),
         "rollout/tokens_per_s": tokens / generating_s if generating_s > 0 else math.nan,
     }
@@ -211,6 +212,17 @@ def route_metrics(routes: RouteCounts) -> dict[str, float]:
         "routes/bytes_per_token": routes.num_bytes / max(routes.num_tokens, 1),
         "routes/mixed_context_share": routes.mixed_context / max(routes.sampled, 1),
         "time/routes_s": routes.seconds,
+    }
+
+
+def mask_metrics(masks: MaskCounts) -> dict[str, float]:
+    """Return the metrics of the sampling masks in rows that rollout actors have written; {} if no row has masks."""
+    if not masks.tokens:
+        return {}
+    return {
+        "masks/cut_share": masks.cut / masks.tokens,
+        "masks/ids_per_token": masks.ids / masks.tokens,
+        "masks/bytes_per_token": masks.num_bytes / masks.tokens,
     }
 
 

@@ -206,15 +206,14 @@ class SampledLogprobs:
                 step.arrived.synchronize()
             self._steps.popleft()
             places, ours = step.locate(np.asarray(step.before))
-            ids, counts = (None, None) if step.sets is None else (step.sets[0].numpy(), step.sets[1].tolist())
-            for index, (row, place, own, value) in enumerate(
-                zip(step.rows, places.tolist(), ours.tolist(), step.values.tolist(), strict=True)
-            ):
-                if row is None or not own:
-                    continue
-                # The ids are copied, so that the array of the whole step is freed.
-                known = ids is not None and counts is not None and row.width
-                row.add(place, value, ids[index, : counts[index]].copy() if known else None)
+            sets: Sequence[np.ndarray | None] = [None] * len(step.rows)
+            if step.sets is not None:  # They are copied, so that the array of the whole step is freed.
+                ids, counts = step.sets[0].numpy(), step.sets[1].tolist()
+                sets = [one[:count].copy() for one, count in zip(ids, counts, strict=True)]
+            known = zip(step.rows, places.tolist(), ours.tolist(), step.values.tolist(), sets, strict=True)
+            for row, place, own, value, found in known:
+                if row is not None and own:
+                    row.add(place, value, found if row.width else None)
 
 
 class Cut:
@@ -226,7 +225,7 @@ class Cut:
     def __init__(self, sampler: Any) -> None:
         """sampler: vLLM's module that applies top-k and top-p. Raises ValueError if it is of an unknown kind."""
         self._module: Any = sys.modules[type(sampler).__module__]
-        self._inner = getattr(self._module, _APPLY, None)
+        self._inner: Any = getattr(self._module, _APPLY, None)
         if self._inner is None:
             raise ValueError(f"sampling masks: vLLM's {type(sampler).__name__} has no function {_APPLY}")
         setattr(self._module, _APPLY, self._apply)
@@ -251,13 +250,12 @@ class Cut:
         if not any(self._widths) or len(self._widths) != len(logits):
             return logits
         values, ids = logits.topk(min(max(self._widths), logits.shape[-1]), dim=-1)
-        uniform = len(set(self._widths)) == 1
-        if not uniform:
-            own = torch.tensor(self._widths, device=logits.device)[:, None]
+        own = None if len(set(self._widths)) == 1 else torch.tensor(self._widths, device=logits.device)[:, None]
+        if own is not None:
             values = values.masked_fill(torch.arange(values.shape[1], device=logits.device) >= own, -torch.inf)
         kept = torch.full_like(logits, -torch.inf).scatter_(-1, ids, values)
-        if not uniform:
-            kept = torch.where(own > 0, kept, logits)
+        if own is not None:
+            kept = torch.where(own.gt(0), kept, logits)
         cut = values == -torch.inf
         ordered = ids.int().masked_fill_(cut, torch.iinfo(torch.int32).max).sort(-1).values
         self._sets = ordered, (~cut).sum(-1, dtype=torch.int32)

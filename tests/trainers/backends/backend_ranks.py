@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ from transformers import (
 from headrace.actors.adapters.spec import tensor_names
 from headrace.actors.protocols import ROLLOUT_SCHEMA, MicroBatch, TrainBackend
 from headrace.actors.train.topology import Topology
-from headrace.codecs.batch import Batch, Jagged
+from headrace.codecs.batch import Batch, Jagged, Ragged
+from headrace.codecs.schema import Schema
+from headrace.codecs.tokens.masks import MASK_FIELD, MASKS, encode_sets, without_sets
 from headrace.trainers.backends.config import BackendConfig, TrainerConfig
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.losses.config import LossConfig
@@ -48,6 +50,8 @@ class Row:
     columns: dict[str, np.ndarray]
     advantage: float
     group: int
+    sets: np.ndarray | None = None
+    """Tokens from which each token was drawn, bool `[L, VOCAB]`; None for the whole vocabulary."""
 
 
 TINY: dict[str, Any] = {
@@ -119,6 +123,26 @@ def random_rows(seed: int, num: int) -> list[Row]:
     return rows
 
 
+def masked(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with sets from which the policy's tokens were drawn, some of one token; every third has none."""
+    found = []
+    for index, row in enumerate(rows):
+        rng = np.random.default_rng(index)
+        sets = rng.random((len(row.ids), VOCAB)) < rng.choice([0.0, 0.3, 0.9], (len(row.ids), 1))
+        sets[np.arange(len(row.ids)), row.ids] = True
+        found.append(row if index % 3 == 1 else replace(row, sets=sets))
+    return found
+
+
+def stream_of(row: Row) -> np.ndarray:
+    """Return the row's sets as rows carry them."""
+    if row.sets is None:
+        return without_sets(len(row.ids))
+    chosen = row.mask > 0
+    counts = np.where(chosen, row.sets.sum(-1), -1)
+    return encode_sets(row.ids, row.sets[chosen].nonzero()[1], counts)
+
+
 def poisoned_row() -> Row:
     """Return a row of two tokens whose loss has no finite gradient."""
     zeros = {name: np.zeros(2, np.float32) for name in COLUMNS}
@@ -153,6 +177,11 @@ def micro_batch(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> MicroB
     for name, field in schema.items():
         values = torch.from_numpy(np.concatenate(parts[name])) if rows else torch.zeros(0, dtype=field.dtype)
         packed[name] = Jagged(values, lengths)
+    if any(row.sets is not None for row in rows):
+        streams = [stream_of(row) for row in rows]
+        shapes = np.array([[len(one)] for one in streams], np.int64)
+        packed[MASKS] = Ragged(torch.from_numpy(np.concatenate(streams)), shapes)
+        schema = Schema([*schema.values(), MASK_FIELD])
     groups = np.array([row.group for row in rows], np.int64)
     tokens = np.array([int(row.mask.sum()) for row in rows], np.int64)
     return MicroBatch(
@@ -273,6 +302,8 @@ class ReferenceTrainer:
         """Return the log-probs of the row's tokens, float32 `[L]`, 0 at the first token."""
         ids = torch.from_numpy(row.ids).long()
         logits = self.model(input_ids=ids[None]).logits[0, :-1] / temperature
+        if row.sets is not None:
+            logits = logits.masked_fill(torch.from_numpy(~row.sets[1:]), -torch.inf)
         picked = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
         return torch.cat([torch.zeros(1), picked])
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from headrace.cli.command import parse
 from headrace.tests.trainers.config.refusals import file_problems, only_problem
+from headrace.trainers.cluster.rollout_specs import EvaluationDefaults, evaluation_plans, fingerprint, sampling
 from headrace.trainers.config.checks import StoreDemand, contradictions
 from headrace.trainers.config.config import Config, resolved_yaml, with_run_dir
 from headrace.trainers.config.load import build_config, load_config
@@ -134,7 +135,7 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("trainer.offload=true", "trainer.offload: got true with one train worker, expected false"),
         ("trainer.fetch=all", "trainer.fetch: got 'all', expected one of auto, leader, independent"),
         ("trainer.packing=tight", "trainer.packing: got 'tight', expected one of auto, none, packed, dynamic"),
-        ("rollout.top_k=5", "algorithm.prev_logprobs: got 'rollout'"),
+        ("rollout.top_k=600", "rollout.top_k: got 600, expected at most rollout.mask_limit=512"),
         ("trainer.lr", "override 'trainer.lr': expected key.sub=value"),
         (".lr=2", "override '.lr=2': expected key.sub=value"),
         ("reward.functions={}", "reward.functions: got {}, expected a list"),
@@ -150,7 +151,7 @@ def test_one_sentence_names_key_value_and_what_was_expected(tmp_path: Path, over
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     found = file_problems(tmp_path, "trainer: {dp_: 1, lr: x}\nloss: {clip_low: 2}")
     assert {sentence.partition(":")[0] for sentence in found} == {"trainer.dp_", "trainer.lr", "loss.clip_low"}
-    found = file_problems(tmp_path, "", "trainer.dp=3", "rollout.num_engines=33", "rollout.top_p=0.5")
+    found = file_problems(tmp_path, "", "trainer.dp=3", "rollout.num_engines=33", "rollout.top_k=600")
     assert len(found) == 3
 
 
@@ -394,3 +395,30 @@ def test_a_reward_has_a_name_of_its_own() -> None:
     for name in ("std", "a/b"):
         with pytest.raises(ConfigError, match="one without / and whitespace, other than mean, std, flat_groups_share"):
             build_config({"reward": {"functions": [environment | {"options": {"name": name}}]}})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("rollout.mask_limit=0",), "algorithm.prev_logprobs: got 'rollout' with rollout.top_p=0.9, rollout.top_k=0"),
+        (("rollout.engine=vllm", "rollout.logprobs=vllm"), "rollout.mask_limit: got 512 with rollout.top_p=0.9"),
+        (("rollout.engine=vllm", "rollout.vllm={speculative_config: {method: ngram}}"), "rollout.mask_limit: got 512"),
+        (("distillation.teachers=[{model: other}]",), "rollout.mask_limit: got 512 with rollout.top_p=0.9"),
+    ],
+)
+def test_sampling_that_masks_cannot_replay_is_refused(
+    tmp_path: Path, overrides: tuple[str, ...], sentence: str
+) -> None:
+    assert load(tmp_path, "rollout: {top_p: 0.9}").rollout.masked
+    problems = file_problems(tmp_path, "rollout: {top_p: 0.9}", *overrides)
+    assert any(one.startswith(sentence) for one in problems), problems
+
+
+def test_only_training_rollouts_have_masks() -> None:
+    config = Config.model_validate({"rollout": {"top_p": 0.9, "min_p": 0.1}, "validation": {"temperature": 1.0}})
+    training = sampling(config.rollout, n=2, seed=0)
+    assert training.masked and training.mask_limit == 512
+    defaults = EvaluationDefaults(config.rollout, config.data, config.reward, 0)
+    [plan] = evaluation_plans(defaults, config.validation, {}, idle=True)
+    assert (plan.sampling.top_p, plan.sampling.min_p, plan.sampling.mask_limit) == (0.9, 0.1, 0)
+    assert "mask_limit" not in fingerprint(Config()) and "mask_limit" in fingerprint(config)

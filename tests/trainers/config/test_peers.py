@@ -95,7 +95,10 @@ def test_a_whole_file_of_another_library_is_answered_key_by_key(tmp_path: Path) 
         ("critic.model.path=org/m", "critic.model.path: unknown key; there is no critic, advantages come from the"),
         ("reward_model.model.path=org/m", "reward_model.model.path: unknown key; there is no reward model, a function"),
         ("trainer.optim=adamw_8bit", "trainer.optim: unknown key; did you mean trainer.optimizer?"),
-        ("rollout.min_p=0.1", "rollout.min_p: unknown key; sampling has rollout.temperature, rollout.top_p and rol"),
+        (
+            "repetition_penalty=1.1",
+            "repetition_penalty: unknown key; sampling has rollout.temperature, top_p, top_k and m",
+        ),
         ("trust_remote_code=true", "trust_remote_code: unknown key; models with code of their own are not loaded"),
         ("actor_rollout_ref.actor.profiler.tool_config.npu.level=1", "the timeline of run.trace_step and the metr"),
         ("algorithm.lam=0.9", "algorithm.lam: unknown key; there is no critic, advantages come from the rewards"),

@@ -125,7 +125,9 @@ def pack_rows(
         if routes is None
         else to_device(sent.place("routes", routes, len(positions), missing_route), device),
         owners=to_device(sent.owners(micro.lengths, len(positions)), device) if with_owners else None,
-        allowed=Allowed.of(micro.batch, wanted.whole_index, wanted.targets, partial(to_device, device=device)),
+        allowed=Allowed.of(
+            micro.batch, int(micro.lengths.sum()), wanted.whole_index, wanted.targets, partial(to_device, device=device)
+        ),
     )
 
 

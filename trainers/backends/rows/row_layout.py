@@ -117,7 +117,6 @@ def lay_out(
     ids, lengths = column.values.cpu().numpy(), np.asarray(column.lengths, np.int64)
     rows = np.repeat(np.arange(len(lengths)), lengths)
     position = np.arange(len(ids)) - np.repeat(exclusive_cumsum(lengths), lengths)
-    wanted = _wanted(batch, rows, position)
     kept = np.maximum(lengths - 1, 0)
     width = max(int(kept.max(initial=0)), 1)
     flat = position + (np.repeat(exclusive_cumsum(kept), lengths) if packed else rows * width)
@@ -135,7 +134,7 @@ def lay_out(
         positions = placed(position, 0).view(shape)
         filled = kept[kept > 0] if kept.any() else np.ones(1, np.int64)  # An empty microbatch has one token.
         ends = to_device(torch.from_numpy(np.concatenate([[0], np.cumsum(filled)]).astype(np.int32)), device)
-    index = np.flatnonzero(wanted)
+    index = np.flatnonzero(_wanted(batch, rows, position))
 
     def of_wanted(values: np.ndarray) -> torch.Tensor:
         return to_device(torch.from_numpy(values[index].astype(np.int64)), device)
@@ -150,12 +149,15 @@ def lay_out(
         row_ids=of_wanted(rows),
         row_tokens=torch.from_numpy(np.bincount(rows[index], minlength=len(lengths))),
         index=torch.from_numpy(index),
-        allowed=Allowed.of(
-            batch, torch.from_numpy(index), torch.from_numpy(ids[index]), partial(to_device, device=device)
-        ),
+        allowed=_allowed(batch, ids, index, device),
         routes=None if routes is None else placed(routes.cpu().numpy(), missing_route),
         owners=placed(rows, -1) if with_owners else None,
     )
+
+
+def _allowed(batch: Batch, ids: np.ndarray, index: np.ndarray, device: torch.device) -> Allowed | None:
+    wanted, targets = torch.from_numpy(index), torch.from_numpy(ids[index])
+    return Allowed.of(batch, len(ids), wanted, targets, partial(to_device, device=device))
 
 
 def _wanted(batch: Batch, rows: np.ndarray, position: np.ndarray) -> np.ndarray:

@@ -36,17 +36,22 @@ class Allowed:
 
     @staticmethod
     def of(
-        batch: Batch, index: torch.Tensor, targets: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor]
+        batch: Batch,
+        num_tokens: int,
+        index: torch.Tensor,
+        targets: torch.Tensor,
+        move: Callable[[torch.Tensor], torch.Tensor],
     ) -> Allowed | None:
         """Return the sets of a microbatch's wanted tokens; None if it has none.
 
-        batch: microbatch, whose column of masks is that of whole rows. index: positions of the T wanted tokens in
-        packed columns of whole rows, int64 `[T]`. targets: these tokens, int64 `[T]`. Both are on the CPU. move: copies
-        a tensor to the device. Raises MasksDamaged if the column is that of other rows.
+        batch: microbatch, whose column of masks is that of whole rows. num_tokens: number of tokens of the whole rows.
+        index: positions of the T wanted tokens in packed columns of whole rows, int64 `[T]`. targets: these tokens,
+        int64 `[T]`. Both are on the CPU. move: copies a tensor to the device. Raises MasksDamaged if the column is that
+        of other rows.
         """
         if MASKS not in batch:
             return None
-        sets = decode_sets(batch.ragged(MASKS).values.cpu().numpy()).select(index.numpy())
+        sets = decode_sets(batch.ragged(MASKS).values.cpu().numpy(), num_tokens, MASKS).select(index.numpy())
         if not sets.restricted.any():
             return None
         sizes, own = np.maximum(sets.counts + 1, 0), np.flatnonzero(sets.restricted)
@@ -57,8 +62,8 @@ class Allowed:
         ids[first] = targets.numpy()[own]
         ids[~first] = sets.ids
         rows = np.repeat(np.arange(len(sizes)), sizes)
-        tensors = [move(torch.from_numpy(one)) for one in (rows, ids, ~sets.restricted)]
-        return Allowed(*tensors, np.append(starts, len(ids)), int(ids.max()))
+        moved, known, free = (move(torch.from_numpy(one)) for one in (rows, ids, ~sets.restricted))
+        return Allowed(moved, known, free, np.append(starts, len(ids)), int(ids.max()))
 
     def part(self, start: int, stop: int) -> Allowed:
         """Return the sets of the tokens from `start` up to `stop`."""

@@ -25,6 +25,7 @@ from ....actors.engines.tokenizer import encode_prompts, load_tokenizer
 from ....actors.protocols import MicroBatch, row_schema
 from ....actors.rollout.config import RolloutConfig
 from ....codecs.jagged import pack
+from ....codecs.tokens.masks import MASKS, without_sets
 from ....codecs.tokens.routes import ROUTES, RouteSpec, align_routes
 from ...backends.config import BackendConfig, TrainerConfig
 from ...backends.factory import build_backend
@@ -68,10 +69,11 @@ def distrust(
     ratio, most = metrics.get("logprob/ratio_error"), sound_ratio(model, trainer, gpu=has_gpus())
     if ratio is None or ratio <= most or metrics.get("staleness/max", 0.0) > 0:
         return None
-    if rollout.top_p < 1 or rollout.top_k > 0:
+    if rollout.cuts and not rollout.masked:
         why = (
-            f"the engine's log-probs belong to a distribution that rollout.top_p={rollout.top_p:g} and "
-            f"rollout.top_k={rollout.top_k} truncate, the trainer's to the whole one"
+            f"the engine's log-probs belong to a distribution that rollout.top_p={rollout.top_p:g}, "
+            f"rollout.top_k={rollout.top_k} and rollout.min_p={rollout.min_p:g} truncate, the trainer's to the whole "
+            "one; rollout.mask_limit above 0 makes both the same"
         )
     elif has_experts and not replay.enabled:
         why = "its routers may choose other experts, which router_replay.enabled=true would prevent"
@@ -297,7 +299,9 @@ def _micro_batch(row: tuple[np.ndarray, Completion], spec: RouteSpec | None) -> 
     }
     if spec is not None:
         columns[ROUTES] = [align_routes(answer.routes, before + count, spec)]
-    batch = pack(row_schema(spec), columns)
+    if answer.masks is not None:
+        columns[MASKS] = [np.concatenate([without_sets(before), answer.masks])]
+    batch = pack(row_schema(spec, masks=answer.masks is not None), columns)
     return MicroBatch(batch, batch.jagged("input_ids").lengths, np.ones(1, np.float32), np.zeros(1, np.int64), None)
 
 

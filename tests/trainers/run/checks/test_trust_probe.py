@@ -133,5 +133,5 @@ def test_a_run_warns_in_one_sentence() -> None:
     on = build_config({"router_replay": {"enabled": True}, "model": {"path": "builtin:tiny-qwen3-moe"}})
     for same, experts in ((on, True), (config, False)):
         assert "headrace doctor --model" in str(warning(same, bad, has_experts=experts))
-    cut = config.model_copy(update={"rollout": config.rollout.model_copy(update={"top_p": 0.9})})
+    cut = config.model_copy(update={"rollout": config.rollout.model_copy(update={"top_p": 0.9, "mask_limit": 0})})
     assert "rollout.top_p=0.9" in str(warning(cut, bad, has_experts=False))
