@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 ENGINES = ("hf", "scripted")
 """Values of `rollout.engine` whose engines take `SamplingParams.pictures`."""
@@ -11,11 +11,11 @@ BACKENDS = ("fsdp", "scripted")
 
 
 def image_problems(
-    *, enabled: bool, engine: str, backend: str, replays_routes: bool, has_teachers: bool
+    *, enabled: bool, engine: str, backend: str, cp: int, replays_routes: bool, engine_teachers: Sequence[str]
 ) -> Iterator[str]:
     """Yield one sentence for each setting that pictures do not fit. enabled: whether the run's prompts have pictures.
-    engine, backend: `rollout.engine` and `trainer.backend`. replays_routes, has_teachers: whether the run has router
-    replay, and teachers."""
+    engine, backend, cp: `rollout.engine`, `trainer.backend` and `trainer.cp`. replays_routes: whether the run has
+    router replay. engine_teachers: names of the teachers that have engines."""
     if not enabled:
         return
     given = "with data.images.enabled=true"
@@ -24,5 +24,10 @@ def image_problems(
             yield f"{key}: got {kind!r} {given}, expected {' or '.join(map(repr, kinds))}, because it takes no pictures"
     if replays_routes:
         yield f"router_replay.enabled: got true {given}, expected false, because pictures have no routes"
-    if has_teachers:
-        yield f"distillation.teachers: got some {given}, expected none, because teachers see no pictures"
+    if cp > 1:
+        yield f"trainer.cp: got {cp} {given}, expected 1, because a part of a row has not all of its pictures"
+    if engine_teachers:
+        yield (
+            f"distillation.teachers with where='engine' ({', '.join(engine_teachers)}) {given}, expected "
+            "where='train', because teachers in engines get no pictures"
+        )

@@ -91,11 +91,11 @@ def write_folder(
     *,
     add: Callable[[str], None] | None = None,
 ) -> None:
-    """Write `weights`, the model's config, and the tokenizer and processor of pictures of `source` as the folder `path`.
+    """Write `weights`, and config, tokenizer and processor of pictures of the model `source`, as the HF folder `path`.
 
-    source: HF folder or hub id. What it does not have is not written. The number format in the config is that of most weights.
-    Only one rank may call this. The folder `path` appears whole or not at all. Raises ValueError when it exists
-    already. add: function that writes further files into the folder, given its path before it appears.
+    source: folder or hub id. What it does not have is not written. The number format in the config is that of most
+    weights. Only one rank may call this. The folder `path` appears whole or not at all. Raises ValueError when it
+    exists already. add: function that writes further files into the folder, given its path before it appears.
     """
     start_draft(path)
     # Persistent buffers belong to the folder too; a model on the meta device has no values for them.

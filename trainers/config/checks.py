@@ -54,8 +54,9 @@ def contradictions(config: Config) -> list[str]:
             enabled=config.data.images.enabled and not config.sft.train,
             engine=config.rollout.engine,
             backend=config.trainer.backend,
+            cp=config.trainer.cp,
             replays_routes=config.router_replay.enabled,
-            has_teachers=bool(config.distillation.teachers),
+            engine_teachers=list(config.distillation.in_engines),
         ),
     ]
 

@@ -363,10 +363,10 @@ def test_episodes_of_several_rows_are_refused_with_router_replay() -> None:
 
 def test_pictures_are_refused_where_nothing_takes_them() -> None:
     images, router = {"enabled": True}, {"enabled": True}
-    given = {"data": {"images": images}, "trainer": {"backend": "megatron"}, "router_replay": router}
+    given = {"data": {"images": images}, "trainer": {"backend": "megatron", "cp": 2}, "router_replay": router}
     problems = " ".join(contradictions(Config.model_validate(given)))
-    for key in ("trainer.backend: got 'megatron' with", "router_replay.enabled: got true with"):
-        assert f"{key} data.images.enabled=true, expected" in problems
+    for key in ("trainer.backend: got 'megatron'", "trainer.cp: got 2", "router_replay.enabled: got true"):
+        assert f"{key} with data.images.enabled=true, expected" in problems
 
 
 def test_a_home_folder_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
