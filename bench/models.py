@@ -23,6 +23,7 @@ import torch
 import xxhash
 
 from ..codecs.memory import flat_bytes
+from .vision_models import TowerShape, add_pictures, vision_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Dimensions of a Qwen3 model, which is dense or has experts in every layer."""
+    """Dimensions of a Qwen3 model, which is dense or has experts in every layer, or of a Qwen2.5-VL."""
 
     hidden: int
     intermediate: int
@@ -52,6 +53,8 @@ class Shape:
     experts_per_token: int = 0
     expert_intermediate: int = 0
     """Width of the gated MLP of an expert."""
+    tower: TowerShape | None = None
+    """Vision tower, which makes the model a Qwen2.5-VL; None for a model of text alone."""
 
     def options(self) -> dict[str, Any]:
         """Return the dimensions by their names in the model's Hugging Face configuration."""
@@ -91,14 +94,22 @@ SHAPES = {
         64, 128, 2, 4, 2, 16, vocabulary=1024, tokens=1000, positions=256, tied=False,
         experts=8, experts_per_token=2, expert_intermediate=32,
     ),
+    "tiny-vl": Shape(
+        128, 128, 2, 4, 2, 32, vocabulary=1024, tokens=1000, positions=512,
+        tower=TowerShape(2, 32, 64, 2, (1,), mrope=(4, 6, 6)),
+    ),
+    "vl-3b": Shape(
+        2048, 11008, 36, 16, 2, 128, vocabulary=151936, tokens=151646, positions=128000,
+        tower=TowerShape(32, 1280, 3420, 16, (7, 15, 23, 31), mrope=(16, 24, 24)),
+    ),
     "30b-a3b": Shape(
         2048, 6144, 48, 32, 4, 128, vocabulary=151936, tokens=151646, positions=40960, tied=False,
         experts=128, experts_per_token=8, expert_intermediate=768,
     ),
 }  # fmt: skip
 """Name of a size -> its shape. `135m` has the sizes of SmolLM2-135M. `0.6b`, `1.7b` and `4b` are the shapes of
-Qwen3-0.6B, Qwen3-1.7B and Qwen3-4B; `2g` has 2.03 G parameters. `30b-a3b` is that of Qwen3-30B-A3B; benchmarks use a
-few of its layers."""
+Qwen3-0.6B, Qwen3-1.7B and Qwen3-4B; `vl-3b` is that of Qwen2.5-VL-3B; `2g` has 2.03 G parameters. `30b-a3b` is that of
+Qwen3-30B-A3B; benchmarks use a few of its layers."""
 
 
 PROMPTS = "prompts.jsonl"
@@ -119,6 +130,8 @@ class FolderTask:
     prompt_tokens: tuple[int, int]
     """Smallest and largest number of tokens of a prompt."""
     num_prompts: int
+    picture: int = 0
+    """Width and height in pixels of the picture of each prompt; 0 for prompts without pictures."""
     seed: int = 0
 
     @property
@@ -156,8 +169,11 @@ def write_folder(folder: Path, task: FolderTask, device: str) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_level_tokenizer(task.shape.tokens)
+    prompts = [{"prompt": text} for text in draw_prompts(tokenizer, task)]
+    if task.shape.tower is not None:
+        prompts = add_pictures(folder, tokenizer, prompts, task.picture, task.seed)
     tokenizer.save_pretrained(folder)
-    lines = [json.dumps({"prompt": text}) for text in draw_prompts(tokenizer, task)]
+    lines = map(json.dumps, prompts)
     (folder / PROMPTS).write_text("".join(line + "\n" for line in lines))
     _write_model(folder, task, device)
     (folder / _COMPLETE).touch()
@@ -189,18 +205,23 @@ def draw_prompts(tokenizer: PreTrainedTokenizerFast, task: FolderTask) -> list[s
 
 
 def _write_model(folder: Path, task: FolderTask, device: str) -> None:
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+    from transformers import Qwen3Config, Qwen3MoeConfig
     from transformers.utils.logging import disable_progress_bar
+
+    from ..actors.engines.hf.model import auto_class
 
     end = task.shape.tokens - 1
     family = Qwen3MoeConfig if task.shape.experts else Qwen3Config
-    config = family(
-        **task.shape.options(), pad_token_id=end - 2, bos_token_id=end - 1, eos_token_id=end, dtype=task.dtype
-    )
+    options: dict[str, Any] = {
+        **task.shape.options(), "pad_token_id": end - 2, "bos_token_id": end - 1, "eos_token_id": end,
+        "dtype": task.dtype,
+    }  # fmt: skip
+    tower = task.shape.tower
+    config = family(**options) if tower is None else vision_config(tower, options, task.shape.tokens)
     disable_progress_bar()
     torch.manual_seed(task.seed)
     with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, task.dtype))
+        model: Any = auto_class(config).from_config(config, dtype=getattr(torch, task.dtype))
     model.generation_config.eos_token_id = end_tokens(task)
     model.generation_config.pad_token_id = end - 2
     model.save_pretrained(folder)

@@ -115,8 +115,9 @@ def _add_gpu(gpu: argparse.ArgumentParser) -> None:
     add: Callable[..., object] = gpu.add_argument
     add(
         "--work", required=True, metavar="NAME",
-        help="whole runs: grpo-0.6b grpo-1.7b grpo-4b grpo-30b-a3b; train steps alone: train-135m train-0.6b "
-        "train-1.7b train-4b train-moe; without a GPU: grpo-tiny grpo-tiny-moe train-tiny train-tiny-moe",
+        help="whole runs: grpo-0.6b grpo-1.7b grpo-4b grpo-vl-3b grpo-30b-a3b; train steps alone: train-135m "
+        "train-0.6b train-1.7b train-4b train-moe; without a GPU: grpo-tiny grpo-tiny-moe grpo-tiny-vl train-tiny "
+        "train-tiny-moe",
     )  # fmt: skip
     add(
         "--layout", nargs="+", metavar="NAME",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-ENGINES = ("hf", "scripted")
+ENGINES = ("hf", "scripted", "vllm")
 """Values of `rollout.engine` whose engines take `SamplingParams.pictures`."""
 BACKENDS = ("fsdp", "scripted")
 """Values of `trainer.backend` whose train workers read the column of pictures."""

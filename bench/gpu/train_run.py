@@ -66,6 +66,9 @@ class StepFigures:
     """Norm of the gradient before clipping."""
     peak_gib: float
     """Peak memory of the train rank that used the most, in GiB."""
+    plane_share: float
+    """Share of the step's seconds that the data plane can have cost: the puts of rollout actors, most of them while
+    others generate; the train workers' waits for rows; and dealing rows to ranks."""
 
 
 def step_parts(record: Mapping[str, Any]) -> dict[str, float]:
@@ -86,6 +89,8 @@ def step_figures(records: Sequence[Mapping[str, Any]]) -> list[StepFigures]:
         if not seconds:
             continue
         ended, before = record[ELAPSED], figures[-1].ended_s if figures else None
+        parts = step_parts(record)
+        plane = parts["data wait"] + parts["plan"] + (record.get("dataplane/put/seconds") or 0.0)
 
         def number(key: str, record: Mapping[str, Any] = record) -> float:
             value = record.get(key)
@@ -96,7 +101,7 @@ def step_figures(records: Sequence[Mapping[str, Any]]) -> list[StepFigures]:
                 step=int(record["step"]),
                 ended_s=ended,
                 seconds=seconds,
-                parts=step_parts(record),
+                parts=parts,
                 between_s=0.0 if before is None else max(0.0, ended - before - seconds),
                 tokens=number("train/tokens"),
                 sequences=number("train/sequences"),
@@ -109,6 +114,7 @@ def step_figures(records: Sequence[Mapping[str, Any]]) -> list[StepFigures]:
                 mismatch_max=number("logprob/mismatch_max"),
                 grad_norm=number("train/grad_norm"),
                 peak_gib=number("memory/peak_gib"),
+                plane_share=plane / seconds,
             )
         )
     return figures
@@ -193,7 +199,7 @@ def run_keys(
     the run has GPUs."""
     keys = [
         f"run.dir={folder}", "run.checkpoint_minutes=0", f"model.path={model}", f"data.train={model / PROMPTS}",
-        "data.answer_field=''", "data.chat_template=messages", f"data.max_prompt_tokens={work.prompt_tokens[1]}",
+        "data.answer_field=''", "data.chat_template=messages", f"data.max_prompt_tokens={work.max_prompt_tokens}",
         f"reward.functions=[{{kind: '{REWARD}'}}]", f"rollout.max_new_tokens={work.max_new_tokens}",
         f"algorithm.steps={steps}", f"algorithm.prompts_per_step={prompts}", f"algorithm.group_size={work.group_size}",
         f"trainer.backend={backend}", "validation.every=0", "logging.tensorboard=false", "logging.samples.every=0",

@@ -38,6 +38,7 @@ FIGURES = {
     "mismatch_max": "mismatch_max",
     "grad_norm": "grad_norm",
     "train_peak_gib": "peak_gib",
+    "plane_share": "plane_share",
 }
 """Last part of a key of the summary -> name of the field of StepFigures whose median it is."""
 
@@ -138,6 +139,11 @@ def chosen_layouts(options: GpuOptions, gpus: int) -> list[Layout]:
             parse_layout(text, gpus)
         return [Layout(CPU, CPU, 0)]
     layouts = [parse_layout(text, gpus) for text in options.layouts or ("colocated",)]
+    if options.baseline and GRPO_WORKS[options.work].picture:
+        raise UserError(
+            f"--baseline: got {options.baseline!r} with {options.work}, expected none, because TRL's run here has no "
+            "pictures"
+        )
     if options.baseline and not any(one.name == "colocated" and one.gpus == 1 for one in layouts):
         raise UserError(
             f"--baseline: TRL runs on one GPU, which no layout of {', '.join(one.label for one in layouts)} does; "
@@ -222,7 +228,8 @@ def _conditions(options: GpuOptions, gpus: list[str], bounds: Bounds, versions: 
         work=options.work, layers=work.folder_task("").shape.layers, example=work.example, backend=options.backend,
         steps=options.steps or work.steps,
         repeat=options.repeat, prompts=work.prompts, prompts_per_gpu=options.weak, group_size=work.group_size,
-        prompt_tokens=list(work.prompt_tokens), max_new_tokens=work.max_new_tokens, overrides=list(options.overrides),
+        prompt_tokens=list(work.prompt_tokens), picture=work.picture, max_new_tokens=work.max_new_tokens,
+        overrides=list(options.overrides),
         bounds={name: getattr(bounds, name) for name in ("mismatch_mean", "mismatch_max", "grad_norm")},
     )  # fmt: skip
     return facts | {"versions": {**facts["versions"], **versions}}
@@ -276,10 +283,12 @@ def conditions_line(report: GpuReport) -> str:
     used = [f"{name} {facts['versions'][name]}" for name in ENGINES if name in facts["versions"]]
     rows = facts["prompts"] * facts["group_size"]
     more = " ".join(facts["overrides"])
+    picture = f" beside a picture of {facts['picture']} x {facts['picture']} pixels" if facts["picture"] else ""
     return (
         f"{gpus}; {', '.join(used)}; {facts['backend']}, {facts['steps']} steps of {rows} samples"
         f"{' for each GPU' if facts['prompts_per_gpu'] else ''} of up to {facts['max_new_tokens']} tokens, prompts of "
-        f"{facts['prompt_tokens'][0]} to {facts['prompt_tokens'][1]}{'; ' + more if more else ''}; {one_line(facts)}"
+        f"{facts['prompt_tokens'][0]} to {facts['prompt_tokens'][1]}{picture}{'; ' + more if more else ''}; "
+        f"{one_line(facts)}"
     )
 
 

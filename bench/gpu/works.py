@@ -16,11 +16,14 @@ from pathlib import Path
 from ...actors.protocols import Prompt
 from ...trainers.errors import UserError
 from ..models import SHAPES, FolderTask
+from ..vision_models import picture_tokens
 
 LAYOUTS = ("colocated", "separate", "tensor", "experts", "one-engine")
 CPU = "cpu"
 """Name of the only layout of a machine without a GPU."""
 
+NUM_PICTURES = 512
+"""Number of prompts, each with a picture of its own, in the folder of a work with pictures."""
 ONE_OF_EACH = {"rollout.num_engines": 1, "rollout.tp": 1, "trainer.dp": 1, "trainer.tp": 1, "trainer.ep": 1}
 """Numbers of engines and ranks that replace an example's own, where a layout does not say others."""
 
@@ -146,26 +149,38 @@ class GrpoWork:
     """Bounds of a run in bfloat16."""
     layers: int = 0
     """Number of layers of the model; 0 means that of the shape."""
+    picture: int = 0
+    """Width and height in pixels of the picture of each prompt; 0 for prompts without pictures."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Largest number of tokens of a prompt, its picture included."""
+        return self.prompt_tokens[1] + picture_tokens(self.picture)
 
     def folder_task(self, dtype: str) -> FolderTask:
         """Return the contents of the model folder, with weights of `dtype`."""
         shape = SHAPES[self.size]
         shape = replace(shape, layers=self.layers or shape.layers)
-        return FolderTask(shape, dtype, self.mean_tokens, self.prompt_tokens, num_prompts=2048)
+        count = NUM_PICTURES if self.picture else 2048
+        return FolderTask(shape, dtype, self.mean_tokens, self.prompt_tokens, num_prompts=count, picture=self.picture)
 
 
 _LONG = (1024, 672, (64, 281))
 GRPO_WORKS = {
     "grpo-tiny": GrpoWork("tiny", "gpu-0.6b.yaml", 32, 24, (16, 48), prompts=4, group_size=4, steps=3),
     "grpo-tiny-moe": GrpoWork("tiny-moe", "gpu-30b-a3b.yaml", 32, 24, (16, 48), prompts=4, group_size=4, steps=3),
+    "grpo-tiny-vl": GrpoWork(
+        "tiny-vl", "gpu-vl-3b.yaml", 32, 24, (16, 48), prompts=4, group_size=4, steps=3, picture=112
+    ),
     "grpo-0.6b": GrpoWork("0.6b", "gpu-0.6b.yaml", *_LONG),
     "grpo-1.7b": GrpoWork("1.7b", "gpu-1.7b.yaml", *_LONG, trl_micro=8, trl_memory=0.35),
     "grpo-4b": GrpoWork("4b", "gpu-4b.yaml", *_LONG, trl_micro=4, trl_memory=0.25, trl_recompute=True, half=WIDE),
+    "grpo-vl-3b": GrpoWork("vl-3b", "gpu-vl-3b.yaml", 512, 336, (32, 96), prompts=64, half=WIDE, picture=640),
     "grpo-30b-a3b": GrpoWork("30b-a3b", "gpu-30b-a3b.yaml", *_LONG, prompts=64, trl_memory=0.25, half=WIDE),
 }
 """Name of a work -> its whole runs."""
 
-TINY = ("grpo-tiny", "grpo-tiny-moe")
+TINY = ("grpo-tiny", "grpo-tiny-moe", "grpo-tiny-vl")
 """Works whose whole runs also run without a GPU."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import SamplingParams
+from headrace.actors.images.config import ImagesConfig
+from headrace.actors.images.processor import PictureProcessor
 from headrace.bench.gpu.works import GRPO_WORKS
 from headrace.bench.models import (
     PROMPTS,
@@ -27,6 +30,7 @@ from headrace.bench.models import (
     weight_shapes,
     write_folder,
 )
+from headrace.bench.vision_models import picture_tokens
 from headrace.trainers.base_model.made_tokenizers import byte_level_tokenizer
 
 TINY = FolderTask(SHAPES["tiny"], "float32", 24, (16, 48), num_prompts=200)
@@ -43,6 +47,18 @@ def test_the_tokenizer_keeps_every_text() -> None:
 def test_a_vocabulary_of_a_real_size_is_made_in_full() -> None:
     tokenizer = byte_level_tokenizer(SHAPES["0.6b"].tokens)
     assert len(tokenizer) == 151646 and len(tokenizer(" abcdef")["input_ids"]) < 5
+
+
+def test_a_folder_of_a_model_that_sees_has_pictures_and_their_processor(tmp_path: Path) -> None:
+    task = replace(GRPO_WORKS["grpo-tiny-vl"].folder_task("float32"), num_prompts=3)
+    write_folder(tmp_path, task, "cpu")
+    processor = PictureProcessor(ImagesConfig(enabled=True), str(tmp_path), AutoTokenizer.from_pretrained(tmp_path))
+    for line in (tmp_path / PROMPTS).read_text().splitlines():
+        prompt = json.loads(line)
+        seen = processor.process((tmp_path / prompt["images"][0]).read_bytes())
+        assert seen.num_tokens == picture_tokens(task.picture) - 2 == 16
+        assert prompt["prompt"].count(processor.placeholder) == 1
+    assert picture_tokens(640) == 23 * 23 + 2 and picture_tokens(0) == 0
 
 
 def test_end_tokens_are_spread_over_the_vocabulary() -> None:

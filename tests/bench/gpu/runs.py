@@ -15,8 +15,9 @@ def record(step: int, elapsed_s: float, seconds: float, **changes: Any) -> dict[
     return {
         "step": step, "time/step_s": seconds, "time/elapsed_s": elapsed_s, "time/rollout_s": 0.5 * seconds,
         "time/logprob_s": 0.0, "time/train_s": 0.3 * seconds, "time/data_wait_s": 0.02 * seconds,
-        "time/sync_s": 0.05 * seconds, "time/plan_s": 0.01 * seconds, "train/tokens": 300.0, "train/sequences": 16.0,
-        "rollout/failed_rows": 0.0, "train/skipped": 0.0, "rollout/tokens_per_s": 1000.0 * step,
+        "time/sync_s": 0.05 * seconds, "time/plan_s": 0.01 * seconds, "dataplane/put/seconds": 0.01 * seconds,
+        "train/tokens": 300.0, "train/sequences": 16.0, "rollout/failed_rows": 0.0, "train/skipped": 0.0,
+        "rollout/tokens_per_s": 1000.0 * step,
         "train/tokens_per_s": 2000.0 * step, "logprob/mismatch_mean": 1e-4, "logprob/mismatch_max": 1e-3,
         "train/grad_norm": 0.4, "memory/peak_gib": 1.5, **changes,
     }  # fmt: skip

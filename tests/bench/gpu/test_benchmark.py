@@ -52,6 +52,7 @@ def test_the_summary_has_the_names_that_others_rely_on(tmp_path: Path) -> None:
     assert "gpu.grpo-0.6b.separate-2.idle_share.0" not in summary, "it was not sampled"
     assert "gpu.grpo-0.6b.colocated-1.mfu" not in summary, "the device's peak is not known"
     assert summary["gpu.grpo-0.6b.vs_trl"] == pytest.approx(2.1 / 4.0)
+    assert summary["gpu.grpo-0.6b.separate-2.plane_share"] == pytest.approx(0.04)
     shares = [value for name, value in summary.items() if name.startswith("gpu.grpo-0.6b.separate-2.share.")]
     assert len(shares) == 9 and sum(shares) == pytest.approx(1.0)
 
@@ -68,8 +69,10 @@ def test_the_faster_run_of_trl_counts() -> None:
     assert best([slow, fast]) is fast and best([TrlOutcome((1.0,), (), 0.0, "")]) is None
 
 
-@pytest.mark.parametrize("work", GRPO_WORKS)
-@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+@pytest.mark.parametrize(
+    ("work", "backend"),
+    [(work, backend) for work, of in GRPO_WORKS.items() for backend in ("fsdp", "megatron")[: 1 if of.picture else 2]],
+)
 def test_what_a_work_runs_is_a_configuration(tmp_path: Path, work: str, backend: str) -> None:
     """Without a layout, whose keys the placement of the run's processes reads."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "some words"}\n')
@@ -100,12 +103,17 @@ def test_trl_is_compared_with_one_gpu(tmp_path: Path) -> None:
     assert [one.label for one in chosen_layouts(options, 1)] == ["colocated"]
     with pytest.raises(UserError, match="TRL runs on one GPU, which no layout of colocated does"):
         chosen_layouts(options, 2)
+    with pytest.raises(UserError, match="--baseline: got 'trl' with grpo-vl-3b, expected none, because TRL's run here"):
+        chosen_layouts(GpuOptions(tmp_path, "grpo-vl-3b", baseline="trl"), 1)
 
 
 def test_mistakes_are_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = ["bench", "gpu", "--out", str(tmp_path / "out")]
     assert main([*start, "--work", "grpo-7b"]) == 2
-    assert "--work: got 'grpo-7b', expected some of grpo-tiny, grpo-tiny-moe, grpo-0.6b" in capsys.readouterr().err
+    assert (
+        "--work: got 'grpo-7b', expected some of grpo-tiny, grpo-tiny-moe, grpo-tiny-vl, grpo-0.6b"
+        in capsys.readouterr().err
+    )
     assert main([*start, "--work", "grpo-tiny", "--steps", "1"]) == 2
     assert "--steps: got 1, expected at least 2" in capsys.readouterr().err
     assert main([*start, "--work", "grpo-tiny", "--baseline", "trl"]) == 2
@@ -152,13 +160,20 @@ def test_figures_are_written_after_each_run_and_wrong_ones_fail(
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("work", "keys"),
+    [
+        ("grpo-tiny", ()),
+        pytest.param("grpo-tiny-vl", ("rollout.engine=vllm", "rollout.kv_cache=64"), marks=pytest.mark.vllm),
+    ],
+)
+def test_the_whole_command_on_a_cpu(tmp_path: Path, work: str, keys: tuple[str, ...]) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "headrace.cli", "bench", "gpu", "--work", "grpo-tiny", "--out", str(out)]
+    command = [sys.executable, "-m", "headrace.cli", "bench", "gpu", "--work", work, "--out", str(out), *keys]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env={**os.environ, "COLUMNS": "300"})
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((out / "summary.json").read_text())
-    name = "gpu.grpo-tiny.cpu"
+    name = f"gpu.{work}.cpu"
     assert summary[f"{name}.step_s"] > 0 and summary[f"{name}.mismatch_max"] < EXACT.mismatch_max
     assert 0 < summary[f"{name}.grad_norm"] < EXACT.grad_norm
     shares = [value for key, value in summary.items() if key.startswith(f"{name}.share.")]
