@@ -118,7 +118,10 @@ class WeightSync:
             kind, self._folder = "disk", tempfile.mkdtemp(prefix="headrace-weights-")
         sync = SyncConfig()
         sender = build_sender(kind, SenderConfig(uuid.uuid4().hex[:8], sync, folder=self._folder, device=device))
-        self._publisher = WeightPublisher(sender, sync, _BUCKET_BYTES, adapter=backend.adapter)
+        quantization = getattr(engine, "quantization", None)
+        self._publisher = WeightPublisher(
+            sender, sync, _BUCKET_BYTES, adapter=backend.adapter, quantization=quantization
+        )
 
     async def send(self, version: int) -> CommitReport:
         """Send the backend's weights, and return once the engine generates with them. Running requests finish first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -94,6 +95,15 @@ class EngineKeys(Section):
     more than `rollout.max_batch` samples of `rollout.max_model_len` tokens need, at most what
     `rollout.gpu_memory_utilization` leaves beside the weights, and exactly that if the need of the model's layers is
     not known. An engine on CPUs takes 256 MiB, or more if a few samples need more."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Number format of the key-value cache of vLLM. `auto` is that of the engine's computations. `fp8` takes half of
+    the memory of bfloat16, so that twice as many tokens fit; the engine then computes other log-probs."""
+    quantization: Literal["none", "fp8", "fp8_block", "int8"] = "none"
+    """Kind of the 8-bit weights of the engines' linear layers. The trainer quantizes its weights once for each version,
+    and sends the 8-bit values. `fp8` and `int8` have a scale for each row of a weight, `fp8_block` has one for each
+    block of 128 x 128. vLLM quantizes activations, too, with a scale for each token, or for each 128 numbers of a token
+    with `fp8_block`. fp8 needs GPUs that compute in it. Engines `hf` compute with the rounded weights in `model.dtype`,
+    which shows the effect on training but saves nothing. `none` keeps the weights in `model.dtype`."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     """Largest share of each GPU's memory that an engine takes for weights, key-value cache and computation. It takes
     less if less is free when it starts. Unset: 0.9, or 0.45 on GPUs that it shares with train workers; on the GPUs of a
@@ -112,6 +122,11 @@ class EngineKeys(Section):
     max_batch: Count | None = None
     """Largest number of samples that an engine generates at the same time. Unset: 512 with vLLM on GPUs, else 256."""
 
+    @property
+    def scheme(self) -> Literal["fp8", "fp8_block", "int8"] | None:
+        """Kind of the 8-bit weights; None for none."""
+        return None if self.quantization == "none" else self.quantization
+
     @field_validator("kv_cache", mode="before")
     @classmethod
     def _is_auto_or_a_size(cls, size: Any) -> Any:
@@ -119,6 +134,45 @@ class EngineKeys(Section):
         if size != "auto" and (not isinstance(size, int) or size < 1):
             raise ValueError(f"got {size!r}, expected auto or a whole number >= 1, the size in MiB")
         return size
+
+
+def precision_problems(rollout: EngineKeys, transport: str, *, sends_adapter: bool) -> Iterator[str]:
+    """Yield one sentence for each key that does not fit `rollout.quantization`. transport: value of `sync.transport`.
+    sends_adapter: whether weight syncs send the matrices of an adapter only."""
+    scheme, own = rollout.quantization, ("quantization", "load_format", "model_loader_extra_config")
+    setters = {"kv_cache_dtype": "kv_cache_dtype"} if rollout.kv_cache_dtype != "auto" else {}
+    setters |= {} if scheme == "none" else dict.fromkeys(own, "quantization")
+    for name, key in setters.items():
+        if name in rollout.vllm:
+            yield (
+                f"rollout.vllm.{name}: got {rollout.vllm[name]!r} with rollout.{key}={getattr(rollout, key)!r}, "
+                f"expected it unset, because rollout.{key} sets it"
+            )
+    if scheme == "none":
+        return
+    if transport == "pairs":
+        yield (
+            f"sync.transport: got 'pairs' with rollout.quantization={scheme!r}, expected another one, because a rank "
+            "may have only parts of the rows that share a scale"
+        )
+    if sends_adapter:
+        yield (
+            f"sync.adapter: got 'only' with rollout.quantization={scheme!r}, expected 'merged', because the adapter is "
+            "trained for a base in full precision"
+        )
+
+
+def precision_lines(rollout: EngineKeys, correction: str) -> list[str]:
+    """Return a line about engines that compute with fewer bits than `model.dtype`, in a list; [] for other engines.
+    correction: value of `loss.correction`."""
+    keys = [f"rollout.quantization={rollout.quantization}"] if rollout.scheme else []
+    keys += [f"rollout.kv_cache_dtype={rollout.kv_cache_dtype}"] if rollout.kv_cache_dtype != "auto" else []
+    if not keys:
+        return []
+    found = f"with {' and '.join(keys)} engines give tokens other probabilities than the trainer"
+    if correction == "none":
+        return [f"{found}, which loss.correction=none does not correct; loss.correction=tis does"]
+    return [f"{found}, which loss.correction={correction} corrects (algorithm.prev_logprobs=recompute)"]
 
 
 def engine_dtype(model: ModelConfig, *, gpu: bool) -> Literal["float32", "bfloat16"]:

@@ -98,6 +98,7 @@ def _build_hf(config: EngineConfig) -> GenerationEngine:
         max_batch=engine_batch(config.rollout, gpu=config.on_gpu),
         max_model_len=config.max_model_len,
         adapters=config.adapters,
+        quantization=config.rollout.scheme,
         **_shared(config),
     )
 
@@ -120,6 +121,8 @@ def _build_vllm(config: EngineConfig) -> GenerationEngine:
         **_shared(config),
         logprobs=rollout.logprobs,
         options=rollout.vllm,
+        quantization=rollout.scheme,
+        kv_cache_dtype=rollout.kv_cache_dtype,
         schemas=config.schemas,
         log=config.log,
     )

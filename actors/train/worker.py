@@ -108,6 +108,8 @@ class WorkerSetup:
     rank_publisher: Callable[..., RankPublisher] | None = None
     """Function that builds the publisher of this rank, given its address, specs and regions of the weights, and the
     adapter that they are; None if rank 0 gathers and sends all weights."""
+    quantization: Callable[[], Any] | None = None
+    """Function that returns the `Quantization` of weights that are sent in 8 bits; None if none are."""
     keep_versions: bool = False
     """True if rank 0 keeps the last versions of the weights in host memory whatever `sync` says."""
     samples: SampleFile | None = None
@@ -247,9 +249,14 @@ class TrainWorker:
         return publisher
 
     def _open_publisher(self, address: str) -> WeightPublisher:
-        setup, adapter = self._setup, self._backend.adapter
+        setup = self._setup
         publisher = WeightPublisher(
-            setup.sender(address), setup.sync, setup.bucket_bytes, keep_versions=setup.keep_versions, adapter=adapter
+            setup.sender(address),
+            setup.sync,
+            setup.bucket_bytes,
+            keep_versions=setup.keep_versions,
+            adapter=self._backend.adapter,
+            quantization=None if setup.quantization is None else setup.quantization(),
         )
         self._parts.callback(publisher.close)
         publisher.reserve(self._specs)

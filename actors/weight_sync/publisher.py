@@ -18,6 +18,7 @@ import torch
 
 from ...codecs.weights.buckets import BucketPlan, plan_buckets, write_piece
 from ...codecs.weights.parameter_digests import DigestTaker, ParameterDigests, sampled_names
+from ...codecs.weights.quantization import Quantization
 from ..adapters.spec import AdapterSpec
 from .cache import NUM_VERSIONS, BucketCache, CachedVersion
 from .config import SyncConfig
@@ -44,16 +45,20 @@ class WeightPublisher:
         *,
         keep_versions: bool = False,
         adapter: AdapterSpec | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         """Create a publisher that owns `sender` and closes it in `close`.
 
         bucket_bytes: size of a bucket in bytes, a multiple of 64. At most two buckets are in transit at a time.
         keep_versions: whether the last versions are kept in host memory whatever `sync` says, because some versions are
         not sent to any receiver at first. adapter: the adapter whose tensors are published; None if they are those of
-        the whole model. The digests of an adapter's tensors are always kept, whatever `sync.verify` says.
+        the whole model. The digests of an adapter's tensors are always kept, whatever `sync.verify` says. quantization:
+        the weights that are sent in 8 bits; None if none are. They are quantized as they are gathered, so that plans,
+        digests and copies are those of the 8-bit weights.
         """
         self._sender = sender
         self._adapter = adapter
+        self._quantization = quantization
         self._config = config
         self._bucket_bytes = bucket_bytes
         self._cache: BucketCache | None = None
@@ -120,7 +125,7 @@ class WeightPublisher:
 
     def publish(self, update: WeightUpdate, weights: Iterator[tuple[str, torch.Tensor]]) -> SendReport:
         """Send `weights` as the open `update`. They are full tensors, in the order, dtypes and shapes of the specs
-        given to `open`.
+        given to `open`, not quantized yet.
 
         `weights` is always read to its end, even after an error, because gathering each weight is a collective
         operation that the other ranks take part in. If the sender fails and there is a cache, the complete version is
@@ -131,7 +136,7 @@ class WeightPublisher:
         the update is not open. The receivers learn of the failure.
         """
         names = () if self._planned is None else self._planned[1].names
-        gather = _Gathered(weights, self._digest_taker(update.version, names))
+        gather = _Gathered(self._sent(weights), self._digest_taker(update.version, names))
         try:
             with self._publishing(update, cached=False) as opened:
                 with self._writing(opened) as draft, self._reading(update.base) as base:
@@ -152,7 +157,7 @@ class WeightPublisher:
         `weights` is read to its end even after an error, as in `publish`. Raises ValueError if there is no cache or the
         weights are not as `specs` say.
         """
-        gather = _Gathered(weights, self._digest_taker(version, tuple(specs)))
+        gather = _Gathered(self._sent(weights), self._digest_taker(version, tuple(self._sent_specs(specs))))
         try:
             with self._turn(f"cache version {version}"):
                 if self._cache is None:
@@ -225,8 +230,14 @@ class WeightPublisher:
     def _plan(self, specs: WeightSpecs) -> BucketPlan:
         if self._planned is None or self._planned[0] != list(specs.items()):
             self._views.clear()
-            self._planned = list(specs.items()), plan_buckets(specs, self._bucket_bytes)
+            self._planned = list(specs.items()), plan_buckets(self._sent_specs(specs), self._bucket_bytes)
         return self._planned[1]
+
+    def _sent_specs(self, specs: WeightSpecs) -> WeightSpecs:
+        return specs if self._quantization is None else self._quantization.specs(specs)
+
+    def _sent(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        return weights if self._quantization is None else self._quantization.stream(weights)
 
     def _digest_taker(self, version: int, names: Sequence[str]) -> DigestTaker:
         if self._config.verify == "sample" and self._adapter is None:

@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qw
 
 from headrace.actors.adapters.peft_folder import read_adapter
 from headrace.actors.engine_actor import RemoteEngine
+from headrace.actors.engines.hf.quantized_layers import quantization_of
 from headrace.actors.engines.protocol import SamplingParams
+from headrace.codecs.weights.quantization import dequantize, quantize
 from headrace.tests import process_pool
 from headrace.trainers.base_model.made_tokenizers import make_tokenizer
 from headrace.trainers.base_model.prepare import TINY_QWEN3
@@ -99,9 +101,15 @@ def engine_logprobs(engine: Engine, name: str) -> list[tuple[list[int], np.ndarr
 
 
 def trainer_model(started: Run, folder: Path) -> Any:
-    """The trainer's present weights as a HF model, by its own export."""
+    """The trainer's present weights as a HF model, by its own export, rounded as those of the engines."""
     started.workers.export_model(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if (scheme := started.config.rollout.scheme) is not None:
+        with torch.no_grad():
+            for name in quantization_of(str(folder), scheme).names:
+                weight = model.get_parameter(name)
+                weight.copy_(dequantize(*quantize(weight, scheme), torch.float32))
+    return model
 
 
 def adapter_size(export: Path) -> tuple[int, int]:

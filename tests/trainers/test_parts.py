@@ -93,6 +93,26 @@ def micro(prompt: list[int], answer: headrace.Completion) -> MicroBatch:
     return MicroBatch(pack(SCHEMA, columns), np.array([length]), np.ones(1, np.float32), np.zeros(1, np.int64))
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_an_engine_with_8_bit_weights_gives_other_log_probs_than_the_backend(model: str, kind: str) -> None:
+    """The sync sends what the engine serves, and the mismatch is that of the rounding."""
+
+    async def main() -> None:
+        engine, backend = (
+            headrace.make_engine(model, {"quantization": kind}),
+            headrace.make_backend(model, {"lr": 0.01}),
+        )
+        with contextlib.closing(backend), headrace.WeightSync(backend, engine) as sync:
+            for version in range(2):
+                [answer] = await engine.generate("same", [5, 6, 7], SamplingParams(max_new_tokens=12))
+                [logprobs] = backend.logprobs([micro([5, 6, 7], answer)], 1)
+                assert 1e-5 < np.abs(logprobs[3:].numpy() - answer.logprobs).max() < 0.2
+                assert (await sync.send(version + 1)).version == engine.version == version + 1
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_an_engine_samples_from_the_weights_that_a_sync_sent(model: str) -> None:
     """Log-probs of engine and backend agree before and after a step, and a sync that failed can be repeated."""
 

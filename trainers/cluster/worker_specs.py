@@ -13,6 +13,7 @@ import torch
 
 from ...actors.adapters.spec import AdapterSpec
 from ...actors.engines.config import ModelConfig, engine_dtype
+from ...actors.engines.hf.quantized_layers import quantization_of
 from ...actors.train.microbatch_plan import Budget
 from ...actors.train.teachers import TeacherSetup
 from ...actors.train.worker import WorkerSetup
@@ -64,6 +65,7 @@ def worker_setup(
         rank_publisher=partial(_rank_publisher, rank, handle, sync, device, shares_gpus) if kind == PAIRS else None,
         sync=sync,
         bucket_bytes=bucket_mib(sync, kind, device, pooled=pooled) << 20,
+        quantization=partial(quantization_of, model, scheme) if (scheme := config.rollout.scheme) else None,
         keep_versions=pooled,
         samples=sample_file(config.logging.samples, config.run, config.algorithm.prompts_per_step),
         single_rank_groups=config.trainer.backend == "megatron",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...actors.engines.config import ModelConfig
+from ...actors.engines.config import ModelConfig, precision_lines, precision_problems
 from ...actors.environments.config import EnvironmentConfig
 from ...actors.images.image_checks import image_problems
 from ...actors.rewards.config import RewardConfig
@@ -49,6 +49,7 @@ def contradictions(config: Config) -> list[str]:
         *elastic_problems(config.resources, config.sync, config.dataplane.store.kind),
         *StoreDemand.of(config).problems(config.dataplane.store.capacity_mib),
         *shard_problems(config.dataplane.directory_shards),
+        *precision_problems(config.rollout, config.sync.transport, sends_adapter=config.sends_adapter),
         *meaning_problems(config),
         *image_problems(
             enabled=config.data.images.enabled and not config.sft.train,
@@ -61,10 +62,12 @@ def contradictions(config: Config) -> list[str]:
     ]
 
 
-def cautions(algorithm: AlgorithmConfig, loss: LossConfig, trainer: TrainerConfig, *, window: int) -> list[str]:
+def cautions(
+    algorithm: AlgorithmConfig, loss: LossConfig, trainer: TrainerConfig, rollout: RolloutConfig, *, window: int
+) -> list[str]:
     """Return one line for each allowed setting with an effect on training that users may not expect. window: largest
     number of versions by which a row can be older than the policy being trained."""
-    lines = _adapter_lines(trainer)
+    lines = _adapter_lines(trainer) + precision_lines(rollout, loss.correction)
     if trainer.backend == "scripted" or loss.kind != "reinforce" or loss.correction != "none":
         return lines
     if window:

@@ -192,9 +192,9 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "data.options": (TASK_PROMPTS,),
     **{
         f"rollout.{name}": (VLLM,)
-        for name in ("tp", "max_model_len", "kv_cache", "gpu_memory_utilization", "logprobs", "vllm")
+        for name in ("tp", "max_model_len", "kv_cache", "kv_cache_dtype", "gpu_memory_utilization", "logprobs", "vllm")
     },
-    **{f"rollout.{name}": (MODEL_ENGINES,) for name in ("stop", "stop_token_ids")},
+    **{f"rollout.{name}": (MODEL_ENGINES,) for name in ("stop", "stop_token_ids", "quantization")},
     "rollout.mask_limit": (MODEL_ENGINES, CUTS),
     **{
         f"rollout.endpoint.{name}": (_is("rollout.endpoint.enabled", True),)

@@ -113,7 +113,12 @@ def validated(root: type[SectionT], data: Mapping[str, Any]) -> SectionT:
 def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_run: bool = False) -> Config:
     # YAML reads a section with all its keys commented out as null. Such a section has its defaults.
     given = {key: {} if value is None and key in Config.model_fields else value for key, value in data.items()}
-    config = validated(Config, _with_kind_of_advantage(_environment_keys(renamed_keys(given, RENAMED), of_old_run)))
+    given = _with_kind_of_advantage(_environment_keys(renamed_keys(given, RENAMED), of_old_run))
+    corrected = _with_correction(given)
+    if corrected is not given:
+        # Keys that have no effect with this one are no mistake of the user.
+        overridden = {*overridden, "algorithm.prev_logprobs"}
+    config = validated(Config, corrected)
     config = config.model_copy(update=_readable_models(config.model, config.loss, config.distillation))
     if config.sft.train:
         changed = supervised_sections(
@@ -245,6 +250,19 @@ def _with_kind_of_advantage(data: dict[str, Any]) -> dict[str, Any]:
             stacklevel=4,
         )
     return {**data, "advantage": others}
+
+
+def _with_correction(data: dict[str, Any]) -> dict[str, Any]:
+    """Return `data` with a correction for engines that compute with fewer bits, and with the log-probs that it needs.
+    Returns `data` itself without such engines, or if it has one of the keys that this function sets."""
+    rollout, sft, loss, algorithm = (data.get(name, {}) for name in ("rollout", "sft", "loss", "algorithm"))
+    if not all(isinstance(section, dict) for section in (rollout, sft, loss, algorithm)):
+        return data  # The mistake is reported when the sections are validated.
+    exact = rollout.get("quantization", "none") == "none" and rollout.get("kv_cache_dtype", "auto") == "auto"
+    if exact or sft.get("train") or "correction" in loss or "prev_logprobs" in algorithm:
+        return data
+    changed = {"loss": {**loss, "correction": "tis"}, "algorithm": {**algorithm, "prev_logprobs": "recompute"}}
+    return {**data, **changed}
 
 
 # ---------------- These functions word messages for the user.

@@ -127,7 +127,8 @@ def training(
             Progress(config.run.name, steps, enabled=config.logging.progress, judged=config.judged_figure) as progress,
             under_watchdog(config.resources, folder.path, size, cluster.processes() if cluster else ()) as watch,
         ):
-            for line in cautions(config.algorithm, config.loss, config.trainer, window=config.overlap.window):
+            window = config.overlap.window
+            for line in cautions(config.algorithm, config.loss, config.trainer, config.rollout, window=window):
                 progress.message(f"note: {line}")
             if endpoint.address:
                 progress.message(f"metrics for Prometheus: {endpoint.address}")

@@ -17,6 +17,7 @@ import torch
 
 from ....codecs.tokens.routes import RouteSpec
 from ....codecs.weights.parameter_digests import ParameterDigests, compare_digests
+from ....codecs.weights.quantization import Quantization, Scheme
 from ...adapters.spec import PREFIX, AdapterSlots, AdapterSpec
 from ...process.memory import ProcessMemory, measure
 from ...weight_sync.base_offer import WeightOffer, WeightServer
@@ -42,6 +43,7 @@ from .decoding import BaseAlone, Batch, DecodeRequest, Decoding, Pending, Served
 from .model import ParameterSet, RouteRecorder, load_model
 from .pictures import feature_places, prompt_pictures
 from .positions import counts_columns, fix_rotary_length
+from .quantized_layers import quantization_of
 from .scoring import score_rows
 
 T = TypeVar("T")
@@ -82,6 +84,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         version: int = 0,
         routes: RouteSpec | None = None,
         adapters: AdapterSlots | None = None,
+        quantization: Scheme | None = None,
     ) -> None:
         """Load the model from `path`, a local folder or a hub id.
 
@@ -90,15 +93,15 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         None: the model's own limit. Only models whose positions depend on it (see `fix_rotary_length`) refuse longer
         ones. receiver: settings of the receiver of new weights; None when weights never change. version: policy version
         of the loaded weights. routes: shape of the routes to record; None records no routes. adapters: room for
-        adapters; None accepts none. Raises ValueError if there is no such model, if it is not a decoder-only causal LM,
-        or if its routers are of an unknown class.
+        adapters; None accepts none. quantization: kind of the 8-bit weights with whose values the engine computes.
+        Raises ValueError if there is no such model, or the engine cannot run it.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch: got {max_batch}, expected at least 1")
         self._model: Any = load_model(path, dtype, attention).to(torch.device(device))
         self._recorder = None if routes is None else RouteRecorder(self._model, routes)
         self._device = torch.device(device)
-        self._parameters = ParameterSet(self._model)
+        self._parameters = ParameterSet(self._model, quantization and quantization_of(path, quantization))
         self._layers = None if adapters is None else AdapterLayers(self._model, path, adapters)
         self.adapter: Adapter | None = None
         """The adapter in service; None for the model alone."""
@@ -106,8 +109,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         self.base = BaseAlone(version, EngineStats())
         """The model without its adapter, which answers the requests that name it."""
         super().__init__(receiver, self._check, version)
-        self._max_batch = max_batch
-        self._seed = seed
+        self._max_batch, self._seed = max_batch, seed
         text_config = self._model.config.get_text_config()
         model_context: int | None = getattr(text_config, "max_position_embeddings", None)
         limits = (fix_rotary_length(self._model, max_model_len), model_context)
@@ -128,6 +130,11 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         self._paused = False  # While this is True, new requests wait.
         self._full = False  # While this is True, a commit waits for room for an adapter, and no batch begins.
         self._frozen = False  # While this is True, no batch is decoded.
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """The weights that come in 8 bits; None if none do."""
+        return self._parameters.quantization
 
     @property
     def progress(self) -> int:

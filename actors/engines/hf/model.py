@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 from ....codecs.integers import ALIGN
 from ....codecs.tokens.routes import RouteSpec
 from ....codecs.weights.parameter_digests import ParameterDigest
+from ....codecs.weights.quantization import DTYPES, SUFFIX, Quantization, dequantize, quantize, read_back
 from ..config import Attention
 
 _FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
@@ -197,9 +198,13 @@ class RouteRecorder:
 
 class ParameterSet:
     """Parameters and persistent buffers of a model, by their names in a checkpoint. Tied parameters have several
-    names."""
+    names.
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    With a quantization, updates have 8-bit weights, and the model computes with the numbers that these stand for.
+    """
+
+    def __init__(self, model: torch.nn.Module, quantization: Quantization | None = None) -> None:
+        """With a `quantization`, also replace the model's weights by what their 8-bit forms stand for."""
         self._tensors: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
         self._specs = {name: (tensor.dtype, tensor.shape) for name, tensor in self._tensors.items()}
         parameters = {id(tensor) for tensor in model.parameters()}
@@ -211,6 +216,13 @@ class ParameterSet:
         for name, tensor in self._tensors.items():
             if id(tensor) in parameters:
                 self._names_of.setdefault(id(tensor), []).append(name)
+        self.quantization = quantization
+        self._scales: dict[str, torch.Tensor] = {}
+        """Scales of the weights that came in 8 bits, by the names of the weights."""
+        if quantization is not None:
+            for name in quantization.names:
+                values, self._scales[name] = quantize(self._tensors[name], quantization.scheme)
+                self.copy([(name, dequantize(values, self._scales[name], self._specs[name][0]))])
 
     def refresh(self, model: torch.nn.Module) -> None:
         """Look up the model's tensors again. This is needed after `model` was moved to another device, because moving
@@ -221,10 +233,15 @@ class ParameterSet:
         """Check an update (HF name -> tensor) against the model. Returns a (name, source tensor) pair for each tensor
         to replace.
 
-        Tied parameters give one pair. Changes nothing. Raises ValueError if parameters are unknown, missing, or of the
+        Tied parameters give one pair, and each weight in 8 bits gives a second one for its scales. Changes nothing.
+        Raises ValueError if parameters are unknown, missing, or of the
         wrong shape or dtype, or if tied parameters are sent with different values. The message names the first such
         parameter; for tied parameters it gives both names.
         """
+        scales: list[tuple[str, torch.Tensor]] = []
+        if self.quantization is not None:
+            sent, named = named, self.quantization.restored(named)
+            scales = [(name, source) for name, source in sent.items() if name not in named]
         unknown = [name for name in named if name not in self._tensors]
         if unknown:
             near = difflib.get_close_matches(unknown[0], self._tensors, n=1)
@@ -240,7 +257,7 @@ class ParameterSet:
             earlier = pairs.setdefault(id(target), (name, target, source))
             if earlier[2] is not source and not torch.equal(earlier[2], source):
                 raise ValueError(f"weights: {earlier[0]!r} and {name!r} are tied in the model but differ as sent")
-        return [(name, source) for name, _, source in pairs.values()]
+        return [(name, source) for name, _, source in pairs.values()] + scales
 
     def _check(self, name: str, source: torch.Tensor) -> None:
         dtype, shape = self._specs[name]
@@ -253,11 +270,22 @@ class ParameterSet:
         """Copy each source tensor in `pairs`, which `match` returned, into the model's tensor of that name."""
         with torch.no_grad():
             for name, source in pairs:
-                self._tensors[name].copy_(source)
+                if name in self._tensors:
+                    self._tensors[name].copy_(source)
+                else:
+                    self._scales[name.removesuffix(SUFFIX)].copy_(source)
 
     def served(self, weight: ParameterDigest) -> list[torch.Tensor]:
-        """Return the model's tensor of this name, if it has the dtype and shape of the weight as sent."""
-        return [tensor for tensor in [self._tensors[weight.name]] if weight.fits(tensor)]
+        """Return the model's tensor of this name, if it has the dtype and shape of the weight as sent. A weight that
+        was sent in 8 bits is brought back to them."""
+        scales = self._scales.get(weight.name.removesuffix(SUFFIX))
+        if scales is None or self.quantization is None:
+            tensor = self._tensors[weight.name]
+        elif weight.name in self._tensors:
+            tensor = read_back(self._tensors[weight.name], scales, DTYPES[self.quantization.scheme])
+        else:
+            tensor = scales
+        return [tensor] if weight.fits(tensor) else []
 
     def drop(self) -> None:
         """Free the memory of the parameters; buffers are kept. `allocate` and then `copy` make the model usable

@@ -22,10 +22,12 @@ from transformers import AutoConfig
 
 from ....codecs.tokens.routes import RouteSpec
 from ....codecs.weights.parameter_digests import ParameterDigests
+from ....codecs.weights.quantization import Scheme
 from ...adapters.spec import AdapterSlots
 from ...process.memory import ProcessMemory, available_memory, measure
 from ...weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from ..config import LogprobWay
+from ..hf.quantized_layers import quantization_of
 from ..protocol import (
     BASE,
     BadSchema,
@@ -91,6 +93,8 @@ class VllmEngine:
         log: str = "",
         adapters: AdapterSlots | None = None,
         schemas: bool = False,
+        quantization: Scheme | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         """Start vLLM on `model`, a local folder or a hub id, which takes 5 to 20 s.
 
@@ -103,6 +107,8 @@ class VllmEngine:
         workers, see `rollout.logprobs`. routes: shape of the model's routes, which vLLM then records; None to record
         none. options: further arguments of AsyncEngineArgs, by name. log: file for the output of vLLM's processes; ""
         for none. adapters: room for adapters; None for none. schemas: whether requests can have JSON schemas.
+        quantization: kind of the 8-bit weights, see `rollout.quantization`; None for weights in `dtype`.
+        kv_cache_dtype: see `rollout.kv_cache_dtype`.
 
         Raises ValueError if there is no such model, vLLM cannot run it, an option is wrong or the KV cache is too small
         for one sequence, and RuntimeError with vLLM's own words if its processes do not start.
@@ -112,6 +118,7 @@ class VllmEngine:
             model=model, dtype=dtype, tp=tp, max_num_seqs=max_num_seqs, kv_cache_bytes=kv_cache_bytes,
             gpu_memory_utilization=gpu_memory_utilization, seed=seed, max_model_len=max_model_len, options=options,
             routes=routes is not None, adapters=adapters, schemas=schemas and tokenizer is not None, log=log,
+            quantization=quantization, kv_cache_dtype=kv_cache_dtype,
         )  # fmt: skip
         self._routes, settings = routes, _checked(settings, cpu=library.on_cpu())
         self._process = process = VllmProcess(settings, version)
@@ -120,9 +127,12 @@ class VllmEngine:
         )
         several = "speculative decoding samples several tokens at once" if "speculative_config" in options else ""
         self._logprobs = LogprobTaker(self._process, logprobs, several)
-        self._updates = WeightUpdates(self._process, model, receiver, tp, adapters=adapters is not None)
+        self._updates = WeightUpdates(
+            self._process, model, receiver, tp, adapters=adapters is not None, quantization=quantization
+        )
         self._adapters = HeldAdapters(process, adapters, model) if adapters is not None else None
         self._tp, self._model, self._version = tp, model, version
+        self.quantization = None if quantization is None else quantization_of(model, quantization)
         self._begin()
 
     def _begin(self) -> None:
@@ -758,7 +768,7 @@ def _checked(settings: ProcessSettings, *, cpu: bool) -> ProcessSettings:
     if settings.tp < 1 or settings.max_num_seqs < 1:
         raise ValueError(f"rollout: got tp={settings.tp} and max_num_seqs={settings.max_num_seqs}, expected at least 1")
     try:
-        linear = WeightNames(settings.model).linear
+        linear = WeightNames(settings.model, settings.quantization).linear
         model = AutoConfig.from_pretrained(settings.model).to_dict()
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
@@ -767,7 +777,8 @@ def _checked(settings: ProcessSettings, *, cpu: bool) -> ProcessSettings:
         check_slots(settings.adapters)
         settings = replace(settings, adapted=tuple(sorted({name.rpartition(".")[2] for name in linear})))
     length = settings.max_model_len or model.get("max_position_embeddings") or 0
-    per_token = token_bytes(model, value_bytes=settings.dtype.itemsize, tp=settings.tp) if length else None
+    value_bytes = 1 if settings.kv_cache_dtype == "fp8" else settings.dtype.itemsize
+    per_token = token_bytes(model, value_bytes=value_bytes, tp=settings.tp) if length else None
     if settings.kv_cache_bytes is not None:
         if "kv_cache_dtype" not in settings.options:
             check_cache(settings.kv_cache_bytes, per_token, length)

@@ -39,6 +39,8 @@ try:
         from vllm.lora.request import LoRARequest
         from vllm.model_executor.layers.attention import Attention
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+        from vllm.model_executor.model_loader import register_model_loader
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
         from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -66,6 +68,7 @@ __all__ = [
     "Refused",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "DefaultModelLoader",
     "EngineDeadError",
     "RequestOutputKind",
     "SamplingParams",
@@ -90,12 +93,14 @@ __all__ = [
     "full_attention_group",
     "initialize_layerwise_reload",
     "in_place_hindrance",
+    "keep_scales_in_memory",
     "leave_out_tokenizer",
     "load_tokenizer",
     "lora_rank",
     "noted_copies",
     "on_cpu",
     "plain_parameters",
+    "register_model_loader",
     "route_arguments",
     "routes_shape",
     "scheduler_class",
@@ -427,6 +432,26 @@ def plain_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if getattr(module, "quant_method", None) is None and not hasattr(module, "process_weights_after_loading")
         for name, parameter in module.named_parameters(recurse=False)
     }
+
+
+def keep_scales_in_memory() -> None:
+    """Make the int8 kernels of CPUs keep the scales with which they compute.
+
+    oneDNN has only the address of a layer's scales. vLLM's layerwise reload frees that memory when it has copied the
+    scales to where the old ones were, so that the layers then compute with whatever comes to be there (vLLM 0.32).
+    """
+    if not on_cpu():
+        return
+    # Only workers need this module.
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+
+    process = CPUInt8ScaledMMLinearKernel.process_weights_after_loading
+
+    def process_and_keep(kernel: Any, layer: Any) -> None:
+        process(kernel, layer)
+        kernel.headrace_scales = layer.weight_scale
+
+    CPUInt8ScaledMMLinearKernel.process_weights_after_loading = process_and_keep
 
 
 def _is_plain(method: Any) -> bool:

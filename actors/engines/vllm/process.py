@@ -14,10 +14,12 @@ import psutil
 import torch
 
 from ....codecs import messages
+from ....codecs.weights.quantization import Scheme
 from ...adapters.spec import AdapterSlots
 from ..protocol import EngineDied
 from . import library
 from .options import arguments
+from .quantized.start_format import quantization_arguments
 from .start import CANCELLED, CoreLog, engine_environment, exit_code, exit_words, lives, take_standby
 from .step_outputs import SCHEDULER, TokenVersions
 from .vision import prepared_pictures
@@ -126,6 +128,10 @@ class ProcessSettings:
     """True if requests can have JSON schemas, for which vLLM's processes need the tokenizer."""
     most_cache_bytes: int | None = None
     """Largest size in bytes of the KV cache that vLLM chooses in each worker on a GPU; None for no limit."""
+    quantization: Scheme | None = None
+    """Kind of the 8-bit weights; None for weights in `dtype`."""
+    kv_cache_dtype: str = "auto"
+    """Number format of the KV cache, as in `rollout.kv_cache_dtype`."""
 
 
 class VllmProcess:
@@ -461,6 +467,8 @@ def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs
         "worker_extension_cls": WORKER,
         "weight_transfer_config": library.WeightTransferConfig(backend=BACKEND),
     }
+    if settings.kv_cache_dtype != "auto":
+        given["kv_cache_dtype"] = settings.kv_cache_dtype
     if settings.routes:
         given |= {**library.route_arguments(), "scheduler_cls": SCHEDULER}
     if settings.adapters is not None:
@@ -481,4 +489,7 @@ def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs
     if not cpu:
         given["gpu_memory_utilization"] = settings.gpu_memory_utilization
         given["enable_sleep_mode"] = True
-    return library.AsyncEngineArgs(**given | arguments(settings.options))
+    options = arguments(settings.options)
+    if settings.quantization is not None:
+        options |= quantization_arguments(settings.quantization, options)
+    return library.AsyncEngineArgs(**given | options)

@@ -10,6 +10,7 @@ import torch
 from ....codecs.weights.parameter_digests import ParameterDigest
 from . import library
 from .copy_plan import CopyPlan, ParameterPlaces, PlanRecorder
+from .quantized.served_layers import ServedLayers
 from .weight_names import WeightNames
 
 _NOWHERE: Mapping[str, torch.Tensor] = {}
@@ -132,17 +133,19 @@ class ModelLoader:
 
         If the copies were recorded, it can read the weights that are complete in this worker; with tensor parallelism,
         these are the weights that are not split. If the model was loaded layer by layer, there are no recorded copies,
-        and it can read only parameters that no kernel repacks, such as norms. If the loaders convert weights, it can
-        read none.
+        and it can read only weights in 8 bits (`ServedLayers`), and parameters that no kernel repacks, such as norms.
+        If the loaders convert weights, it can read none.
         """
         plan = self._plan
         if plan is not None and plan.places.stand():
             return plan.read
         own = library.plain_parameters(self._model) if self.way.startswith("layerwise") else {}
+        layers: ServedLayers | None = getattr(self._model, "headrace_layers", None)
+        in_8_bits = layers.reader() if layers is not None and own else lambda _: []
 
         def read(weight: ParameterDigest) -> list[torch.Tensor]:
             found = [own[name] for name in self._own_names(weight.name) if name in own]
-            return [one for one in found if weight.fits(one)]
+            return [one for one in found if weight.fits(one)] or in_8_bits(weight)
 
         return read
 

@@ -16,17 +16,20 @@ import torch
 from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from ....codecs.weights.quantization import SUFFIX, Quantization, Scheme, scale_shape
 from ..hf.model import auto_class
+from ..hf.quantized_layers import quantization_of_layers
 from ..hf.stored_names import StoredTensor, stored_tensors
 
 
 class WeightNames:
     """Names and shapes of one model's weights. Checks updates against them, and converts names."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, scheme: Scheme | None = None) -> None:
         """Read the model's configuration; no weights are loaded.
 
-        model: a folder or hub id. Raises ValueError if the model's checkpoint names are not known.
+        model: a folder or hub id. scheme: kind of the 8-bit weights in updates; None for weights as they are. Raises
+        ValueError if the model's checkpoint names are not known, or its layers cannot be quantized so.
         """
         config = AutoConfig.from_pretrained(model)
         with torch.device("meta"):
@@ -54,6 +57,26 @@ class WeightNames:
         )
         """Names of the linear layers, without the output layer: the modules that can have an adapter."""
         self._stored = self._saved(meta, config.model_type)
+        self.quantization = None if scheme is None else quantization_of_layers(meta, model, scheme)
+        """The weights that are sent in 8 bits; None if none are."""
+        if self.quantization is not None:
+            self._add_scales(self.quantization)
+
+    def _add_scales(self, quantization: Quantization) -> None:
+        """Make the scales of the quantized weights weights of their own."""
+        for name in sorted(quantization.names):
+            scales = name + SUFFIX
+            self._shapes[scales] = scale_shape(self._shapes[name], quantization.scheme)
+            self._group[scales] = (scales,)
+            self._stored[scales] = StoredTensor(((self._stored[name].parts[0][0] + SUFFIX,),))
+        self.required += tuple(name + SUFFIX for name in sorted(quantization.names))
+        self._first_names = frozenset(self.required)
+
+    @property
+    def in_files(self) -> dict[str, str]:
+        """Name in the model's files of each quantized weight, by its name in the model."""
+        names = () if self.quantization is None else self.quantization.names
+        return {name: self._stored[name].parts[0][0] for name in names}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the full shape of the weight `name`, before tensor parallelism splits it."""
@@ -84,8 +107,9 @@ class WeightNames:
             raise ValueError(f"weights: the model has no parameter {name!r}{hint}")
         if tuple(tensor.shape) != shape:
             raise ValueError(f"weights: {name!r} has shape {tuple(tensor.shape)}, expected {shape}")
-        if not tensor.is_floating_point():
-            raise ValueError(f"weights: {name!r} has dtype {tensor.dtype}, expected a float")
+        expected = None if self.quantization is None else self.quantization.dtype_of(name)
+        if tensor.dtype != expected if expected is not None else not _is_plain(tensor.dtype):
+            raise ValueError(f"weights: {name!r} has dtype {tensor.dtype}, expected {expected or 'a float'}")
 
     def check_complete(self, names: Iterable[str]) -> None:
         """Raise ValueError unless `names` has at least one name of every weight. The error names a missing weight."""
@@ -133,3 +157,8 @@ class WeightNames:
                 "use rollout.engine=hf"
             )
         return stored
+
+
+def _is_plain(dtype: torch.dtype) -> bool:
+    """Return whether a weight of this dtype has the numbers of the weight itself."""
+    return dtype.is_floating_point and dtype.itemsize > 1

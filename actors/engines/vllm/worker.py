@@ -28,6 +28,7 @@ import torch
 
 from ....codecs import messages
 from ....codecs.weights.parameter_digests import ParameterDigests, compare_digests
+from ....codecs.weights.quantization import Scheme
 from ...weight_sync.inbox import WeightInbox
 from ...weight_sync.pairs.planned_receiver import missing_part
 from ...weight_sync.plan.regions import Region
@@ -37,6 +38,7 @@ from . import library
 from .adapter_slots import AdapterStore
 from .logprobs import SampledLogprobs, Taken
 from .process import BACKEND, LoadReport, PrepareState, VerifyReport
+from .quantized import file_loader  # noqa: F401 - vLLM finds the loader by its name
 from .vision.prepared_pictures import take_pictures_as_they_are
 from .weight_loading import ModelLoader, WeightNames
 from .worker_orders import Order, WorkerLink
@@ -56,6 +58,8 @@ class InboxInfo(library.WeightTransferInitInfo):
     """Path of the Unix socket on which the engine listens for its workers."""
     model: str
     """Model folder or hub id. An update must have the weight names and shapes of this model."""
+    quantization: Scheme | None = None
+    """Kind of the 8-bit weights in updates; None for weights as they are."""
 
 
 @dataclass
@@ -106,7 +110,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         config = pickle.loads(init_info.receiver)
         assert isinstance(config, ReceiverConfig)
         self._engine = config.engine
-        self._names = WeightNames(init_info.model)
+        self._names = WeightNames(init_info.model, init_info.quantization)
         rank = self.parallel_config.rank
         self._inbox = WeightInbox(replace(config, device=str(self.device)), rank, on_received=self._tell_received)
         self._link = WorkerLink(init_info.link, rank, self._follow)

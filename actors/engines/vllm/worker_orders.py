@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from ....codecs import messages
 from ....codecs.weights.parameter_digests import ParameterDigests
+from ....codecs.weights.quantization import Scheme
 from ...process.socket_folder import vllm_folder
 from ...weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from ..protocol import EngineDied, Prepared
@@ -269,13 +270,18 @@ class WeightUpdates:
         *,
         adapters: bool,
         seat: str = "",
+        quantization: Scheme | None = None,
     ) -> None:
-        """adapters: whether adapters come, too. seat: name of the run that gets the updates, if several runs share the
-        engine."""
+        """adapters: whether adapters come, too. quantization: kind of the 8-bit weights; None for none. seat: name of
+        the run that gets the updates, if several runs share the engine."""
         self._process = process
         self._adapters = adapters
         self._seat = seat
-        self._receiver_info = None if receiver is None else {"receiver": pickle.dumps(receiver), "model": model}
+        self._receiver_info = (
+            None
+            if receiver is None
+            else {"receiver": pickle.dumps(receiver), "model": model, "quantization": quantization}
+        )
         self._opened = False
         self._links = WorkerLinks(num_workers)
         self.turn = asyncio.Lock()

@@ -162,7 +162,7 @@ def describe(config: Config, plan: Sequence[str] = (), notes: Sequence[str] = ()
     described = _Description(config)
     lines += ["GPUs", *described.gpus(), "memory", *described.model(), *described.store()]
     lines += ["plan of a step", *described.plan(), *plan]
-    risks = cautions(config.algorithm, config.loss, config.trainer, window=config.overlap.window)
+    risks = cautions(config.algorithm, config.loss, config.trainer, config.rollout, window=config.overlap.window)
     lines += [f"note: {line}" for line in (*risks, *notes)]
     return "\n".join(lines)
 

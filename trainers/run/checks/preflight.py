@@ -214,7 +214,8 @@ def _check_kv_cache(rollout: RolloutConfig, model: ModelConfig, longest: int) ->
     is not on this machine, only the engine checks it."""
     if rollout.engine != "vllm" or rollout.kv_cache == "auto" or "kv_cache_dtype" in rollout.vllm:
         return
-    per_token = token_bytes(model_config(model), value_bytes=value_bytes(model), tp=rollout.tp)
+    size = 1 if rollout.kv_cache_dtype == "fp8" else value_bytes(model)
+    per_token = token_bytes(model_config(model), value_bytes=size, tp=rollout.tp)
     check_cache(rollout.kv_cache << 20, per_token, longest)
 
 

@@ -1,0 +1,58 @@
+"""Makes vLLM quantize a model's files as it loads them, by the same rule as the trainer quantizes later versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .....codecs.weights.conversion import converted, wire_dtype
+from .....codecs.weights.parameter_digests import DigestTaker
+from .....codecs.weights.quantization import SUFFIX, Quantization
+from .. import library
+from ..weight_names import WeightNames
+from .served_layers import ServedLayers
+from .start_format import LOAD_FORMAT
+
+
+class QuantizingLoader(library.DefaultModelLoader):
+    """Loader of vLLM that turns a folder's weights into 8 bits, and then finds out how the layers keep them."""
+
+    def __init__(self, load_config: Any) -> None:
+        extra = dict(load_config.model_loader_extra_config)
+        self._scheme = extra.pop("quantization")
+        super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=extra))
+
+    def load_model(self, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load the model, and find out how its layers keep their weights, see `ServedLayers`. Raises ValueError if one
+        cannot be read."""
+        self._names = WeightNames(vllm_config.model_config.model, self._scheme)
+        self._device = torch.device(vllm_config.device_config.device)
+        quantization = self._names.quantization
+        assert quantization is not None
+        self._digests = DigestTaker(0, quantization.tensors)
+        model = super().load_model(vllm_config, *args, **kwargs)
+        layers = ServedLayers(model, quantization, self._names.shape)
+        with library.set_current_vllm_config(vllm_config), torch.no_grad():
+            every = vllm_config.parallel_config.tensor_parallel_size == 1
+            layers.find_readers(self._digests.result(), library.vllm.__version__, every=every)
+        model.headrace_layers = layers
+        return model
+
+    def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of the files, the quantized ones as their values and their scales."""
+        stored = self._names.in_files
+        own = {stored_name: name for name, stored_name in stored.items()}
+        quantization = Quantization(self._scheme, frozenset(own))
+        files = super().get_all_weights(model_config, model)
+        sent = ((name, converted(one, wire_dtype(one.dtype, model_config.dtype), self._device)) for name, one in files)
+        for name, tensor in quantization.stream(sent):
+            if (weight := own.get(name.removesuffix(SUFFIX))) is not None:
+                self._digests.take(weight + name.removeprefix(stored[weight]), tensor)
+            yield name, tensor
+
+
+library.register_model_loader(LOAD_FORMAT)(QuantizingLoader)
+library.keep_scales_in_memory()

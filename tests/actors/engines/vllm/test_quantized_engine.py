@@ -1,0 +1,110 @@
+"""vLLM with 8-bit weights: what is sent is what its kernels compute with, and nothing else is served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from headrace.actors.engines.hf.quantized_layers import quantization_of
+from headrace.actors.engines.protocol import EngineBroken, SamplingParams
+from headrace.codecs.weights.parameter_digests import DigestTaker, ParameterDigests
+from headrace.codecs.weights.quantization import Quantization, Scheme
+from headrace.tests.actors.engines.vllm.builder import build, save_model
+from headrace.tests.actors.weight_sync.weight_updates import Publisher, scaled
+
+pytestmark = pytest.mark.vllm
+PROMPT, PARAMS = [5, 6, 7, 13], SamplingParams(n=2, max_new_tokens=16)
+DAMAGED = "model.layers.0.self_attn.o_proj"
+
+
+def damage(worker: Any, name: str) -> str:
+    """Called in a worker: change what the layer `name` computes with, and return the form in which it keeps that."""
+    model = worker.model_runner.model
+    layer = model.get_submodule(name)
+    if layer.weight is None:  # Only the kernel has it: let it compute with the weight of another layer.
+        layer.scheme.kernel.dnnl_handler = model.get_submodule(name.replace(".0.", ".1.")).scheme.kernel.dnnl_handler
+    else:
+        layer.weight.data[3, 4] = 0.5 * layer.weight.data[3, 4].float() + 1
+    return ", ".join(model.headrace_layers.ways)
+
+
+def damage_scales(worker: Any, name: str) -> None:
+    """Called in a worker."""
+    worker.model_runner.model.get_submodule(name).weight_scale.data[5] *= 1.01
+
+
+def digests_of(version: int, sent: Mapping[str, torch.Tensor]) -> ParameterDigests:
+    taker = DigestTaker(version, frozenset(sent))
+    for name, tensor in sent.items():
+        taker.take(name, tensor)
+    return taker.result()
+
+
+def distance(folder: str, plan: Quantization, factor: float, answers: list[Any]) -> float:
+    """The mean distance of log-probs from those of transformers with the rounded weights."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    weights = plan.restored(dict(plan.stream(scaled(folder, factor).items())))
+    found = []
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+        for one in answers:
+            ids = torch.tensor([[*PROMPT, *one.token_ids.tolist()]])
+            table = model(input_ids=ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+            found.append(table.gather(1, ids[0, len(PROMPT) :, None])[:, 0].numpy() - one.logprobs)
+    return float(np.abs(np.concatenate(found)).mean())
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme", "way"),
+    [
+        ("untied", "int8", "by the kernel"),
+        pytest.param("tied", "fp8", "transposed", marks=pytest.mark.slow),
+    ],
+)
+def test_what_was_sent_is_what_kernels_compute_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, scheme: Scheme, way: str
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # Functions are sent to workers.
+    folder = save_model(tmp_path / "model", kind)
+    plan, publisher = quantization_of(folder, scheme), Publisher(tmp_path / "weights")
+
+    async def main() -> None:
+        engine = build(folder, quantization=scheme)
+        try:
+            assert distance(folder, plan, 1.0, await engine.generate("first", PROMPT, PARAMS)) < 0.1
+            sent = dict(plan.stream(scaled(folder, 0.8).items()))
+            for version in (1, 2, 3):
+                await engine.prepare_weights(publisher.publish(version, sent))
+                await engine.commit_weights(version)
+                digests = digests_of(version, sent)
+                assert await engine.verify_weights(digests) >= len(sent) - 2, "all but the embeddings, which are plain"
+                if version == 1:
+                    answers = await engine.generate("second", PROMPT, PARAMS)
+                    assert distance(folder, plan, 0.8, answers) < 0.1 < distance(folder, plan, 1.0, answers)
+                    assert await engine.call_workers(damage, DAMAGED) == [way]
+                    with pytest.raises(EngineBroken, match=f"version 1: '{DAMAGED}.weight' has digest"):
+                        await engine.verify_weights(digests)
+                elif version == 2:
+                    await engine.call_workers(damage_scales, DAMAGED)
+                    with pytest.raises(EngineBroken, match=f"version 2: '{DAMAGED}.weight(_scale)?' has digest"):
+                        await engine.verify_weights(digests)
+            with pytest.raises(ValueError, match=f"parameter '{DAMAGED}.weight_scale' was not sent"):
+                left = {name: one for name, one in sent.items() if name != f"{DAMAGED}.weight_scale"}
+                await engine.prepare_weights(publisher.publish(4, left))
+            with pytest.raises(ValueError, match=r"has dtype torch.float32, expected torch\.(int8|float8_e4m3fn)"):
+                await engine.prepare_weights(publisher.publish(4, scaled(folder, 1.0)))
+            answers = await engine.generate("third", PROMPT, PARAMS)
+            assert all((one.versions == 3).all() for one in answers)
+        finally:
+            await engine.close()
+            publisher.close()
+
+    asyncio.run(main())
