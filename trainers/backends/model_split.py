@@ -13,8 +13,9 @@ from .families.megatron import FAMILIES
 
 PACKED_TYPES = (
     "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma3_text", "glm4", "glm4_moe", "granite",
-    "hunyuan_v1_dense", "llama", "minimax_m2", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi",
-    "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
+    "hunyuan_v1_dense", "internvl", "llama", "minimax_m2", "ministral3", "mistral", "mixtral", "olmo2", "olmo3",
+    "olmoe", "phi", "phi3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl", "smollm3",
+    "starcoder2",
 )  # fmt: skip
 """Values of `model_type` of the models that `fsdp` trains packed by default on GPUs. They are right packed in the table
 of models, and their attention is what the variable-length kernel computes: one width for keys and values, windows, no

@@ -175,6 +175,12 @@ def packed_positions(model: Any, positions: torch.Tensor) -> torch.Tensor:
     return positions.expand(4, *positions.shape) if plain else positions
 
 
+def takes_token_types(model: Any) -> bool:
+    """Return whether the tokens of a picture see each other, those behind them, too. The model must know which tokens
+    these are."""
+    return "token_type_ids" in inspect.signature(type(model.base_model).forward).parameters
+
+
 def picture_arguments(model: Any, ids: torch.Tensor, pictures: Pictures) -> dict[str, Any]:
     """Run the vision tower, and return the arguments with which the model's forward shows its features in `ids`.
 
@@ -195,7 +201,7 @@ def picture_arguments(model: Any, ids: torch.Tensor, pictures: Pictures) -> dict
         others = None if others is None else (others[0], torch.zeros_like(others[1]))
         output.deepstack_features = [_shown(features, pictures, others) for features in output.deepstack_features]
     arguments: dict[str, Any] = {"mm_encoder_outputs": {"image": output}}
-    if "token_type_ids" in inspect.signature(type(base).forward).parameters:  # The tokens of a picture see each other.
+    if takes_token_types(model):
         arguments["token_type_ids"] = (ids == kind if places is None else places).long()
     return arguments
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
-from ....actors.engines.hf.pictures import packed_positions, picture_arguments
+from ....actors.engines.hf.pictures import packed_positions, picture_arguments, takes_token_types
 from ....actors.protocols import MicroBatch
 from ....actors.train.topology import Topology
 from ..layers import attend_rows
@@ -291,11 +291,13 @@ def use_varlen_attention(model: Any) -> None:
     """Make a HF model use `attend_varlen`. Its forward then needs the arguments `row_ends` and `longest_row`.
 
     A model whose attention function cannot be replaced, or does more than the kernel, keeps its own function and a
-    dense mask. A line of the log says so.
+    dense mask. A line of the log says so. A vision tower always keeps its own function, because it has no rows.
     """
-    if not model._supports_attention_backend or model.config._attn_implementation != "sdpa":
+    sees = hasattr(model.config, "vision_config")
+    tokens_see_later_ones = sees and takes_token_types(model)
+    if not model._supports_attention_backend or model.config._attn_implementation != "sdpa" or tokens_see_later_ones:
         name = type(model).__name__
         _log.warning("trainer.packing: %s keeps its own attention, with a mask of all packed tokens", name)
         return
     AttentionInterface.register(VARLEN, attend_varlen)
-    model.set_attn_implementation(VARLEN)
+    model.set_attn_implementation({"text_config": VARLEN} if sees else VARLEN)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForImageTextToText
 
 from headrace.actors.train.topology import Topology
@@ -31,6 +32,7 @@ from headrace.tests.trainers.backends.vision.tiny_vlms import (
     save_vlm,
     shown_rows,
 )
+from headrace.trainers.backends.fsdp import causal_lm
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 
 LOGPROBS, GRADIENT = 1e-5, 1e-6
@@ -155,6 +157,36 @@ def test_a_sampled_placeholder_stands_for_itself(folder: str, name: str, packing
     found = logprobs_of(backend, sampled.micro(), temperature=TEMPERATURE)
     backend.close()
     assert (found - wanted).abs().max() <= LOGPROBS
+
+
+def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Stand in for the kernel of packed rows, which needs a GPU."""
+    *_, scale, _window = rest
+    parts = zip(*(part.split(ends.diff().tolist()) for part in (q, k, v)), strict=True)
+    return torch.cat(
+        [
+            F.scaled_dot_product_attention(
+                *(part.transpose(0, 1)[None] for part in row), is_causal=True, scale=scale, enable_gqa=True
+            )[0].transpose(0, 1)
+            for row in parts
+        ]
+    )
+
+
+def test_the_kernel_of_packed_rows_is_for_the_language_part(
+    folder: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma's tokens of a picture see each other, which the kernel cannot compute."""
+    monkeypatch.setattr(causal_lm, "attend_rows", attend_densely)
+    shown, backend = shown_rows(name), build(folder, packing="packed")
+    model = backend._policy.model
+    model.set_attn_implementation("sdpa")
+    wanted = logprobs_of(backend, shown.micro())
+    causal_lm.use_varlen_attention(model)
+    own = model.config.text_config._attn_implementation
+    assert own == ("sdpa" if name == "gemma3" else causal_lm.VARLEN)
+    assert (logprobs_of(backend, shown.micro()) - wanted).abs().max() <= LOGPROBS
+    backend.close()
 
 
 def sums_on(rank: int, world: int, folder: str, name: str, mesh: Topology) -> dict[str, Any]:
