@@ -54,6 +54,11 @@ class PicturePool:
         self._kept_bytes = 0
         self._running: dict[str, asyncio.Task[Prepared]] = {}
 
+    def warm_up(self) -> None:
+        """Start the processes, so that the first pictures do not wait for them."""
+        for _ in range(self._workers):
+            self._pool.submit(os.getpid)
+
     async def prepare(self, pictures: Sequence[Picture]) -> list[Prepared]:
         """Return the pictures, preprocessed, in order. Raises BadPicture, which names the picture, if one of them
         cannot be read or processed."""

@@ -123,7 +123,9 @@ def open_pictures(data: DataConfig, model: str, tokenizer_path: str, tokenizer: 
         from ...images.preparation import PicturePool  # It imports transformers, which takes seconds.
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "PIL", "data.images.enabled=true", "vision") from None
-    return RowPictures(PicturePool(data.images, model, tokenizer_path, tokenizer), tokenizer, data.max_prompt_tokens)
+    pool = PicturePool(data.images, model, tokenizer_path, tokenizer)
+    pool.warm_up()
+    return RowPictures(pool, tokenizer, data.max_prompt_tokens)
 
 
 def _blank(sample: Sample, processor: PictureProcessor) -> Sample:

@@ -39,6 +39,7 @@ def write_folder(folder: Path) -> str:
     text = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
+        "bos_token_id": None, "eos_token_id": vocabulary["<end>"],
     }  # fmt: skip
     vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 32}
     config = Qwen2_5_VLConfig(

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,13 @@ from headrace.tests.drills.chaos.faults import (
     more,
     schedule,
 )
-from headrace.tests.drills.chaos.injured_run import GROUP_SIZE, PROMPTS_PER_STEP, InjuredRun, run_config
+from headrace.tests.drills.chaos.injured_run import (
+    GROUP_SIZE,
+    PROMPTS_PER_STEP,
+    InjuredRun,
+    run_config,
+    with_pictures,
+)
 from headrace.tests.drills.chaos.ledger import Balance, balance
 from headrace.tests.drills.chaos.memory import Growth
 from headrace.tests.drills.chaos.surgeon import Fault, Hung, Surgeon
@@ -56,6 +63,8 @@ class ChaosOptions:
     seed: int = 0
     engine: str = "scripted"
     """Engine of the runs: `scripted`, or `hf` for the tiny built-in model on a CPU."""
+    pictures: bool = False
+    """Whether the prompts have pictures."""
 
 
 @dataclass(slots=True)
@@ -161,7 +170,10 @@ def _injure(
 ) -> Injured:
     folder = options.out / store
     folder.mkdir()
-    run = InjuredRun(folder.absolute(), lambda path: run_config(path, store, options.engine, options.seed))
+    config = partial(run_config, store=store, engine=options.engine, seed=options.seed)
+    if options.pictures:
+        config = with_pictures(config, folder.absolute() / "pictures")
+    run = InjuredRun(folder.absolute(), config)
     surgeon = Surgeon(run, lambda line: tell(f"{store}: {line}"))
     try:
         surgeon.operate(_endless(store, planned, options.seed), until_s)
@@ -273,6 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the schedule of faults")
     engines = ("scripted", "hf")
     parser.add_argument("--engine", default="scripted", choices=engines, help="hf: the tiny model, trained on the CPU")
+    parser.add_argument("--pictures", action="store_true", help="prompts with pictures; only with the engine scripted")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results; default: runs/bench-chaos-...")
     arguments = parser.parse_args(argv)
     return ended(lambda: _drill(arguments))
@@ -283,7 +296,8 @@ def _drill(arguments: argparse.Namespace) -> int:
         raise UserError(f"--minutes: got {arguments.minutes:g}, expected a number above 0")
     out = results_folder(arguments, "chaos", new=True)
     with status_line("starting") as (console, tell):
-        report = run_chaos(ChaosOptions(out, arguments.minutes, arguments.seed, arguments.engine), tell)
+        options = ChaosOptions(out, arguments.minutes, arguments.seed, arguments.engine, arguments.pictures)
+        report = run_chaos(options, tell)
     print_table(console, table("times that each fault struck", *pairs_grid(report)))
     print_table(console, table("rows of the history that survived", *rows_grid(report)))
     for line in lines(report):

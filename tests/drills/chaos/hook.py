@@ -59,6 +59,17 @@ def _patch_client(module: ModuleType, faults: Faults) -> None:
         return batch
 
     client.get = noted_get
+    get_blobs = client.get_blobs
+
+    @functools.wraps(get_blobs)
+    def noted_blobs(self: Any, meta: Any, field: str, *arguments: Any, **named: Any) -> Any:
+        from headrace.tests.drills.chaos.digests import blob_digests
+
+        found = get_blobs(self, meta, field, *arguments, **named)
+        faults.control.note(read={field: blob_digests(found, meta.schema[field])}, **_place(meta))
+        return found
+
+    client.get_blobs = noted_blobs
 
 
 def _place(meta: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import psutil
 import yaml
 
 from headrace.dataplane.recovery.keeper import kept_process
+from headrace.tests.actors.images.tiny_vision import draw, encoded, write_folder
 from headrace.tests.drills.chaos.control import VARIABLE, Control
 from headrace.tests.drills.chaos.faults import ProcessKind, StoreKind
 from headrace.tests.drills.chaos.faulty_calls import starts_a_process
@@ -27,6 +28,7 @@ from headrace.trainers.supervision.stuck_report import read_actors
 
 PROMPTS_PER_STEP, GROUP_SIZE = 8, 2
 CAPACITY_MIB = 64
+NUM_PICTURES = 12
 GONE_S = 60.0
 """Seconds within which all processes of a run must be gone after the run has ended. Its watchdog may have to kill
 some."""
@@ -72,6 +74,23 @@ def run_config(folder: Path, store: StoreKind, engine: str, seed: int) -> dict[s
     # Its process can be late on a loaded machine; a row that it fails is trained on like any other.
     config["reward"] = {"functions": [{"kind": "per_position"}, starts], "max_error_share": 1.0}
     return config
+
+
+def with_pictures(config: Callable[[Path], dict[str, Any]], folder: Path) -> Callable[[Path], dict[str, Any]]:
+    """Return a configuration whose prompts have no, one or two of a few pictures. folder: new folder for the pictures,
+    the prompts, and the files of a model without weights."""
+    model, lines = write_folder(folder), []
+    for number in range(NUM_PICTURES):
+        (folder / f"{number}.png").write_bytes(encoded(draw(60 + 20 * (number % 4), 60, number)))
+    for number in range(5 * NUM_PICTURES):
+        shown = [f"{(number * factor) % NUM_PICTURES}.png" for factor in (1, 7)][: number % 3]
+        lines.append(json.dumps({"prompt": "count squares", "answer": "1", "images": shown}))
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    data = {
+        "train": str(folder / "prompts.jsonl"), "chat_template": "all", "max_prompt_tokens": 64,
+        "images": {"enabled": True, "workers": 1, "cache_mib": 1},
+    }  # fmt: skip
+    return lambda path: {**config(path), "model": {"path": model}, "data": data}
 
 
 class InjuredRun:

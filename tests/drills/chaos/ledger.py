@@ -26,6 +26,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from headrace.actors.images.config import IMAGES
 from headrace.actors.protocols import TRAIN_FIELDS
 from headrace.actors.rollout.prompts import base36, row_key
 from headrace.tests.drills.chaos.control import Note
@@ -207,4 +208,5 @@ class _Puts:
                     fields[place, key] |= found.keys()
                 else:
                     wrong.append(key)
-        return wrong, {row for row, names in fields.items() if names >= set(TRAIN_FIELDS)}
+        shown = {IMAGES} & {name for digests in self._done.values() for name in digests}
+        return wrong, {row for row, names in fields.items() if names >= {*TRAIN_FIELDS, *shown}}
