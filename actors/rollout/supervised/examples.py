@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...images.prompt_pictures import OTHER_TYPES, PICTURE_TYPES
 from ...protocols import PromptRow
 from ..prompt_sources import PromptRows, read_jsonl
 from .config import SftConfig
@@ -174,5 +175,8 @@ def _messages(given: Any, column: str) -> tuple[Mapping[str, Any], ...]:
         content = message.get("content")
         if not isinstance(content, str | list | None) or (content is None and not message.get("tool_calls")):
             raise ValueError(f"message {index} has the content {content!r}, expected text")
+        kinds = [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+        if shown := [kind for kind in kinds if kind in (*PICTURE_TYPES, *OTHER_TYPES)]:
+            raise ValueError(f"message {index} has a part of type {shown[0]!r}, expected only text in a supervised run")
         checked.append({**message, "content": "" if content is None else content})
     return tuple(checked)

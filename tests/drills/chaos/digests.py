@@ -23,8 +23,8 @@ def row_digests(batch: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def blob_digests(blobs: BlobRows, field: Field) -> list[str]:
-    """Return the digests of the rows of a column of blobs, as `row_digests` does, from the bytes of blobs that were
-    read. field: declaration of the column."""
+    """Return the digests of rows with blobs as `row_digests` does, from the bytes that were read. field: declaration of
+    the column."""
     rows = [slice_rows(blobs.blobs, at, at + 1) for at in range(blobs.blobs.num_rows)]
     names = [Blob(field, {name: _value(row[name]) for name in row}).name for row in rows]
     return [_listed([names[at] for at in blobs.of(row)]) for row in range(len(blobs.references.counts))]

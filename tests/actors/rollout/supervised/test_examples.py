@@ -74,6 +74,10 @@ def test_a_long_row_is_refused_or_cut(tmp_path: Path) -> None:
         ({"messages": [USER]}, "line 2 .*: there is no message of the assistant to train on, expected at least one"),
         ({"messages": [USER, {"role": "bot", "content": "x"}]}, "message 1 has the role 'bot', expected one of system"),
         ({"messages": [USER, "x"]}, "message 1 is a str, expected `role` and `content`"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}, ASSISTANT]},
+            "has a part of type 'image', ",
+        ),
         ({"messages": [USER, {"role": "assistant"}]}, "message 1 has the content None, expected text"),
         ({"messages": [USER, ASSISTANT, ASSISTANT]}, "a message of the assistant is the first or follows another one"),
         ({"messages": [USER, ASSISTANT], "tools": "x"}, "`tools` is a str, expected a list of declarations"),
