@@ -18,7 +18,7 @@ from headrace.tests.actors.weight_sync.transports.transport_peers import PeerPro
 from headrace.tests.drills.version_ends import NUM_BUCKETS, BroadcastEnd, RankEnd, ServingEnd, weights
 
 ENGINES, RANKS, TIMEOUT_S = 3, 2, 15.0
-TRANSPORTS = ("pairs", "collective")
+TRANSPORTS = ("pairs", "pairs on shared gpus", "collective")
 
 
 class Kills:
@@ -44,7 +44,8 @@ class Kills:
         if self.transport == "collective":
             self.senders = [PeerProcess(BroadcastEnd, TIMEOUT_S, self.key)]
             return
-        self.senders = [PeerProcess(RankEnd, rank, RANKS, TIMEOUT_S, self.key) for rank in range(RANKS)]
+        own = TIMEOUT_S, self.key, self.transport != "pairs"
+        self.senders = [PeerProcess(RankEnd, rank, RANKS, *own) for rank in range(RANKS)]
         addresses = [sender.call("address").expect() for sender in self.senders]
         for sender in self.senders:
             sender.call("meet", addresses).expect()

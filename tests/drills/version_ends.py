@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from headrace.actors.weight_sync.config import SyncConfig
 from headrace.actors.weight_sync.inbox import WeightInbox
-from headrace.actors.weight_sync.pairs import pair_receiver, pair_sender
+from headrace.actors.weight_sync.pairs import neighbour_sender, pair_receiver, pair_sender
 from headrace.actors.weight_sync.pairs.rank_publisher import RankPublisher
+from headrace.actors.weight_sync.plan import packing
 from headrace.actors.weight_sync.plan.layouts import held
 from headrace.actors.weight_sync.transports import ends
 from headrace.actors.weight_sync.transports.factory import build_sender
@@ -79,7 +81,7 @@ class End:
 class ServingEnd(End):
     """An engine: it copies a version over the one that it serves when that is committed."""
 
-    dies_in = ((ends, "checksum"), (pair_receiver, "checksum"))
+    dies_in = ((ends, "checksum"), (pair_receiver, "checksum"), (packing, "device_digest"))
 
     def __init__(self, engine: str, timeout_s: float, key: bytes) -> None:
         super().__init__()
@@ -111,11 +113,11 @@ class ServingEnd(End):
 
 
 class RankEnd(End):
-    """A train rank of the transport `pairs`."""
+    """A train rank of the transport `pairs`, over TCP, or beside engines that read its memory."""
 
-    dies_in = ((pair_sender, "pack"),)
+    dies_in = ((pair_sender, "pack"), (neighbour_sender, "pack"))
 
-    def __init__(self, rank: int, num: int, timeout_s: float, key: bytes) -> None:
+    def __init__(self, rank: int, num: int, timeout_s: float, key: bytes, shares_gpus: bool) -> None:
         super().__init__()
         self._regions = [
             [
@@ -127,7 +129,8 @@ class RankEnd(End):
         ]
         self._rank, sync = rank, SyncConfig(timeout_s=timeout_s)
         limit = BUCKET_BYTES * pair_sender.SLOTS
-        self._publisher = RankPublisher(rank, "127.0.0.1", key, sync, limit, SPECS, self._regions)
+        wire: dict[str, Any] = {"group": torch.device("cpu"), "shares_gpus": True} if shares_gpus else {}
+        self._publisher = RankPublisher(rank, "127.0.0.1", key, sync, limit, SPECS, self._regions, **wire)
 
     def address(self) -> str:
         return self._publisher.addresses[0]
