@@ -90,10 +90,11 @@ class RendezvousServer:
         self._listener = AuthenticatedListener(listen(host), key, SERVICE, self._admit)
         self.port = self._listener.port
 
-    def clear(self, prefix: str = "") -> None:
-        """Forget all keys that start with `prefix`. Call it when the process groups that used them no longer exist."""
+    def clear(self, but: str = "") -> None:
+        """Forget the keys of all process groups; none of them may exist any more. but: name of a group whose keys are
+        kept, because its members perhaps find each other already; "" for none."""
         with self._lock:
-            for key in [key for key in self._values if key.startswith(prefix)]:
+            for key in [key for key in self._values if not (but and key.startswith(f"{but}/"))]:
                 self._nbytes -= len(key) + len(self._values.pop(key))
 
     def close(self) -> None:

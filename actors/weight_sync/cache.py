@@ -53,6 +53,9 @@ class BucketCache:
         """Create an empty cache. timeout_s: seconds that a call waits for another thread's block before it raises
         TimeoutError."""
         self._timeout_s = timeout_s
+        self.num_ranks = 0
+        """Number of train ranks of this host that each keep about as much: what they send. 0 if the buckets are those
+        of the whole model, which only rank 0 keeps."""
         self._lock = threading.RLock()  # A delta reads the base while the same thread writes the next version.
         self._task = ""
         """Operation that holds the lock at the moment; named in error messages."""
@@ -86,11 +89,14 @@ class BucketCache:
             if self._memories and len(self._memories[0]) >= nbytes:
                 return
             self._free()
-            wanted, available = NUM_VERSIONS * nbytes, available_memory()
+            wanted, available = NUM_VERSIONS * nbytes * (self.num_ranks or 1), available_memory()
             if wanted > MEMORY_SHARE * available:
+                of, off = "the model", "sync.delta and sync.cache"
+                if self.num_ranks:
+                    of, off = f"what {self.num_ranks} train workers of this host send", "sync.delta"
                 raise ValueError(
-                    f"weights: {NUM_VERSIONS} versions of the model in host memory need {wanted} bytes, more than "
-                    f"{MEMORY_SHARE:.0%} of the {available} available; turn off sync.delta and sync.cache"
+                    f"weights: {NUM_VERSIONS} versions of {of} in host memory need {wanted} bytes, more than "
+                    f"{MEMORY_SHARE:.0%} of the {available} available; turn off {off}"
                 )
             self._memories = [torch.from_numpy(np.empty(nbytes, dtype=np.uint8)) for _ in range(NUM_VERSIONS)]
             if torch.cuda.is_initialized() and nbytes:

@@ -94,8 +94,8 @@ class GroupSender(RankSender):
             return
         self._leave()
         num_senders = update.location.count(";")
-        if self._rendezvous is not None and old:
-            self._rendezvous.clear(f"{old}/")
+        if self._rendezvous is not None:
+            self._rendezvous.clear(but=name)
         place = rank, num_senders, num_senders + (0 if meeting.only_senders else others)
         what = functools.partial(look, "making the group")
         self._group = join(meeting, self._key, name, place, self._host, self._device, deadline, what)

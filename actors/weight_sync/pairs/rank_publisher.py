@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,10 @@ from .neighbour_sender import NeighbourSender
 from .pair_sender import KIND, SLOTS, PairSender, location_of, number_of
 from .sent_parts import SentParts
 from .shared_slots import host_name
+
+_MOST_WORKERS = 4096
+"""Largest number of workers of which it is kept what they have said. Those of engines that have left are the oldest."""
+T = TypeVar("T")
 
 
 class RankPublisher:
@@ -129,12 +134,12 @@ class RankPublisher:
                 nbytes = sender.send(update, plan, self._rank, tensors)
             else:
                 assert isinstance(sender, PairSender)
-                with self._sent.writing(update, plan, self._rank) as fill:
+                with self._sent.writing(update, plan, self._rank, self.hosts.count(self._place)) as fill:
                     nbytes = sender.send(update, plan, self._rank, tensors, fill)
         workers = worker_names(update.receivers)
         told = {workers[number]: decode_regions(data) for number, data in self._sender.needs.items() if data}
-        self._needs = needs | told
-        self._places = places | {workers[number]: host for number, host in self._sender.hosts.items()}
+        self._needs = _latest(needs, told)
+        self._places = _latest(places, {workers[number]: host for number, host in self._sender.hosts.items()})
         ended = time.perf_counter()
         same, sparse = sender.encodings["same"], sender.encodings["sparse"]
         counts = int((plan.buckets.sender == self._rank).sum()) - same - sparse, same, sparse
@@ -190,3 +195,9 @@ class RankPublisher:
         self._sender.close()
         if self._sent is not None:
             self._sent.close()
+
+
+def _latest(known: dict[str, T], told: dict[str, T]) -> dict[str, T]:
+    """Return what workers have said, the latest last. told: what those of this update have said."""
+    found = {worker: one for worker, one in known.items() if worker not in told} | told
+    return dict([*found.items()][-max(_MOST_WORKERS, len(told)) :])

@@ -37,15 +37,17 @@ class SentParts:
         return newest is not None and (newest.version, plan.key) == (version, self._key) and newest.plan is self._layout
 
     @contextmanager
-    def writing(self, update: WeightUpdate, plan: TransferPlan, rank: int) -> Iterator[PartFiller]:
+    def writing(self, update: WeightUpdate, plan: TransferPlan, rank: int, num_ranks: int) -> Iterator[PartFiller]:
         """Context manager that yields what fills the buckets of an update, and keeps them if no error is raised.
 
-        rank: number of this sender in the plan. Changes from `update.base` are sent if this rank has sent that version
-        by the same plan. Raises ValueError if the host has too little memory for two versions.
+        rank: number of this sender in the plan. num_ranks: number of senders on this host. Changes from `update.base`
+        are sent if this rank has sent that version by the same plan. Raises ValueError if the host has too little
+        memory for two versions.
         """
         base = update.base if self.holds(update.base, plan) else None
         if plan.key != self._key:
             self._lay_out(plan, rank)
+        self._cache.num_ranks = num_ranks
         with ExitStack() as stack:
             draft = stack.enter_context(self._cache.writing(update.version, self._layout))
             kept = None if base is None else stack.enter_context(self._cache.reading(base))

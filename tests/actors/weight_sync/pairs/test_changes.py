@@ -140,12 +140,16 @@ def test_a_rank_that_has_lost_what_it_sent_sends_its_part_whole() -> None:
 def test_a_rank_without_memory_for_what_it_sends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with ranks(2, "one", delta=True, timeout_s=60.0) as run:
         one = begun(run)
-        monkeypatch.setattr("headrace.actors.weight_sync.cache.available_memory", lambda: 0)
+        # There is room for both versions of one rank's part, but not for those of both ranks.
+        monkeypatch.setattr("headrace.actors.weight_sync.cache.available_memory", lambda: 2 * SIZE)
         run.senders[1]._sent = SentParts(20.0)
         update, sends = run.start(2, two := changed(one), 1)
         [prepared] = run.prepare(update)
         assert isinstance(sends[1].exception(20), ValueError)
-        with pytest.raises(WeightTransferError, match="ended the update: ValueError: .* turn off sync.delta"):
+        with pytest.raises(
+            WeightTransferError,
+            match="ended the update: ValueError: .* what 2 train workers of this host send .*; turn off sync.delta ",
+        ):
             prepared.result(20)
         assert isinstance(sends[0].exception(20), WeightTransferError)
         monkeypatch.undo()

@@ -198,6 +198,9 @@ def test_an_engine_that_has_started_again_gets_a_new_group(members: Callable[...
     ranks.receivers[0].leave()
     ranks.receivers[0] = ranks.receiver(0)
     ranks.expect_whole(2)
+    rendezvous = ranks.senders[0]._rendezvous
+    assert rendezvous is not None
+    [name] = {key.partition("/")[0] for key in rendezvous._values}
     ranks.senders[1]._leave()  # Only one sender: the receivers see that the senders do not agree.
     sent, got = ranks.update(3)
     assert all("not in the same process group" in one for one in got) and all(one[0] == "|" for one in sent), (
@@ -205,4 +208,6 @@ def test_an_engine_that_has_started_again_gets_a_new_group(members: Callable[...
         got,
     )
     ranks.expect_whole(4)
+    [another] = {key.partition("/")[0] for key in rendezvous._values}
+    assert another != name, "what a failed group has left is forgotten"
     ranks.receivers[0].leave()

@@ -15,7 +15,7 @@ import torch
 from headrace.actors.adapters.spec import AdapterSpec
 from headrace.actors.weight_sync.config import SyncConfig
 from headrace.actors.weight_sync.inbox import WeightInbox
-from headrace.actors.weight_sync.pairs import pair_receiver
+from headrace.actors.weight_sync.pairs import pair_receiver, rank_publisher
 from headrace.actors.weight_sync.pairs.planned_receiver import PlannedReceiver, _WeightMemory, missing_part
 from headrace.actors.weight_sync.pairs.rank_publisher import RankPublisher
 from headrace.actors.weight_sync.plan.layouts import held
@@ -233,6 +233,19 @@ def test_a_worker_that_has_said_what_it_needs_is_sent_no_more(monkeypatch: pytes
         assert all(send.exception(20) for send in sends)
         assert 2 * size <= sync(4)
         assert sync(5) < size + part + 10_000
+
+
+def test_what_engines_have_said_that_left_is_forgotten_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_publisher, "_MOST_WORKERS", 2)
+    with ranks(1, "one", "two") as run:
+        run.sync(1, weights(1))
+        for name in ("three", "four"):
+            for inbox in run.inboxes:
+                inbox.close()
+            run.groups = [ReceiverGroup(name, 1)]
+            run.inboxes = [WeightInbox(ReceiverConfig(name, SyncConfig(), key=KEY), 0)]
+            run.sync(2, weights(2))
+        assert [*run.senders[0]._places] == ["three worker 0", "four worker 0"]
 
 
 def test_nothing_but_the_declared_function_converts(monkeypatch: pytest.MonkeyPatch) -> None:
