@@ -175,6 +175,18 @@ def packed_positions(model: Any, positions: torch.Tensor) -> torch.Tensor:
     return positions.expand(4, *positions.shape) if plain else positions
 
 
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """Features of pictures, in the place of their pixels in a forward pass."""
+
+    output: Any
+
+
+def _encoded_features(pixel_values: _Encoded, *_: Any, **__: Any) -> Any:
+    """Stand in for `get_image_features` of a model, whose pictures are encoded already."""
+    return pixel_values.output
+
+
 def takes_token_types(model: Any) -> bool:
     """Return whether the tokens of a picture see each other, those behind them, too. The model must know which tokens
     these are."""
@@ -190,7 +202,7 @@ def picture_arguments(model: Any, ids: torch.Tensor, pictures: Pictures) -> dict
     base = model.base_model
     accepted = inspect.signature(type(base).get_image_features).parameters
     given = {name: part for name, part in pictures.parts.items() if name in accepted}
-    output = base.get_image_features(**given, return_dict=True)
+    output = type(base).get_image_features(base, **given, return_dict=True)
     kind, places = placeholder_id(model), pictures.places
     others = None  # A sampled placeholder keeps its embedding, and gets nothing in later layers.
     if places is not None:
@@ -200,7 +212,9 @@ def picture_arguments(model: Any, ids: torch.Tensor, pictures: Pictures) -> dict
     if getattr(output, "deepstack_features", None) is not None:  # Qwen3-VL adds some to its first layers, too.
         others = None if others is None else (others[0], torch.zeros_like(others[1]))
         output.deepstack_features = [_shown(features, pictures, others) for features in output.deepstack_features]
-    arguments: dict[str, Any] = {"mm_encoder_outputs": {"image": output}}
+    # Only since transformers 5.18 a model takes features by itself, as `mm_encoder_outputs`.
+    base.get_image_features = _encoded_features
+    arguments: dict[str, Any] = {"pixel_values": _Encoded(output)}
     if takes_token_types(model):
         arguments["token_type_ids"] = (ids == kind if places is None else places).long()
     return arguments
