@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 from .protocol import EngineStats, ServingEngine
 from .router import Router
@@ -24,14 +24,18 @@ class EngineUse:
     """Number of prompt tokens of the engine's samples; 0 for engines that reuse no keys and values."""
     cached_tokens: int = 0
     """Number of these tokens whose keys and values the engine already had."""
+    drafts: int = 0
+    """Number of steps that could check drafted tokens; 0 without speculative decoding."""
+    accepted_tokens: int = 0
+    """Number of drafted tokens that were accepted."""
 
     def __add__(self, other: EngineUse) -> EngineUse:
-        return EngineUse(
-            self.seconds + other.seconds,
-            self.busy_s + other.busy_s,
-            self.prompt_tokens + other.prompt_tokens,
-            self.cached_tokens + other.cached_tokens,
-        )
+        return EngineUse(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+    def since(self, before: EngineUse, seconds: float) -> EngineUse:
+        """Return the use after `before`, an earlier use of the same engine, in `seconds`."""
+        used = (new - old for new, old in zip(astuple(self), astuple(before), strict=True))
+        return replace(EngineUse(*used), seconds=seconds)
 
 
 class EngineMeter:
@@ -54,18 +58,13 @@ class EngineMeter:
             old = self._before.get(name, EngineUse())
             if new.busy_s < old.busy_s:  # Another engine has taken the place of this one.
                 old = EngineUse()
-            used[name] = EngineUse(
-                now - self._since,
-                new.busy_s - old.busy_s,
-                new.prompt_tokens - old.prompt_tokens,
-                new.cached_tokens - old.cached_tokens,
-            )
+            used[name] = new.since(old, now - self._since)
         self._since, self._before = now, found
         return used
 
 
 def _use(stats: EngineStats) -> EngineUse:
-    return EngineUse(0.0, stats.busy_s, stats.prompt_tokens, stats.cached_tokens)
+    return EngineUse(0.0, stats.busy_s, stats.prompt_tokens, stats.cached_tokens, stats.drafts, stats.accepted_tokens)
 
 
 def added_uses(parts: Iterable[Mapping[str, EngineUse]]) -> dict[str, EngineUse]:
@@ -78,7 +77,8 @@ def added_uses(parts: Iterable[Mapping[str, EngineUse]]) -> dict[str, EngineUse]
 
 
 def engine_metrics(engines: Mapping[str, EngineUse]) -> dict[str, float]:
-    """Return the share of prompt tokens that were cached, and the mean and the largest idle share of an engine.
+    """Return the share of cached prompt tokens, the mean and the largest of the idle shares of engines, and
+    the mean number of drafted tokens that a step accepted.
 
     Metrics without a value are left out."""
     prompts = sum(use.prompt_tokens for use in engines.values())
@@ -86,4 +86,6 @@ def engine_metrics(engines: Mapping[str, EngineUse]) -> dict[str, float]:
     metrics = {} if not idle else {"engine/idle_share": math.fsum(idle) / len(idle), "engine/idle_share_max": max(idle)}
     if prompts:
         metrics["engine/prefix_hit_share"] = sum(use.cached_tokens for use in engines.values()) / prompts
+    if drafts := sum(use.drafts for use in engines.values()):
+        metrics["engine/accepted_tokens"] = sum(use.accepted_tokens for use in engines.values()) / drafts
     return metrics

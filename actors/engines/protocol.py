@@ -171,6 +171,10 @@ class EngineStats:
     """Number of these tokens whose keys and values the engine already had."""
     cache_tokens: int = 0
     """Number of tokens for which the engine's prefix cache has room, which is constant; 0 for none."""
+    drafts: int = 0
+    """Number of model steps of all samples that could check drafted tokens; 0 without speculative decoding."""
+    accepted_tokens: int = 0
+    """Number of drafted tokens that these steps accepted."""
     in_flight: int = 0
     """Number of samples that an engine actor is generating for all of its callers, at its latest reply."""
 

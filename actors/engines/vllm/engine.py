@@ -125,7 +125,8 @@ class VllmEngine:
         self._checks = RequestChecks(
             model, tokenizer, process.context, process.vocab_size, seed, routes=settings.routes
         )
-        several = "speculative decoding samples several tokens at once" if "speculative_config" in options else ""
+        self._speculates = "speculative_config" in options
+        several = "speculative decoding samples several tokens at once" if self._speculates else ""
         self._logprobs = LogprobTaker(self._process, logprobs, several)
         self._updates = WeightUpdates(
             self._process, model, receiver, tp, adapters=adapters is not None, quantization=quantization
@@ -247,6 +248,9 @@ class VllmEngine:
         self.stats.batches += 1
         self.stats.rows += params.n
         self.stats.tokens += sum(len(one.token_ids) for one in completions)
+        if self._speculates:
+            seen = self._process.versions
+            self.stats.drafts, self.stats.accepted_tokens = seen.num_steps, seen.num_tokens - seen.num_steps
         return completions
 
     async def score(

@@ -245,6 +245,8 @@ class TokenVersions:
         self._queue: asyncio.Queue[Any] = core.outputs_queue
         self.num_tokens = 0
         """Number of tokens that have arrived since the start."""
+        self.num_steps = 0
+        """Number of steps of all samples in which they arrived; a step brings several with speculative decoding."""
         self._spans: dict[str, list[list[int]]] = {}
         """Weight versions of each request's tokens, in order: request id -> list of [version, number of consecutive
         tokens]."""
@@ -316,6 +318,7 @@ class TokenVersions:
         self._routes.split(outputs.outputs)
         for output in outputs.outputs:
             self.num_tokens += len(output.new_token_ids)
+            self.num_steps += bool(output.new_token_ids)
             # vLLM appends `-` and eight characters to the id that a request was submitted with.
             request_id = output.request_id.rpartition("-")[0]
             spans = self._spans.get(request_id)

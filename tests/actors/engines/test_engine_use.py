@@ -42,3 +42,5 @@ def test_reports_are_added_by_engine_and_give_shares() -> None:
     }
     assert engine_metrics({"e0": EngineUse(10.0, 20.0)}) == {"engine/idle_share": 0.0, "engine/idle_share_max": 0.0}
     assert engine_metrics({}) == {}
+    drafted = {"e0": EngineUse(drafts=40, accepted_tokens=30), "e1": EngineUse(drafts=10, accepted_tokens=5)}
+    assert engine_metrics(drafted) == {"engine/accepted_tokens": pytest.approx(0.7)}

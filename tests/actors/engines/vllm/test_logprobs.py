@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -191,3 +192,25 @@ def test_the_second_runners_tokens_are_placed_by_their_length(monkeypatch: pytes
 def test_an_unknown_runner_is_refused() -> None:
     with pytest.raises(ValueError, match="got vLLM's model runner SimpleNamespace, expected one with"):
         module("logprobs").SampledLogprobs(SimpleNamespace())
+
+
+@pytest.mark.slow
+def test_drafted_tokens_have_the_policys_logprobs_and_are_counted(tmp_path: Path) -> None:
+    """A random model repeats itself when it is greedy, so that drafts from its own text are accepted."""
+
+    class Drafting(Subject):
+        build_options = {
+            "options": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
+        }
+
+    subject = Drafting(tmp_path, "untied")
+    try:
+        for params in (SamplingParams(max_new_tokens=120, temperature=0.0), SamplingParams(n=4, max_new_tokens=60)):
+            completions = subject.run(subject.engine.generate(f"draft {params.n}", PROMPT, params))
+            subject.expect_logprobs(PROMPT, completions, params)
+        stats = subject.engine.stats
+        assert 0 < stats.accepted_tokens < stats.tokens and stats.drafts + stats.accepted_tokens >= stats.tokens
+        with pytest.raises(ValueError, match="rollout.mask_limit: got 9, expected 0, because log-probs come in vLLM's"):
+            subject.run(subject.engine.generate("cut", PROMPT, SamplingParams(top_k=3, mask_limit=9)))
+    finally:
+        subject.close()
