@@ -77,10 +77,9 @@ def added_uses(parts: Iterable[Mapping[str, EngineUse]]) -> dict[str, EngineUse]
 
 
 def engine_metrics(engines: Mapping[str, EngineUse]) -> dict[str, float]:
-    """Return the share of cached prompt tokens, the mean and the largest of the idle shares of engines, and
-    the mean number of drafted tokens that a step accepted.
+    """Return the shares of cached prompt tokens and of idle time, and the drafted tokens that a step accepted.
 
-    Metrics without a value are left out."""
+    The idle shares are the mean over the engines and the largest one. Metrics without a value are left out."""
     prompts = sum(use.prompt_tokens for use in engines.values())
     idle = [min(1.0, max(0.0, 1.0 - use.busy_s / use.seconds)) for use in engines.values() if use.seconds > 0]
     metrics = {} if not idle else {"engine/idle_share": math.fsum(idle) / len(idle), "engine/idle_share_max": max(idle)}
