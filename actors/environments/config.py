@@ -28,6 +28,11 @@ class EndpointConfig(Section):
     model: str = Field(default="policy", min_length=1)
     """Name of the policy in the list of models. Requests can name any model, unless the policy is an adapter: then
     they name the policy, or `base` for the model without it, whose answers are not trained on."""
+    sampling: Literal["run", "request"] = "run"
+    """What decides how the policy samples the answer to a call. `run`: the run alone; what requests say is ignored.
+    `request`: a request's `top_p`, `top_k` and `min_p` replace the run's, and training uses the distribution that they
+    leave (`rollout.mask_limit`). What training could not repeat is refused: penalties, `logit_bias`, and another
+    temperature than the run's."""
     max_body_mib: Count = 4
     """Largest size of a request's body in MiB; a larger body is refused while it is read."""
     max_calls: Count = 16384
@@ -37,6 +42,11 @@ class EndpointConfig(Section):
     """Largest number of calls that one episode can have open at the same time."""
     body_timeout_s: Positive = 30.0
     """Seconds within which a request's body must arrive."""
+
+    @property
+    def own_sampling(self) -> bool:
+        """True if requests say from which tokens their answers are drawn."""
+        return self.enabled and self.sampling == "request"
 
 
 Treatment = Literal["mask", "retry", "zero", "stop"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -283,12 +283,14 @@ class Episode(Conversation):
         adapter: Which = "",
         saved: SavedTurn | None = None,
         schema: str = "",
+        cuts: Mapping[str, Any] | None = None,
         pictures: tuple[Blob, ...] = (),
     ) -> tuple[Completion, str]:
         """Let the policy continue from `prompt_ids`, and return its tokens with their text, without recording them.
 
         room: number of tokens that may be added. routes_from: index of the first token whose route is wanted, where the
-        engine records routes. adapter, schema, pictures: see `SamplingParams`. saved: state that is recorded with the
+        engine records routes. adapter, schema, pictures: see `SamplingParams`. cuts: `top_p`, `top_k` and `min_p` if
+        they are not those of the run. saved: state that is recorded with the
         turn. Raises the errors of `generate`.
         """
         if room < 1:
@@ -304,6 +306,7 @@ class Episode(Conversation):
             adapter=adapter,
             schema=schema,
             pictures=pictures,
+            **(cuts or {}),
         )
         services, request_id = self._services, self.next_request()
         if saved is not None and isinstance(services.engine, RecoveringEngine):

@@ -34,7 +34,7 @@ from .data_config import DataConfig
 from .journal import GroupJournal, JournalConfig
 from .pictures.picture_rows import open_pictures
 from .prompts import PromptStream, open_prompts
-from .rows import RouteRules, TeacherSources
+from .rows import MaskRules, RouteRules, TeacherSources
 from .supervised.config import SftConfig
 from .supervised.supervised_rows import SupervisedRows
 from .turn_journal import TurnJournal
@@ -107,8 +107,8 @@ class RolloutSetup:
     journal."""
     routes: RouteRules | None = None
     """Rules for the expert routes in rows; None without router replay."""
-    mask_limit: int = 0
-    """Largest number of ids of a sampling mask in rows (`rollout.mask_limit`); 0 for a run without masks."""
+    masks: MaskRules | None = None
+    """Rules for the sampling masks in rows; None for a run without masks."""
     sft: SftConfig | None = None
     """Section `sft` of the configuration, for an actor that supplies the rows of a supervised run; else None."""
     adapters: bool = False
@@ -182,7 +182,7 @@ class RolloutActor(EngineHost):
             mask_truncated=setup.mask_truncated,
             keeps_old_kv=setup.keeps_old_kv,
             routes=setup.routes,
-            mask_limit=setup.mask_limit,
+            masks=setup.masks,
             samples=setup.samples,
             max_rows=setup.environment.max_rows,
             columns=setup.data.columns,

@@ -49,7 +49,7 @@ class RolloutConfig(EngineKeys):
     @property
     def masked(self) -> bool:
         """True if rows carry the set of tokens from which each token was drawn."""
-        return self.cuts and self.mask_limit > 0 and self.engine != "scripted"
+        return (self.cuts or self.endpoint.own_sampling) and self.mask_limit > 0 and self.engine != "scripted"
 
     def mask_problems(self, *, takes_logprobs: bool, distils: bool) -> Iterator[str]:
         """Yield one sentence for each contradiction between the sampling and its masks. takes_logprobs: whether the
@@ -63,6 +63,11 @@ class RolloutConfig(EngineKeys):
                 "belong to a truncated distribution"
             )
         if not self.masked:
+            if self.endpoint.own_sampling:
+                yield (
+                    f"rollout.endpoint.sampling: got 'request' with rollout.mask_limit={self.mask_limit} and "
+                    f"rollout.engine={self.engine!r}, expected 'run', or a limit above 0 and the engine hf or vllm"
+                )
             return
         if self.top_k > self.mask_limit:
             yield f"rollout.top_k: got {self.top_k}, expected at most rollout.mask_limit={self.mask_limit}"

@@ -484,6 +484,16 @@ class MaskCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class MaskRules:
+    """What the sampling masks of a run's rows must be."""
+
+    limit: int
+    """Largest number of ids of a set (`rollout.mask_limit`)."""
+    required: bool
+    """True if each token that the policy chose must have a set; False if requests can ask for all tokens."""
+
+
+@dataclass(frozen=True, slots=True)
 class CheckedMasks:
     """Sampling masks of N samples, ready for the column, with the samples' scores after the checks."""
 
@@ -500,19 +510,18 @@ class CheckedMasks:
         return Batch(schema, batch.num_rows, {**dict(batch.items()), MASKS: self.column})
 
 
-def checked_masks(samples: Sequence[Sample], scores: Sequence[Score], limit: int, max_rows: int = 1) -> CheckedMasks:
+def checked_masks(
+    samples: Sequence[Sample], scores: Sequence[Score], rules: MaskRules, max_rows: int = 1
+) -> CheckedMasks:
     """Check that each token that the policy chose has the set of tokens from which it was drawn, and count the sets.
-
-    limit: largest number of ids of a set (`rollout.mask_limit`). max_rows: number of rows of each sample, see
-    `rollout_rows`.
-    """
+    max_rows: number of rows of each sample, see `rollout_rows`."""
     streams, checked, counts = [], [], []
     for sample, score in zip(samples, scores, strict=True):
         own, count = rows_of(sample, max_rows), MaskCounts()
         if score.valid:
             key = row_key(sample.prompt.uid, sample.index)
             try:
-                count = sum((_mask_count(row, limit, key) for row in own), count)
+                count = sum((_mask_count(row, rules, key) for row in own), count)
             except MasksDamaged as damage:
                 score = Score(reward=0.0, components={}, valid=False, error=str(damage), failure="engine")
         for row in own:
@@ -524,15 +533,16 @@ def checked_masks(samples: Sequence[Sample], scores: Sequence[Score], limit: int
     return CheckedMasks(Ragged(torch.from_numpy(np.concatenate(streams)), shapes), checked, counts)
 
 
-def _mask_count(row: RowTokens, limit: int, key: str) -> MaskCounts:
+def _mask_count(row: RowTokens, rules: MaskRules, key: str) -> MaskCounts:
     """Return the counts of a row's masks. Raises MasksDamaged, naming the row's `key`."""
     stream = without_sets(len(row.input_ids)) if row.masks is None else row.masks
     sets = decode_sets(stream, len(row.input_ids), key)
     chosen = np.flatnonzero(row.response_mask)
     sizes = sets.counts[chosen] + 1
-    if len(lacking := chosen[(sizes < 1) | (sizes > limit)]):
+    limit, least = rules.limit, int(rules.required)
+    if len(lacking := chosen[(sizes < least) | (sizes > limit)]):
         raise MasksDamaged(
-            f"{key}: token {lacking[0]} has a sampling mask of {sizes[chosen == lacking[0]][0]} ids, expected 1 to "
-            f"rollout.mask_limit={limit}; an environment that makes completions itself must not lose their masks"
+            f"{key}: token {lacking[0]} has a sampling mask of {sizes[chosen == lacking[0]][0]} ids, expected {least} "
+            f"to rollout.mask_limit={limit}; an environment that makes completions itself must not lose their masks"
         )
     return MaskCounts(len(chosen), int(sizes.sum()), int(np.count_nonzero(sizes == limit)), len(stream))

@@ -39,6 +39,7 @@ from .prompts import PromptStream, row_key
 from .results import EvaluationReport, RolloutReport, RolloutTally, group_figures, token_figures
 from .rows import (
     MaskCounts,
+    MaskRules,
     RolloutRows,
     RouteCounts,
     RouteRules,
@@ -109,7 +110,7 @@ class RolloutWorker:
         mask_truncated: bool = False,
         keeps_old_kv: bool = False,
         routes: RouteRules | None = None,
-        mask_limit: int = 0,
+        masks: MaskRules | None = None,
         samples: SampleFile | None = None,
         max_rows: int = 1,
         columns: Sequence[ColumnConfig] = (),
@@ -123,8 +124,8 @@ class RolloutWorker:
         prompt) on disk; None keeps none. turns: keeps the turns of unfinished groups on disk; None keeps none.
         reward_timeout_s: time limit in seconds for the reward functions of one row. mask_truncated, keeps_old_kv,
         max_rows, columns, teachers: see `rollout_rows`. routes: the routes that the engine records and rows carry,
-        where an episode is one row; None without router replay. mask_limit: largest number of ids of a sampling mask in
-        rows; 0 for rows without masks. samples: file of episodes for people to read; None writes none. pictures: those
+        where an episode is one row; None without router replay. masks: what the sampling masks of rows must
+        be; None for rows without masks. samples: file of episodes for people to read; None writes none. pictures: those
         of prompts and rows; None if prompts have none. on_failure, retries: see `EnvironmentConfig`. name: name of the
         actor, which is that of an engine in its own process."""
         self._engine = engine
@@ -146,7 +147,7 @@ class RolloutWorker:
         self._mask_truncated = mask_truncated
         self._keeps_old_kv = keeps_old_kv
         self._routes = routes
-        self._mask_limit = mask_limit
+        self._masks = masks
         self._samples = samples
         self._max_rows = max_rows
         self._columns = tuple(columns)
@@ -345,8 +346,8 @@ class RolloutWorker:
                 checked = await asyncio.to_thread(checked_routes, samples, scores, self._routes)
             routes, scores, counts = checked.columns, checked.scores, checked.counts
         masks = None
-        if self._mask_limit:
-            masks = await asyncio.to_thread(checked_masks, samples, scores, self._mask_limit, self._max_rows)
+        if self._masks is not None:
+            masks = await asyncio.to_thread(checked_masks, samples, scores, self._masks, self._max_rows)
             scores = masks.scores
         scores = checked_scores(self._columns, samples, scores)
         if self._pictures is not None:

@@ -16,7 +16,7 @@ from ...actors.rollout.config import RolloutConfig
 from ...actors.rollout.data_config import DataConfig
 from ...actors.rollout.evaluation_metrics import VALIDATION as VALIDATION_PREFIX
 from ...actors.rollout.journal import JournalConfig
-from ...actors.rollout.rows import RouteRules, TeacherSources
+from ...actors.rollout.rows import MaskRules, RouteRules, TeacherSources
 from ...actors.sample_file import SampleFile, SamplesConfig
 from ...dataplane.config import Section
 from ...dataplane.handle import DataPlaneHandle
@@ -58,10 +58,15 @@ def rollout_setup(
         samples=sample_file(config.logging.samples, config.run, config.algorithm.prompts_per_step),
         journal=journal(config.run, fingerprint(config)),
         routes=None if spec is None else RouteRules(spec, config.router_replay),
-        mask_limit=config.rollout.mask_limit if config.rollout.masked else 0,
+        masks=mask_rules(config.rollout),
         sft=config.sft if config.sft.train else None,
         teachers=teacher_sources(config.distillation),
     )
+
+
+def mask_rules(rollout: RolloutConfig) -> MaskRules | None:
+    """Return the rules for the sampling masks of rows; None for a run without masks."""
+    return MaskRules(rollout.mask_limit, not rollout.endpoint.own_sampling) if rollout.masked else None
 
 
 def teacher_sources(distillation: DistillationConfig) -> TeacherSources | None:

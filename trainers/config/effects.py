@@ -76,8 +76,8 @@ VLLM = _is("rollout.engine", "vllm")
 MODEL_ENGINES = _is("rollout.engine", "hf", "vllm")
 CUTS = Need(
     "rollout.top_p",
-    "rollout.top_p below 1, or rollout.top_k or rollout.min_p above 0",
-    lambda config: config.rollout.cuts,
+    "rollout.top_p below 1, rollout.top_k or rollout.min_p above 0, or rollout.endpoint.sampling=request",
+    lambda config: config.rollout.cuts or config.rollout.endpoint.own_sampling,
 )
 MEGATRON = _is("trainer.backend", "megatron")
 MODEL_BACKENDS = _is("trainer.backend", "fsdp", "megatron")
@@ -199,7 +199,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     **{
         f"rollout.endpoint.{name}": (_is("rollout.endpoint.enabled", True),)
         for name in (
-            "host", "rows", "model", "max_body_mib", "max_calls", "max_episode_calls", "body_timeout_s",
+            "host", "rows", "model", "sampling", "max_body_mib", "max_calls", "max_episode_calls", "body_timeout_s",
         )
     },
     "rollout.endpoint.enabled": (EPISODES,),

@@ -71,7 +71,7 @@ def _request(given: Json, **read: Any) -> CallRequest:
         usage_in_stream=isinstance(options, Mapping) and bool(options.get("include_usage")),
         logprobs=bool(given.get("logprobs")),
         token_ids=bool(given.get("return_token_ids")),
-        ignored=ignored_of(given),
+        **ignored_of(given),
     )
 
 

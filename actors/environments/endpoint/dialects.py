@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...engines.chat import Reply
-from ...engines.protocol import Completion
+from ...engines.protocol import Completion, SamplingParams
 
 Json = dict[str, Any]
 IGNORED = (
@@ -20,6 +20,14 @@ IGNORED = (
     "logit_bias", "tool_choice", "parallel_tool_calls", "reasoning", "reasoning_effort", "thinking",
 )  # fmt: skip
 """Fields of a request that have no effect, because the run decides how the policy samples."""
+_CUTS: dict[str, tuple[type, str]] = {
+    "top_p": (float, "above 0, at most 1"), "top_k": (int, "0 or more"), "min_p": (float, "from 0 to 1"),
+}  # fmt: skip
+"""Fields that say from which tokens each token is drawn, which training can repeat."""
+_UNCHANGED: dict[str, Any] = {
+    "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {},
+}  # fmt: skip
+"""Fields that change the distribution itself -> the value with which they do not."""
 MAX_DEPTH = 100
 """Largest nesting depth of lists and objects in a body. It is limited because Python's JSON reader recurses."""
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
@@ -73,6 +81,8 @@ class CallRequest:
     """True if a later call of the episode can name this one as its previous response."""
     ignored: tuple[str, ...]
     """Names of the fields that the client has set and that have no effect."""
+    sampling: Mapping[str, Any]
+    """Those of these fields that are about the distribution of tokens, with their values."""
 
     @property
     def is_chat(self) -> bool:
@@ -304,6 +314,33 @@ def schema_at(given: Any, field: str, tools: Sequence[Any]) -> str:
     return json.dumps({"type": "object"} if kind == "json_object" else object_at(holder, "schema", f"{field}."))
 
 
-def ignored_of(given: Json) -> tuple[str, ...]:
-    """Return the names of the fields that are set and have no effect."""
-    return tuple(name for name in IGNORED if given.get(name) is not None)
+def ignored_of(given: Json) -> dict[str, Any]:
+    """Return the fields `ignored` and `sampling` of a CallRequest."""
+    names = tuple(name for name in IGNORED if given.get(name) is not None)
+    known = ("temperature", *_CUTS, *_UNCHANGED)
+    return {"ignored": names, "sampling": {name: given[name] for name in names if name in known}}
+
+
+def own_cuts(sampling: Mapping[str, Any], temperature: float) -> dict[str, Any]:
+    """Return the sampling parameters that a request sets, where requests decide (`rollout.endpoint.sampling`).
+
+    sampling: see `CallRequest`. temperature: that of the run. Raises BadRequest for what training cannot repeat.
+    """
+    cuts: dict[str, Any] = {}
+    for name, value in sampling.items():
+        plain = isinstance(value, int | float) and not isinstance(value, bool)
+        if name in _CUTS:
+            kind, expected = _CUTS[name]
+            try:
+                cuts[name] = kind(value)
+                SamplingParams(**{name: cuts[name]})
+            except (TypeError, ValueError):
+                raise wrong(name, value, expected) from None
+            if not plain or cuts[name] != value:
+                raise wrong(name, value, expected)
+        elif name == "temperature":
+            if not plain or value != temperature:
+                raise wrong(name, value, f"{temperature:g} or unset, because training repeats the run's temperature")
+        elif value != _UNCHANGED[name]:
+            raise wrong(name, value, f"{_UNCHANGED[name]} or unset, because training cannot repeat it")
+    return cuts

@@ -62,7 +62,7 @@ def _read(given: Json) -> CallRequest:
         schema=schema_at(given.get("output_format") if nested is None else nested, field, tools),
         schema_field=field,
         stream=bool(given.get("stream")),
-        ignored=ignored_of(given),
+        **ignored_of(given),
     )
 
 

@@ -53,7 +53,7 @@ def _read(given: Json) -> CallRequest:
         previous=text_at(given, "previous_response_id") if given.get("previous_response_id") is not None else "",
         num_instructions=len(before),
         store=given.get("store") is not False,
-        ignored=ignored_of(given),
+        **ignored_of(given),
     )
 
 

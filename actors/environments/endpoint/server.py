@@ -99,7 +99,9 @@ class EndpointServer:
         await self._start()
         secret = secrets.token_urlsafe(32)
         digest = _digest(secret)
-        self._sessions[digest] = Session(episode, self._config.rows, self._names)
+        self._sessions[digest] = Session(
+            episode, self._config.rows, self._names, own_sampling=self._config.sampling == "request"
+        )
         self._secrets[episode] = digest
         return EndpointAddress(self._url, secret, self._config.model)
 
@@ -180,7 +182,8 @@ class EndpointServer:
                 if request.url.path == COUNT_PATH:
                     return _json({"input_tokens": await session.count(dialect.read(json_object(body)))})
                 call = self._call_of(request, session, body, dialect)
-                return _shown(dialect, call, await self._wait(request, session, call))
+                answer = await self._wait(request, session, call)
+                return _shown(dialect, call, answer, own_sampling=self._config.sampling == "request")
         except BadRequest as refused:
             return _refusal(request, refused)
         except (_ClientGone, ClientDisconnect):
@@ -370,10 +373,10 @@ def _json(body: Json, status: int = 200, headers: dict[str, str] | None = None) 
     return Response(json.dumps(body).encode(), status, headers=headers, media_type="application/json")
 
 
-def _shown(dialect: Dialect, call: Call, answer: CallAnswer) -> Response:
+def _shown(dialect: Dialect, call: Call, answer: CallAnswer, *, own_sampling: bool) -> Response:
     asked, headers = call.request, {}
-    if asked.ignored:
-        headers[IGNORED_HEADER] = ",".join(asked.ignored)
+    if ignored := [name for name in asked.ignored if not (own_sampling and name in asked.sampling)]:
+        headers[IGNORED_HEADER] = ",".join(ignored)
     if asked.schema:
         headers[UNTRAINED_HEADER] = asked.schema_field
     if asked.stream:

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,7 +28,7 @@ from ...engines.protocol import BadSchema, Which
 from ...engines.tokenizer import encode_prompts
 from ..episode import Episode, OutOfTokens
 from ..turns import Transcript
-from .dialects import BadRequest, CallAnswer, CallRequest, Choice
+from .dialects import BadRequest, CallAnswer, CallRequest, Choice, own_cuts
 
 if TYPE_CHECKING:
     from ...images.processor import Prepared  # It imports transformers, which takes seconds.
@@ -100,11 +101,17 @@ class Session:
     """The calls of one episode. Methods run in the endpoint's event loop, which is that of the rollout actor."""
 
     def __init__(
-        self, episode: Episode, rows: Literal["conversation", "call"], models: Mapping[str, Which] = _ANY
+        self,
+        episode: Episode,
+        rows: Literal["conversation", "call"],
+        models: Mapping[str, Which] = _ANY,
+        *,
+        own_sampling: bool = False,
     ) -> None:
         """rows: see `EndpointConfig.rows`. models: what the names stand for that calls must give; {} if they can give
-        any name."""
+        any name. own_sampling: whether requests say from which tokens answers are drawn (`EndpointConfig.sampling`)."""
         self.episode = episode
+        self._own_sampling = own_sampling
         self._rows = rows
         self._models = models
         self._recorded: list[_Recorded] = []
@@ -242,11 +249,13 @@ class Session:
             expected = " or ".join(map(repr, self._models))
             raise BadRequest(f"model: got {request.model!r}, expected {expected}", status=404, code="model_not_found")
         adapter = self._models.get(request.model, "")
+        cuts = own_cuts(request.sampling, self.episode.params.temperature) if self._own_sampling else {}
         chat = self._chat_of(request)
         with _refusing(request):
             made = self._rendered(request) if adapter else self._prompt_of(request)
             prompt = call.prompt = await made
-            choices = [asyncio.create_task(self._choice(request, prompt, chat, adapter)) for _ in range(request.n)]
+            make = partial(self._choice, request, prompt, chat, adapter, cuts)
+            choices = [asyncio.create_task(make()) for _ in range(request.n)]
             try:
                 answers = tuple(await asyncio.gather(*choices))
             finally:
@@ -256,8 +265,15 @@ class Session:
         ids = array("i", prompt.ids)  # A list of integers takes nine times as much memory.
         return CallAnswer(self._new_id(), int(time.time()), ids, prompt.num_cached, answers)
 
-    async def _choice(self, request: CallRequest, prompt: _Prompt, chat: ChatFormat | None, adapter: Which) -> Choice:
-        """Let the policy answer a call once."""
+    async def _choice(
+        self,
+        request: CallRequest,
+        prompt: _Prompt,
+        chat: ChatFormat | None,
+        adapter: Which,
+        cuts: Mapping[str, Any],
+    ) -> Choice:
+        """Let the policy answer a call once. cuts: see `own_cuts`."""
         episode = self.episode
         first = prompt.row.num_prompt if prompt.row is not None else len(prompt.ids)
         completion, text = await episode.sample_turn(
@@ -268,6 +284,7 @@ class Session:
             stop_token_ids=chat.stop_token_ids if chat else (),
             adapter=adapter,
             schema=request.schema,
+            cuts=cuts,
             pictures=tuple(picture.blob for picture in prompt.pictures),
         )
         ids, tokens = completion.token_ids.tolist(), []

@@ -138,6 +138,47 @@ def test_streams_text_completions_models_and_logprobs() -> None:
     check_rows(sample, engine)
 
 
+def test_requests_say_from_which_tokens_they_are_answered_where_they_may() -> None:
+    async def speak(episode: Episode) -> float:
+        async with client_of(episode) as client:
+            messages: list[Any] = [{"role": "user", "content": "hi"}]
+            given: dict[str, Any] = {"model": "m", "messages": messages}
+            raw = await client.chat.completions.with_raw_response.create(
+                **given, top_p=0.5, temperature=1.0, presence_penalty=0.0, seed=3, extra_body={"top_k": 5, "min_p": 0.1}
+            )
+            assert raw.headers["x-headrace-ignored"] == "seed"
+            await client.chat.completions.create(**given)
+            for more, sentence in (
+                ({"temperature": 0.3}, "temperature: got 0.3, expected 1 or unset, because training repeats the run's"),
+                ({"frequency_penalty": 0.5}, "frequency_penalty: got 0.5, expected 0 or unset"),
+                ({"logit_bias": {"5": 1}}, "logit_bias: got {'5': 1}, expected {} or unset"),
+                ({"top_p": 1.5}, "top_p: got 1.5, expected above 0, at most 1"),
+                ({"extra_body": {"top_k": 2.5}}, "top_k: got 2.5, expected 0 or more"),
+            ):
+                with pytest.raises(openai.BadRequestError) as refused:
+                    await client.chat.completions.create(**given, **more)
+                assert sentence in str(refused.value)
+        return 1.0
+
+    engine = Cutting("abc", "abc", version=5)
+    endpoint = EndpointConfig(enabled=True, sampling="request")
+    [sample] = played(speak, engine, config=EnvironmentConfig(max_rows=4), endpoint=endpoint)
+    assert not sample.error, sample.error
+    assert engine.cuts == [(0.5, 5, 0.1), (1.0, 0, 0.0)]
+
+
+class Cutting(Recorder):
+    """A recorder that notes from which tokens each answer is to be drawn."""
+
+    def __init__(self, *texts: str, **settings: Any) -> None:
+        super().__init__(*texts, **settings)
+        self.cuts = list[tuple[float, int, float]]()
+
+    async def generate(self, request_id: str, prompt_ids: Any, params: SamplingParams) -> Any:
+        self.cuts.append((params.top_p, params.top_k, params.min_p))
+        return await super().generate(request_id, prompt_ids, params)
+
+
 # ---------------------------------------------------------------- repeats, and clients that go away
 
 

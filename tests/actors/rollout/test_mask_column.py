@@ -13,12 +13,13 @@ from headrace.actors.environments.turns import Transcript
 from headrace.actors.protocols import Prompt, Sample, Score
 from headrace.actors.rollout.journal import JournaledGroup, encode_record, read_group
 from headrace.actors.rollout.results import GroupFigures
-from headrace.actors.rollout.rows import MaskCounts, RolloutRows, checked_masks, rollout_rows
+from headrace.actors.rollout.rows import MaskCounts, MaskRules, RolloutRows, checked_masks, rollout_rows
 from headrace.codecs.tokens.masks import MASKS, decode_sets, encode_sets
 
 GOOD = Score(1.0, {}, True)
 SETS = ([3, 7, 9], [8], [1, 2, 4, 9])
 TOKENS = [7, 8, 9]
+RULES = MaskRules(4, required=True)
 
 
 def sample(masks: np.ndarray | None, index: int = 0) -> Sample:
@@ -43,7 +44,7 @@ def turn_masks() -> np.ndarray:
 
 def test_rows_carry_the_sets_of_their_turns_which_are_counted_and_journaled(tmp_path: Path) -> None:
     samples = [sample(turn_masks()), sample(turn_masks(), 1)]
-    found = checked_masks(samples, [GOOD, replace(GOOD, valid=False)], 4, max_rows=2)
+    found = checked_masks(samples, [GOOD, replace(GOOD, valid=False)], RULES, max_rows=2)
     stream = samples[0].masks
     assert stream is not None and [score.valid for score in found.scores] == [True, False]
     one_row = len(stream) + len(found.column.values[: len(stream) + 1]) - len(stream)
@@ -65,8 +66,13 @@ def test_rows_carry_the_sets_of_their_turns_which_are_counted_and_journaled(tmp_
 def test_a_row_with_a_token_without_its_set_or_with_a_larger_one_has_failed(
     masks: np.ndarray | None, limit: int
 ) -> None:
-    found = checked_masks([sample(masks)], [GOOD], limit)
+    found = checked_masks([sample(masks)], [GOOD], MaskRules(limit, required=True))
     [score], [counts] = found.scores, found.counts
     assert not score.valid and score.failure == "engine" and counts == MaskCounts()
     assert f"expected 1 to rollout.mask_limit={limit}" in score.error
     assert not decode_sets(found.column.values.numpy(), 10).restricted.any(), "what is not trained on has no sets"
+
+
+def test_requests_that_may_ask_for_all_tokens_need_no_sets() -> None:
+    found = checked_masks([sample(None), sample(turn_masks())], [GOOD] * 2, MaskRules(4, required=False))
+    assert found.scores == [GOOD] * 2 and [one.ids for one in found.counts] == [0, 16]

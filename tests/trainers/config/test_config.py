@@ -11,9 +11,16 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from headrace.actors.rollout.rows import MaskRules
 from headrace.cli.command import parse
 from headrace.tests.trainers.config.refusals import file_problems, only_problem
-from headrace.trainers.cluster.rollout_specs import EvaluationDefaults, evaluation_plans, fingerprint, sampling
+from headrace.trainers.cluster.rollout_specs import (
+    EvaluationDefaults,
+    evaluation_plans,
+    fingerprint,
+    mask_rules,
+    sampling,
+)
 from headrace.trainers.config.checks import StoreDemand, contradictions
 from headrace.trainers.config.config import Config, resolved_yaml, with_run_dir
 from headrace.trainers.config.load import build_config, load_config
@@ -412,6 +419,15 @@ def test_sampling_that_masks_cannot_replay_is_refused(
     assert load(tmp_path, "rollout: {top_p: 0.9}").rollout.masked
     problems = file_problems(tmp_path, "rollout: {top_p: 0.9}", *overrides)
     assert any(one.startswith(sentence) for one in problems), problems
+
+
+def test_requests_that_say_how_they_are_sampled_need_masks(tmp_path: Path) -> None:
+    text = "rollout: {engine: hf, endpoint: {enabled: true, sampling: request}}\nenvironment: {kind: tool_use}"
+    config = load(tmp_path, text)
+    assert config.rollout.masked and mask_rules(config.rollout) == MaskRules(512, required=False)
+    assert sampling(config.rollout, n=1, seed=0).mask_limit == 512
+    [problem] = file_problems(tmp_path, text, "rollout.mask_limit=0")
+    assert problem.startswith("rollout.endpoint.sampling: got 'request' with rollout.mask_limit=0"), problem
 
 
 def test_only_training_rollouts_have_masks() -> None:
