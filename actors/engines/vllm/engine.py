@@ -55,6 +55,7 @@ from .weight_names import WeightNames
 from .worker_orders import WeightUpdates
 
 T = TypeVar("T")
+_SEVERAL = "speculative decoding samples several tokens at once"
 END_S = 5.0
 """Seconds that the requests of an engine have to end when it is closed."""
 
@@ -126,8 +127,7 @@ class VllmEngine:
             model, tokenizer, process.context, process.vocab_size, seed, routes=settings.routes
         )
         self._speculates = "speculative_config" in options
-        several = "speculative decoding samples several tokens at once" if self._speculates else ""
-        self._logprobs = LogprobTaker(self._process, logprobs, several)
+        self._logprobs = LogprobTaker(self._process, logprobs, _SEVERAL if self._speculates else "")
         self._updates = WeightUpdates(
             self._process, model, receiver, tp, adapters=adapters is not None, quantization=quantization
         )

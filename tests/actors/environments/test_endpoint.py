@@ -148,13 +148,14 @@ def test_requests_say_from_which_tokens_they_are_answered_where_they_may() -> No
             )
             assert raw.headers["x-headrace-ignored"] == "seed"
             await client.chat.completions.create(**given)
-            for more, sentence in (
+            refusals: list[tuple[dict[str, Any], str]] = [
                 ({"temperature": 0.3}, "temperature: got 0.3, expected 1 or unset, because training repeats the run's"),
                 ({"frequency_penalty": 0.5}, "frequency_penalty: got 0.5, expected 0 or unset"),
                 ({"logit_bias": {"5": 1}}, "logit_bias: got {'5': 1}, expected {} or unset"),
                 ({"top_p": 1.5}, "top_p: got 1.5, expected above 0, at most 1"),
                 ({"extra_body": {"top_k": 2.5}}, "top_k: got 2.5, expected 0 or more"),
-            ):
+            ]
+            for more, sentence in refusals:
                 with pytest.raises(openai.BadRequestError) as refused:
                     await client.chat.completions.create(**given, **more)
                 assert sentence in str(refused.value)
