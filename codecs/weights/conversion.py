@@ -19,6 +19,8 @@ PAIRS = WIRE_PAIRS | {
 }  # fmt: skip
 """Pairs that `convert` accepts. Values are rounded to the nearest, ties to even, as by engines. Those that are not in
 `WIRE_PAIRS` occur in exports and merged adapters."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer of each number of bytes."""
 _copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -30,12 +32,20 @@ def wire_dtype(own: torch.dtype, engine: torch.dtype) -> torch.dtype:
 def convert(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each tensor of `sources` into that of `targets`, which has its shape, converted to the target's dtype. On a
     GPU the copies are only queued. Raises ValueError for a pair of dtypes that is not in `PAIRS`."""
-    for target, source in zip(targets, sources, strict=True):
-        if source.dtype != target.dtype and (source.dtype, target.dtype) not in PAIRS:
-            raise ValueError(f"weights: got {source.dtype}, expected a dtype that can be sent as {target.dtype}")
-    if targets:
-        with torch.no_grad():
-            _copy_all([*targets], [*sources])
+    into: list[torch.Tensor] = []
+    given: list[torch.Tensor] = []
+    with torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
+            if source.dtype == target.dtype:
+                # Torch copies many bfloat16 tensors on a GPU by way of float32, which changes the bits of NaN.
+                bits = _BITS[source.dtype.itemsize]
+                target, source = target.view(bits), source.view(bits)
+            elif (source.dtype, target.dtype) not in PAIRS:
+                raise ValueError(f"weights: got {source.dtype}, expected a dtype that can be sent as {target.dtype}")
+            into.append(target)
+            given.append(source)
+        if into:
+            _copy_all(into, given)
 
 
 def converted(weight: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:

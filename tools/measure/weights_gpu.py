@@ -406,8 +406,10 @@ class Measurement:
             peer.start(method, update)
         spans = [peer.answer()[1] for peer in self._peers]
         wrong = call_all(self._workers, "wrong", self._version, alone)
-        if any(wrong):
-            raise RuntimeError(f"{method}: these weights of the workers differ from the trainers': {wrong}")
+        for worker, names in enumerate(wrong):
+            if names:
+                told = f"{len(names)} weights of worker {worker} differ from the trainers', such as {names[:3]}"
+                raise RuntimeError(f"{method}, version {self._version}: {told}")
         return max(end for _, end in spans) - min(start for start, _ in spans)
 
 

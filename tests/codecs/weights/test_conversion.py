@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from headrace.codecs.weights import conversion
 from headrace.codecs.weights.conversion import PAIRS, convert, converted, wire_dtype
 
 
@@ -29,3 +30,22 @@ def test_an_undeclared_pair_is_refused(source: torch.dtype, target: torch.dtype)
     assert (source, target) not in PAIRS
     with pytest.raises(ValueError, match=f"got {source}, expected a dtype that can be sent as {target}"):
         convert([torch.empty(3, dtype=target)], [torch.zeros(3, dtype=source)])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.uint8])
+def test_bits_of_a_tensor_that_is_not_converted_stay_as_they_are(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN has many bit patterns. Torch's copy of many tensors keeps them on a CPU, but on a GPU only for integers."""
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.randint(0, 256, (2, 64, 1024), generator=generator, dtype=torch.uint8).to(device)
+    sources = [*bits.view(dtype)]
+    targets = [torch.zeros_like(source) for source in sources]
+    copied: list[bool] = []
+    original = conversion._copy_all
+    monkeypatch.setattr(
+        conversion, "_copy_all", lambda to, by: copied.append(to[0].is_floating_point()) or original(to, by)
+    )
+    convert(targets, sources)
+    assert copied == [False] and torch.stack(targets).view(torch.uint8).equal(bits)
