@@ -77,6 +77,7 @@ class OpenSlots:
     def open(self, message: bytes, deadline: Deadline) -> list[torch.Tensor]:
         """Return the slots that `message` describes. Raises WeightTransferError if they cannot be opened here."""
         if message != self._open[0]:
+            self._open = b"", []  # The old memory is freed before more is opened.
             told = messages.decode(message, list[bytes])
             try:
                 found = self._ring.open(tuple(told), deadline) if len(told) > 1 else _mapped(told[0].decode())

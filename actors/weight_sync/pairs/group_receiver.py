@@ -206,8 +206,8 @@ class GroupReceiver(PlanReceiver):
         """Read the senders' messages, and tell them that this receiver waits. Raises WeightTransferError when a sender
         has ended the update or is lost, and when `stop` was called."""
         for sender in self._senders:
-            note = next_note(sender.link, deadline, 0.0, f"{sender.name}, {when}")
-            if note is not None:
+            # All messages are read: after an abort, the memory of a neighbour can hold other bytes.
+            while (note := next_note(sender.link, deadline, 0.0, f"{sender.name}, {when}")) is not None:
                 sender.notes.append(note)
         if time.monotonic() > self._told + _WORD_S:
             self._told = time.monotonic()

@@ -80,6 +80,8 @@ class PairGroup(Group):
     """This process's membership in the group, and its buffers."""
 
     num_senders = 0
+    slots: Sequence[torch.Tensor] = ()
+    """Memory of others into which this member takes buckets. It must outlive the exchanges, as the buffers must."""
     _kept: Sequence[torch.Tensor] = ()
     _words: Sequence[Part] = ()
 

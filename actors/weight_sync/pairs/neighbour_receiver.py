@@ -59,7 +59,7 @@ class NeighbourReceiver(GroupReceiver):
         told = [(number, start.data) for number, start in enumerate(starts) if start.data]
         if len(told) != 1:
             raise deadline.error(f"{len(told)} ranks hand over buckets to this worker, not one")
-        [(self._neighbour, message)] = told
+        [(self._neighbour, message)], self._slots = told, []
         self._slots = self._open.open(message, deadline)
         self._far = update.location.split(";")[1 + self._neighbour].split("|")[4] != self.place
         self._ranks_group = starts[0].text

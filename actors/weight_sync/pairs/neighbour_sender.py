@@ -80,7 +80,9 @@ class NeighbourSender(GroupSender):
             raise deadline.error(str(error)) from error
         columns = plan.buckets.receiver.tolist(), plan.buckets.nbytes.tolist()
         own = [nbytes for worker, nbytes in zip(*columns, strict=True) if self._neighbours[worker] == rank]
-        if self._slots is None or self._slots.nbytes < max(own, default=0):
+        kept = self._group is not None and self._group.name == name
+        # Buckets of an update that has failed can still come into the slots of the group before.
+        if self._slots is None or not kept or self._slots.nbytes < max(own, default=0):
             self._slots = None
             self._slots = DeviceSlots(max(own, default=0), self._device)
         for worker, neighbour in enumerate(self._neighbours):
@@ -112,6 +114,7 @@ class NeighbourSender(GroupSender):
         """Send and hand over all rounds. Returns for each receiver the digests of its buckets in order, int64."""
         group, slots = self._group, self._slots
         assert group is not None and slots is not None
+        group.slots = slots.slots
         rounds, own = self._rounds(plan, rank), {bucket.number: bucket for bucket in plan.sending(rank)}
         memory = group.buffers(max((one.nbytes for part in rounds for one in part.sends), default=0))
         running: deque[tuple[Exchange, int, Sequence[_Handed]]] = deque()

@@ -30,6 +30,7 @@ from .group_receiver import GroupReceiver
 from .group_wire import Meeting
 from .neighbour_receiver import NeighbourReceiver
 from .pair_receiver import PairReceiver
+from .pair_sender import SLOTS
 
 _SLICE_S = 0.05
 _STOP_S = 5.0
@@ -102,8 +103,9 @@ class PlannedStream(Stream):
         self.device = source.device
         self._memory: torch.Tensor | None = None
         self._by_weight: _WeightMemory | None = None
-        self._arrived: queue.SimpleQueue[Bucket | Exception | None] = queue.SimpleQueue()
-        """Buckets that are at their places; at the end an error, or None if all have come."""
+        self._arrived: queue.Queue[Bucket | Exception | None] = queue.Queue(SLOTS)
+        """Buckets that are at their places; at the end an error, or None if all have come. If it is full, the receiver
+        waits, so that memory is not taken for weights long before they are loaded."""
         self._thread: threading.Thread | None = None
 
     def receive_into(self, memory: torch.Tensor) -> None:
@@ -184,12 +186,17 @@ class PlannedStream(Stream):
                     raise self.deadline.error("the update before it is still being received")
             try:
                 # `close` stops the deadline, which also ends a `receive` that has not begun.
-                self._pairs.receive(self.update, self._transfer, self._rank, tensors, self._arrived.put, self.deadline)
+                self._pairs.receive(self.update, self._transfer, self._rank, tensors, self._put, self.deadline)
             finally:
                 self._turn.release()
-            self._arrived.put(None)
+            self._put(None)
         except Exception as error:  # The stream's own thread raises it.
-            self._arrived.put(error)
+            self._put(error)
+
+    def _put(self, arrived: Bucket | Exception | None) -> None:
+        while not self.closed:  # A closed stream takes no more.
+            with contextlib.suppress(queue.Full):
+                return self._arrived.put(arrived, timeout=_SLICE_S)
 
     def _next(self) -> Bucket | None:
         while True:

@@ -194,6 +194,30 @@ def test_a_lost_rank_is_no_fault_of_an_engine(
     ranks.expect_whole(2)
 
 
+def test_bytes_that_come_late_for_a_failed_version_do_not_reach_the_next(
+    members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exchange that is given up can still write into the slots into which it takes buckets."""
+    ranks, late = members(), list[torch.Tensor]()
+    ranks.expect_whole(1)
+    original = PairGroup.exchange
+
+    def fail(self: PairGroup, sends: Any, takes: Any) -> Any:
+        late.extend(one for one, *_ in takes)
+        raise WeightTransferError("killed")
+
+    def come_late(self: PairGroup, sends: Any, takes: Any) -> Any:
+        for one in late:
+            one.fill_(255)
+        return original(self, sends, takes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PairGroup, "exchange", fail)
+        assert all(ranks.update(2)[1]) and late
+        patch.setattr(PairGroup, "exchange", come_late)
+        ranks.expect_whole(3)
+
+
 def test_a_silent_worker_is_at_fault_and_those_that_wait_are_not(
     members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +17,12 @@ from headrace.actors.adapters.spec import AdapterSpec
 from headrace.actors.weight_sync.config import SyncConfig
 from headrace.actors.weight_sync.inbox import WeightInbox
 from headrace.actors.weight_sync.pairs import pair_receiver, rank_publisher
-from headrace.actors.weight_sync.pairs.planned_receiver import PlannedReceiver, _WeightMemory, missing_part
+from headrace.actors.weight_sync.pairs.planned_receiver import (
+    PlannedReceiver,
+    PlannedStream,
+    _WeightMemory,
+    missing_part,
+)
 from headrace.actors.weight_sync.pairs.rank_publisher import RankPublisher
 from headrace.actors.weight_sync.plan.layouts import held
 from headrace.actors.weight_sync.plan.regions import place
@@ -190,6 +196,30 @@ def test_without_staging_each_weight_comes_once_and_is_freed(monkeypatch: pytest
             if version == 3:
                 held_bytes.clear()
         assert max(held_bytes) < 1000, "weights at their places, and those that are not needed, take no memory"
+
+
+@WIRES
+def test_without_staging_a_slow_loader_is_waited_for(monkeypatch: pytest.MonkeyPatch, wire: Wire) -> None:
+    """Otherwise, all weights would come into memory of their own before the first is loaded."""
+    specs = {f"layer {number}": (torch.float32, (1000,)) for number in range(64)}
+    monkeypatch.setattr(sys.modules[__name__], "SPECS", specs)
+    monkeypatch.setattr(sys.modules[__name__], "BUCKET_BYTES", 4 * 4096)
+    with ranks(1, "one", wire=wire, staging="none") as run:
+        [inbox], source, most = run.inboxes, weights(1), 0
+        update, [send] = run.start(1, source)
+        run.prepare(update)[0].result(20)
+        assert inbox._arriving is not None
+        stream, names = inbox._arriving[2], list[str]()
+        assert isinstance(stream, PlannedStream)
+        for whole in inbox.arriving(update):
+            assert stream._by_weight is not None
+            while not send.done() and not stream._arrived.full():
+                pass  # The receiver goes on as far as it can.
+            most = max(most, len(stream._by_weight._taken))
+            assert all(tensor.equal(source[name]) for name, tensor in whole)
+            names += [name for name, _ in whole]
+        assert sorted(names) == sorted(specs) and most < len(specs) / 3
+        send.result(20)
 
 
 @WIRES
