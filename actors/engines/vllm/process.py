@@ -19,7 +19,7 @@ from ...adapters.spec import AdapterSlots
 from ..protocol import EngineDied
 from . import library
 from .options import arguments
-from .quantized.start_format import quantization_arguments
+from .quantized.start_format import EXACT_SCALES, quantization_arguments
 from .start import CANCELLED, CoreLog, engine_environment, exit_code, exit_words, lives, take_standby
 from .step_outputs import SCHEDULER, TokenVersions
 from .vision import prepared_pictures
@@ -147,7 +147,7 @@ class VllmProcess:
         self._log = CoreLog(settings.log)
         try:
             most = {} if settings.most_cache_bytes is None else {library.MOST_CACHE: str(settings.most_cache_bytes)}
-            with engine_environment(cpu=cpu, tp=settings.tp, further=most):
+            with engine_environment(cpu=cpu, tp=settings.tp, further=most | EXACT_SCALES):
                 self.llm = self._start(settings, cpu)
         except BaseException:
             self._log.close()

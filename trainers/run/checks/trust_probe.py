@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from ....actors.engines.config import ModelConfig, RouterReplayConfig, engine_dtype
+from ....actors.engines.config import EngineKeys, ModelConfig, RouterReplayConfig, engine_dtype
 from ....actors.engines.factory import EngineConfig, build_engine
 from ....actors.engines.protocol import Completion
 from ....actors.engines.tokenizer import encode_prompts, load_tokenizer
@@ -35,9 +35,12 @@ from ...cluster.rollout_specs import sampling
 from ...errors import UserError
 from ...losses.correction import MISMATCH_MAX, MISMATCH_SUMS, mismatch_of
 
-SOUND_RATIO, SOUND_IN_HALF = 1.02, 1.06
+if TYPE_CHECKING:
+    from .rounding_by_kind import Rounding
+
+SOUND_RATIO, SOUND_IN_HALF, SOUND_IN_8_BITS = 1.02, 1.06, 1.25
 """Largest acceptable mean factor between the trainer's and the engine's probability of a token (`logprob/ratio_error`),
-first if both sides compute in float32, then if one of them computes in bfloat16.
+first if both sides compute in float32, then if one of them computes in bfloat16, then if the engine has 8-bit weights.
 
 Above it, the probability ratio of a policy update reflects more than rounding. Two correct computations of
 SmolLM2-135M in bfloat16 differ by a factor of 1.042, because its logits reach 40, where the values of bfloat16 are 0.25
@@ -46,9 +49,11 @@ have small logits, and a factor of 1.005 to 1.03.
 """
 
 
-def sound_ratio(model: ModelConfig, trainer: TrainerConfig, *, gpu: bool) -> float:
-    """Return SOUND_IN_HALF if the engine or the trainer computes in bfloat16, else SOUND_RATIO. gpu: whether they are
-    on GPUs."""
+def sound_ratio(model: ModelConfig, trainer: TrainerConfig, rollout: EngineKeys, *, gpu: bool) -> float:
+    """Return SOUND_IN_8_BITS if the engine has weights or keys and values in 8 bits, SOUND_IN_HALF if it or the trainer
+    computes in bfloat16, else SOUND_RATIO. gpu: whether they are on GPUs."""
+    if rollout.scheme is not None or rollout.kv_cache_dtype != "auto":
+        return SOUND_IN_8_BITS
     half = trainer.mixed_precision or engine_dtype(model, gpu=gpu) == "bfloat16"
     return SOUND_IN_HALF if half else SOUND_RATIO
 
@@ -66,7 +71,7 @@ def distrust(
     its continuation, in which both sides have the same weights. A continuation can train on rows of older versions
     first; such rows prove nothing. has_experts: whether the model has layers with experts.
     """
-    ratio, most = metrics.get("logprob/ratio_error"), sound_ratio(model, trainer, gpu=has_gpus())
+    ratio, most = metrics.get("logprob/ratio_error"), sound_ratio(model, trainer, rollout, gpu=has_gpus())
     if ratio is None or ratio <= most or metrics.get("staleness/max", 0.0) > 0:
         return None
     if rollout.cuts and not rollout.masked:
@@ -124,7 +129,9 @@ class TrustReport:
     beyond: tuple[int, ...] = ()
     """Numbers of tokens at which the model begins to compute something else, and which no compared row exceeds."""
     most: float = SOUND_RATIO
-    """Largest acceptable mean factor: SOUND_RATIO or SOUND_IN_HALF."""
+    """Largest acceptable mean factor: SOUND_RATIO, SOUND_IN_HALF or SOUND_IN_8_BITS."""
+    kinds: Mapping[str, Rounding] = field(default_factory=dict)
+    """Kind of layer -> effect of rounding its weights to 8 bits; {} for an engine that does not."""
 
     @property
     def sound(self) -> bool:
@@ -178,7 +185,14 @@ def probe_trust(
         rows = asyncio.run(_sample(rollout, model, seed, spec, within))
         tell(f"computing their log-probs with the backend {trainer.backend}")
         report = compare_rows(model, rollout, trainer, spec, rows)
-        return replace(report, beyond=tuple(count for count in counts if count >= longest))
+        kinds: Mapping[str, Rounding] = {}
+        if rollout.scheme is not None:
+            tell(f"rounding each kind of layer to {rollout.scheme}")
+            from .rounding_by_kind import rounding_by_kind  # Runs, which need only `distrust`, load no model code.
+
+            whole = [np.concatenate([ids, answer.token_ids]) for ids, answer in rows]
+            kinds = rounding_by_kind(model.path, rollout.scheme, whole, _device())
+        return replace(report, beyond=tuple(count for count in counts if count >= longest), kinds=kinds)
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -225,7 +239,7 @@ async def _sample(rollout: RolloutConfig, model: ModelConfig, seed: int, spec: R
     setup = EngineConfig(
         rollout,
         model,
-        device="cuda:0" if torch.cuda.is_available() else "cpu",
+        device=_device(),
         max_model_len=_context(prompts),
         seed=seed,
         routes=spec,
@@ -238,6 +252,10 @@ async def _sample(rollout: RolloutConfig, model: ModelConfig, seed: int, spec: R
     finally:
         await engine.close()
     return [(ids, answer[0]) for ids, answer in zip(prompts, answers, strict=True)]
+
+
+def _device() -> str:
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def _context(prompts: Sequence[np.ndarray]) -> int:
@@ -285,7 +303,7 @@ def compare_rows(
         native={name: measured[NATIVE + name] for name in found} if measured else found,
         replayed=found if measured else {},
         agreement={} if spec is None else {n: measured[f"{NATIVE}agreement_layer_{n}"] for n in spec.layers},
-        most=sound_ratio(model, trainer, gpu=torch.cuda.is_available()),
+        most=sound_ratio(model, trainer, rollout, gpu=torch.cuda.is_available()),
     )
 
 
@@ -333,6 +351,13 @@ def show_trust(console: Console, model: str, report: TrustReport) -> None:
             f"routers that choose the engine's experts, by decoder layer: {layers}", highlight=False, soft_wrap=True
         )
     console.print(report.verdict, highlight=False, soft_wrap=True)
+    if report.kinds:
+        rounded = Table()
+        for title in ("kind of layer", "layers", "error of the weights", "mean difference of log-probs"):
+            rounded.add_column(title, justify="left" if title == "kind of layer" else "right")
+        for kind, one in report.kinds.items():
+            rounded.add_row(kind, f"{one.num_layers}", f"{one.weight_error:.2%}", f"{one.mismatch_mean:.3g}")
+        console.print(rounded)
     if report.beyond:
         counts = ", ".join(f"{count:,}" for count in report.beyond)
         line = f"not compared: rows of more than {counts} tokens, beyond windows, chunks or scaling of the model"

@@ -9,8 +9,8 @@ from .....codecs.weights.quantization import BLOCK, Scheme
 
 LOAD_FORMAT = "headrace_quantized"
 """Name under which vLLM knows `QuantizingLoader`."""
-TAKEN = ("quantization", "load_format", "model_loader_extra_config")
-"""Arguments of vLLM that `rollout.quantization` sets."""
+EXACT_SCALES = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
+"""Environment variables that keep DeepGEMM from rounding scales to powers of two, which quantizes weights again."""
 
 
 def quantization_arguments(scheme: Scheme, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.run.checks.trust_probe import (
+    SOUND_IN_8_BITS,
     SOUND_IN_HALF,
     TrustReport,
     distrust,
@@ -84,6 +85,13 @@ def test_a_model_without_experts_has_one_column(tmp_path: Path, capsys: pytest.C
     printed = capsys.readouterr().out
     assert "sound: probabilities differ by a factor of 1.0000" in printed and "with replay" not in printed
     assert find_spec("vllm") is None or "has code for Qwen3ForCausalLM" in printed
+    report = probe(build_config({"model": {"path": str(tmp_path)}, "rollout": {"quantization": "int8"}}))
+    assert report.sound and report.most == SOUND_IN_8_BITS and 0 < report.native["mismatch_mean"] < 0.1
+    assert {kind for kind in report.kinds} >= {"q_proj", "down_proj"} and "mean difference of log-probs" in shown(
+        report
+    )
+    assert all(one.num_layers == 2 and 0 < one.weight_error < 0.02 for one in report.kinds.values())
+    assert all(0 < one.mismatch_mean < 0.1 for one in report.kinds.values())
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +114,7 @@ def report_of(native: float, replayed: float | None) -> TrustReport:
 def test_rounding_to_bfloat16_on_either_side_is_no_mismatch() -> None:
     def most(**sections: Any) -> list[float]:
         config = build_config(sections)
-        return [sound_ratio(config.model, config.trainer, gpu=gpu) for gpu in (False, True)]
+        return [sound_ratio(config.model, config.trainer, config.rollout, gpu=gpu) for gpu in (False, True)]
 
     assert most() == [1.02, 1.06] and most(trainer={"mixed_precision": True}) == [1.06, 1.06]
     assert most(model={"dtype": "float32"}) == [1.02, 1.02]
