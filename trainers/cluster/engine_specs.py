@@ -106,6 +106,7 @@ def teacher_engine(policy: EngineConfig, model: str, rollout: RolloutConfig, top
     policy in the same actor. model: the teacher's folder or hub id. rollout: section with the kind of the engine, which
     differs from that of `policy` in a replay."""
     longest = policy.max_model_len
+    rollout = rollout.model_copy(update={"quantization": "none", "kv_cache_dtype": "auto"})  # Its log-probs are exact.
     if rollout.engine == "vllm":  # It limits the log-probs of a request, and generates a token after the prompt.
         rollout = rollout.model_copy(update={"vllm": {"max_logprobs": max(top_k, 20), **rollout.vllm}})
         longest = None if longest is None else longest + 1

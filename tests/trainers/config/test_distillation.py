@@ -112,3 +112,6 @@ def test_a_teachers_engine_has_a_place_and_settings_of_its_own() -> None:
     engine = teacher_engine(policy, "b", config.rollout, config.distillation.top_k)
     assert (engine.model.path, engine.receiver, engine.version, engine.max_model_len) == ("b", None, 0, 27)
     assert isinstance(engine.rollout, RolloutConfig) and engine.rollout.vllm["max_logprobs"] == 40
+    low = config.rollout.model_copy(update={"quantization": "fp8", "kv_cache_dtype": "fp8"})
+    own = teacher_engine(policy, "b", low, 5).rollout
+    assert (own.scheme, own.kv_cache_dtype) == (None, "auto"), "a teacher's log-probs are not rounded"
