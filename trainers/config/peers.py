@@ -149,7 +149,7 @@ PEERS: Mapping[str, tuple[Row, ...]] = {
         ("actor_rollout_ref.actor.ppo_micro_batch_size", "trainer.tokens_per_microbatch", _MICRO),
         ("actor_rollout_ref.actor.tau_pos", "loss.kind loss.options", "a loss of your own"),
         ("actor_rollout_ref.actor.tau_neg", "loss.kind loss.options", "a loss of your own"),
-        ("actor_rollout_ref.actor.freeze_vision_tower", "trainer.freeze", "by patterns of names"),
+        ("actor_rollout_ref.actor.freeze_vision_tower", "trainer.freeze", "`[vision]`, or patterns of names"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode", "loss.kind", ""),
         ("actor_rollout_ref.actor.loss_scale_factor", "loss.length_norm", ""),
         ("actor_rollout_ref.actor.calculate_entropy", "trainer.entropy_metric", ""),
