@@ -141,7 +141,8 @@ class NeighbourSender(GroupSender):
             running.append((group.exchange(sends, takes), first, part.hands))
             for receiver, payload in packed:  # While they travel.
                 found[receiver].append(device_digest(payload))
-            if len(running) == 2:
+            # The next round is packed while the workers read this one, and while the ranks exchange it.
+            while len(running) > (1 if sends or takes else 0):
                 self._hand_over(*running.popleft(), tracker, deadline)
             self.num_moves += 1
         while running:
