@@ -51,11 +51,14 @@ class WeightNames:
         """One name of each weight that an update must contain, in the model's order: the first name of a tied weight,
         the only name of any other. An update may leave out buffers."""
         self._first_names = frozenset(self.required)
-        head = meta.get_output_embeddings()
+        head, text = meta.get_output_embeddings(), set(meta.get_decoder().modules())
         self.linear = tuple(
-            name for name, module in meta.named_modules() if isinstance(module, torch.nn.Linear) and module is not head
+            name
+            for name, module in meta.named_modules()
+            if isinstance(module, torch.nn.Linear) and module is not head and module in text
         )
-        """Names of the linear layers, without the output layer: the modules that can have an adapter."""
+        """Names of the linear layers of the text part, without the output layer: the modules that can have an
+        adapter."""
         self._stored = self._saved(meta, config.model_type)
         self.quantization = None if scheme is None else quantization_of_layers(meta, model, scheme)
         """The weights that are sent in 8 bits; None if none are."""

@@ -91,8 +91,9 @@ class PictureTaker:
     def shown(self, request_id: str, prompt: Sequence[int], pictures: Sequence[Blob]) -> ShownPictures:
         """Return the pictures of a request, placed in its prompt.
 
-        Raises ValueError if the model takes no pictures, or no pictures with these parts, or if the prompt has another
-        number of placeholders than the pictures have features.
+        prompt: token ids of the prompt, up to the first token that the policy sampled. Raises ValueError if the model
+        takes no pictures, or no pictures with these parts, or if the prompt has another number of placeholders than the
+        pictures have features.
         """
         if self._hindrance:
             raise ValueError(

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from headrace.actors.engines.protocol import Completion, SamplingParams
+from headrace.actors.engines.protocol import Completion, CutOff, SamplingParams
 from headrace.codecs.weights.parameter_digests import DigestTaker
 from headrace.tests.actors.engines.hf.test_pictures import blob
 from headrace.tests.actors.engines.vllm.builder import build
@@ -148,10 +148,22 @@ class TestSeeing:
             assert await engine.verify_weights(taker.result()) > 0
             both = await running
             seen = [one for row in both for one in row if IMAGE not in one.token_ids]
-            assert any({version - 1, version} == {*one.versions.tolist()} for one in seen)
+            mixed.append(any({version - 1, version} == {*one.versions.tolist()} for one in seen))
             return [[*old, *new] for old, new in zip(both, await seeing.answers("new"), strict=True)]
 
-        assert seeing.error(seeing.run(update())) <= LARGEST_ERROR
+        mixed: list[bool] = []
+        while not any(mixed) and len(mixed) < 10:  # On a busy machine requests can end before an update begins.
+            assert seeing.error(seeing.run(update())) <= LARGEST_ERROR
+        assert any(mixed)
+
+    def test_a_sample_that_is_continued_may_have_placeholders(self, seeing: Seeing) -> None:
+        """They stand for themselves. Without the words that the policy sampled them, the request is wrong."""
+        prompt, pictures = [*seeing.prompts[0].tolist(), 5, IMAGE, 7], tuple(map(blob, seeing.shown.pictures[0]))
+        params = replace(PARAMS, n=1, pictures=pictures)
+        [one] = seeing.run(seeing.engine.generate("c", prompt, replace(params, continues=CutOff("a", 0, 3))))
+        assert len(one.token_ids)
+        with pytest.raises(ValueError, match="placeholders of pictures, expected"):
+            seeing.run(seeing.engine.generate("d", prompt, params))
 
     def test_wrong_requests_are_refused_in_a_sentence(self, seeing: Seeing) -> None:
         first, (second, _) = map(blob, seeing.shown.pictures[0]), map(blob, seeing.shown.pictures[2])
