@@ -23,14 +23,17 @@ OPTIONS = ("validation.every=0", f"run.checkpoint_every={EVERY}", f"algorithm.gr
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_run_takes_its_steps_again_without_generating(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = runs.start(run_dir, *OPTIONS, "algorithm.steps=100000")
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("rollout.top_p=0.9", "rollout.top_k=8"), marks=pytest.mark.slow)], ids=["all", "cut"]
+)
+def test_a_killed_run_takes_its_steps_again_without_generating(tmp_path: Path, more: tuple[str, ...]) -> None:
+    run_dir, options = tmp_path / "run", (*OPTIONS, *more)
+    process = runs.start(run_dir, *options, "algorithm.steps=100000")
     runs.wait_for_step(run_dir, 2 * EVERY + 2, process)
     kill_all(process, run_dir)
     before = {line["step"]: line for line in runs.steps_of(run_dir)}
     resumed_steps = max(before) + 2
-    runs.finish(run_dir, *OPTIONS, f"algorithm.steps={resumed_steps}", "--resume")
+    runs.finish(run_dir, *options, f"algorithm.steps={resumed_steps}", "--resume")
     lines = runs.metrics(run_dir)
     [at] = [index for index, line in enumerate(lines) if line.get("event") == "resumed"]
     after = {line["step"]: line for line in lines[at:] if "reward/mean" in line}

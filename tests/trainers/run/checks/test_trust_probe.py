@@ -92,6 +92,9 @@ def test_a_model_without_experts_has_one_column(tmp_path: Path, capsys: pytest.C
     )
     assert all(one.num_layers == 2 and 0 < one.weight_error < 0.02 for one in report.kinds.values())
     assert all(0 < one.mismatch_mean < 0.1 for one in report.kinds.values())
+    cut = {"engine": "hf", "top_p": 0.8, "top_k": 9, "min_p": 0.01, "temperature": 0.7}
+    found = probe(build_config({"model": {"path": str(tmp_path)}, "rollout": cut})).native
+    assert found["mismatch_max"] < 1e-4, "the trainer takes the softmax over the sets from which tokens were drawn"
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
