@@ -70,7 +70,8 @@ def test_the_gallery_lists_every_example() -> None:
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_flat_example_is_planned(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    machine = ["--machine", "1x1x80"] if path.stem.startswith("gpu-") else []
+    gpus = 8 if path.stem == "gpu-30b-a3b" else 1
+    machine = ["--machine", f"1x{gpus}x80"] if path.stem.startswith("gpu-") else []
     code = main(["train", str(path), "--dry-run", *machine, f"run.dir={tmp_path / 'run'}"])
     planned = capsys.readouterr()
     assert code == DONE and "plan of a step" in planned.out, planned.err

@@ -8,6 +8,7 @@ a tensor-parallel group of the trainer are always within one host.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -435,9 +436,12 @@ def _engines(request: PlacementRequest) -> str:
 def _would_fit(request: PlacementRequest, hosts: Sequence[Host]) -> str:
     smaller = [(dp, engines) for dp in _fewer(request.topology.dp) for engines in _fewer(request.num_engines)]
     for dp, engines in sorted(smaller, key=lambda pair: (-sum(pair), -pair[0])):
-        tried = replace(request, topology=replace(request.topology, dp=dp), num_engines=engines)
+        own = request.topology
+        ep = math.gcd(own.ep, own.tp * own.cp * dp)  # It must divide the number of ranks of a stage.
+        tried = replace(request, topology=replace(own, dp=dp, ep=ep), num_engines=engines)
         if any(_place(layout, tried, hosts) for layout in request.layouts):
-            return f"trainer.dp={dp} with rollout.num_engines={engines} would fit"
+            experts = "" if ep == own.ep else f" and trainer.ep={ep}"
+            return f"trainer.dp={dp}{experts} with rollout.num_engines={engines} would fit"
     return "no smaller trainer.dp and rollout.num_engines would fit either"
 
 

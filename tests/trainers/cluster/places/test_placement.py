@@ -95,6 +95,8 @@ def test_each_shape_has_its_places(
          "logical CPU for each process on its host: host0 has 1 of 1 GPU(s) and 100 CPU(s) free; trainer.dp=1 with "
          "rollout.num_engines=1 would fit"),
         (hosts(2), config(2, trainer={"dp": 3}), "trainer.dp=2 with rollout.num_engines=2 would fit"),
+        (hosts(3), config(1, trainer={"dp": 4, "ep": 4}), "trainer.dp=3 and trainer.ep=1 with "
+         "rollout.num_engines=1 would fit"),
         (hosts(2, free=[[1]]), config(layout="separate"), "expected 2 GPUs that are free, with a logical CPU for each "
          "process on its host: host0 has 1 of 2 GPU(s)"),
         (hosts(1, 1), config(1, 2), "2 of them together on one host"),
