@@ -171,8 +171,9 @@ class Demands:
                 "packets learn Ray's token and can run code on all hosts"
             )
         carried = ["gradients"] if sum(host.has("train worker") for host in hosts) > 1 else []
-        if self.config.sync.transport == "collective":
-            carried.append("the weights of sync.transport=collective")
+        transport, on_gpus = self.config.sync.transport, any(host.num_gpus for host in hosts)
+        if transport == "collective" or (transport == "pairs" and on_gpus):  # Between CPUs, it uses TCP.
+            carried.append(f"the weights of sync.transport={transport}")
         if self.config.dataplane.tls and carried:
             yield f"dataplane.tls does not encrypt {' and '.join(carried)}, which gloo or NCCL carry between the hosts"
 

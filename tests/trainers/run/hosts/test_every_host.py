@@ -125,15 +125,17 @@ def demands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Demands:
 
 
 def test_what_is_not_encrypted_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def notes(hosts: int, tls: bool, **sync: str) -> list[str]:
+    def notes(hosts: int, tls: bool, num_gpus: int = 0, **sync: str) -> list[str]:
         plane = {"tls": tls, "key_file": str(tmp_path / "key")}
         demands = Demands(with_run_dir(build_config({"dataplane": plane, "sync": sync})))
-        return list(demands.in_clear([FAR] * hosts))
+        return list(demands.in_clear([replace(FAR, num_gpus=num_gpus)] * hosts))
 
     monkeypatch.setenv("RAY_USE_TLS", "1")
     assert notes(2, False) == notes(1, True) == []
     assert notes(2, True) == ["dataplane.tls does not encrypt gradients, which gloo or NCCL carry between the hosts"]
     assert "encrypt the weights of sync.transport=collective, which" in notes(1, True, transport="collective")[0]
+    assert "encrypt the weights of sync.transport=pairs, which" in notes(1, True, 2, transport="pairs")[0]
+    assert not notes(1, True, transport="pairs")
     monkeypatch.delenv("RAY_USE_TLS")
     assert "(RAY_USE_TLS is unset)" in notes(1, False)[0]
 
