@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
-import PIL.ImageOps
 import torch
 import transformers
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
@@ -24,7 +23,7 @@ from ...codecs.blobs import Blob, blob_field
 from ...codecs.memory import as_bytes
 from ...codecs.schema import DTYPES, Field, Kind
 from .config import IMAGES, ImagesConfig
-from .prompt_pictures import BadPicture
+from .prompt_pictures import BadPicture, upright_rgb
 
 NUM_TOKENS = "num_tokens"
 """Part of a picture with the number of its placeholder tokens in a row, int32."""
@@ -176,7 +175,7 @@ def _decoded(data: bytes) -> PIL.Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
             with PIL.Image.open(io.BytesIO(data)) as image:
-                return PIL.ImageOps.exif_transpose(image).convert("RGB")
+                return upright_rgb(image)
     except PIL.UnidentifiedImageError:
         raise BadPicture(f"got {len(data)} bytes that begin with {data[:12]!r}, expected a picture") from None
     except Exception as error:  # Damaged files make the decoders raise OSError, SyntaxError, struct.error and others.

@@ -10,12 +10,15 @@ import base64
 import binascii
 import http.client
 import io
+import os
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import unquote_to_bytes
+
+import numpy as np
 
 T = TypeVar("T")
 MAX_BYTES = 256 << 20
@@ -50,7 +53,8 @@ class Picture:
             reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
             raise BadPicture(f"{self.place}: {self.address!r} cannot be read: {reason}") from None
         if not data or len(data) > MAX_BYTES:
-            raise BadPicture(f"{self.place}: got {len(data)} bytes or more, expected 1 to {MAX_BYTES} bytes")
+            found = "more" if data else "0 bytes"
+            raise BadPicture(f"{self.place}: got {found} from {self.address!r}, expected 1 to {MAX_BYTES} bytes")
         return data
 
     def _open(self) -> IO[bytes]:
@@ -76,7 +80,7 @@ def picture_of(value: Any, place: str, *, folder: Path | None, allow_urls: bool)
     if isinstance(value, bytes | bytearray | memoryview) and len(value):
         return Picture(place, data=bytes(value))
     if hasattr(value, "save") and hasattr(value, "getexif"):
-        return Picture(place, data=_encoded(value))
+        return Picture(place, data=_encoded(value, place))
     if isinstance(value, Path):
         value = str(value)
     if not isinstance(value, str) or not value:
@@ -90,16 +94,30 @@ def picture_of(value: Any, place: str, *, folder: Path | None, allow_urls: bool)
     if folder is None or "://" in value:
         expected = "bytes, a PIL image or a data URI" if folder is None else "a data URI or a path"
         raise BadPicture(f"{place}: got {value!r:.80}, expected {expected}")
-    return Picture(place, address=str(folder / Path(value.removeprefix("file:")).expanduser()))
+    return Picture(place, address=str(folder / os.path.expanduser(value.removeprefix("file:"))))
 
 
-def _encoded(image: Any) -> bytes:
-    """Return a PIL image as a file without loss.."""
+def _encoded(image: Any, place: str) -> bytes:
+    """Return a PIL image as a file without loss. Raises BadPicture, naming the place, if that fails."""
     target = io.BytesIO()
-    if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16"):  # PNG has no other modes.
-        image = image.convert("RGB")
-    image.save(target, format="PNG", compress_level=1)
+    try:
+        upright_rgb(image).save(target, format="PNG", compress_level=1)
+    except Exception as error:  # A PIL image can be a damaged file that is decoded only now.
+        raise BadPicture(f"{place}: the PIL image cannot be read: {error}") from error
     return target.getvalue()
+
+
+def upright_rgb(image: Any) -> Any:
+    """Return a PIL image as RGB, turned as its EXIF data says. Raises BadPicture if its numbers are no brightnesses."""
+    import PIL.ImageOps  # It is installed where a PIL image comes from.
+
+    has_16_bits = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")
+    if image.mode in ("I", "F") and not has_16_bits:
+        raise BadPicture(f"it has mode {image.mode!r}, whose numbers have no largest value, expected 8 or 16 bits")
+    image = PIL.ImageOps.exif_transpose(image)
+    if has_16_bits:  # PIL would make everything above 255 white.
+        image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def _data_of(uri: str, place: str) -> bytes:

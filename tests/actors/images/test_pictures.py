@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import threading
 from functools import partial
@@ -10,9 +11,10 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 
-from headrace.actors.images.prompt_pictures import BadPicture, picture_of, take_pictures
+from headrace.actors.images.prompt_pictures import BadPicture, picture_of, take_pictures, upright_rgb
 from headrace.actors.rollout.data_config import DataConfig
 from headrace.actors.rollout.prompts import open_prompts
 from headrace.tests.actors.images.tiny_vision import PAD, draw, encoded
@@ -33,9 +35,24 @@ def test_every_form_has_the_same_bytes(tmp_path: Path) -> None:
     assert from_pil[:4] == b"\x89PNG" and from_pil == read(draw(20, 30))
 
 
+def test_pil_images_are_read_as_their_files_are() -> None:
+    turned, file = PIL.Image.Exif(), io.BytesIO()
+    turned[0x0112] = 6
+    draw(20, 30).save(file, "JPEG", exif=turned)
+    jpeg = PIL.Image.open(io.BytesIO(file.getvalue()))
+    assert PIL.Image.open(io.BytesIO(read(jpeg))).size == upright_rgb(jpeg).size == (30, 20)
+    deep = PIL.Image.new("I;16", (4, 4), 40000)
+    assert PIL.Image.open(io.BytesIO(read(deep))).getpixel((0, 0)) == (156, 156, 156) != (255, 255, 255)
+    deep.save(png := io.BytesIO(), "PNG")
+    assert upright_rgb(PIL.Image.open(png)).getpixel((0, 0)) == (156, 156, 156)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
+        (PIL.Image.new("F", (4, 4), 0.5), "p: the PIL image cannot be read: it has mode 'F', whose numbers have no la"),
+        (PIL.Image.open(io.BytesIO(PNG[:60])), "p: the PIL image cannot be read: image file is truncated"),
+        ("~nobody-has-this-name/a.png", "p: '.*/~nobody-has-this-name/a.png' cannot be read: No such file"),
         (None, "p: got None, expected a path, bytes, a PIL image"),
         ([1], r"p: got \[1\], expected a path"),
         ("https://example.org/a.png", r"p: got the URL 'https://example.org/a.png', expected none \(data.images.allow"),
@@ -49,6 +66,12 @@ def test_every_form_has_the_same_bytes(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path, value: Any, message: str) -> None:
     with pytest.raises(BadPicture, match=f"^{message}"):
         picture_of(value, "p", folder=tmp_path, allow_urls=False).read()
+
+
+def test_an_empty_file_is_told_as_such(tmp_path: Path) -> None:
+    (tmp_path / "a.png").touch()
+    with pytest.raises(BadPicture, match="^picture 0: got 0 bytes from '.*a.png', expected 1 to"):
+        read("a.png", tmp_path)
 
 
 def test_urls_are_fetched_where_they_are_allowed(tmp_path: Path) -> None:
