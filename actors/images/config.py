@@ -15,9 +15,10 @@ class ImagesConfig(Section):
 
     enabled: bool = False
     """Whether prompts may have pictures. The model must then be a vision-language model."""
-    field: Text = IMAGES
+    field: Text | None = None
     """Name of the column with the pictures of a prompt: one picture, or a list. They fill, in order, the parts of type
-    `image` of the chat messages that have no picture of their own. A data set need not have the column."""
+    `image` of the chat messages that have no picture of their own. A data set need not have the column. Unset: `images`
+    or, in rows without it, `image`."""
     folder: PathText | None = None
     """Folder that relative paths of pictures begin at. Unset: the folder of the .jsonl file, or of the data set."""
     allow_urls: bool = False

@@ -1,7 +1,8 @@
 """Finds the pictures of a prompt in the values of a data set, and reads their bytes where they are preprocessed.
 
 A picture is a path, bytes, a PIL image, a mapping with `bytes` or `path` as the library datasets stores it, a data URI
-or, if that is allowed, a URL. Nothing is read before a prompt is about to be rolled out.
+or, if that is allowed, a URL. Only the pictures of a data set's first row are read before their prompt is about to be
+rolled out, as a check of their folder.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def _encoded(image: Any, place: str) -> bytes:
 
 def upright_rgb(image: Any) -> Any:
     """Return a PIL image as RGB, turned as its EXIF data says. Raises BadPicture if its numbers are no brightnesses."""
-    import PIL.ImageOps  # It is installed where a PIL image comes from.
+    import PIL.Image  # It is installed where a PIL image comes from.
+    import PIL.ImageOps
 
     has_16_bits = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")
     if image.mode in ("I", "F") and not has_16_bits:

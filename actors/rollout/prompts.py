@@ -14,7 +14,8 @@ import numpy as np
 from ..engines.chat import text_of
 from ..engines.chat_template import apply_chat_template
 from ..engines.tokenizer import count_tokens
-from ..images.prompt_pictures import OTHER_TYPES, PICTURE_TYPES, Picture, take_pictures
+from ..images.config import IMAGES
+from ..images.prompt_pictures import OTHER_TYPES, PICTURE_TYPES, Picture, is_url, take_pictures
 from ..protocols import Prompt, PromptRow, PromptSource
 from .data_config import DataConfig, indexed_fields
 from .difficulty import success_rates, wanted_prompts
@@ -78,7 +79,9 @@ class TableSource:
         if not self.size:
             raise ValueError(f"data: {self.name!r} is empty, expected at least one row")
         self._check_template_arguments()
-        self.row(0)
+        for picture in self.row(0).pictures:
+            if not is_url(picture.address):  # Paths that begin at another folder than the user thinks are found here.
+                picture.read()
 
     def row(self, index: int) -> PromptRow:
         return self._row(self.table.rows[index], index)
@@ -99,7 +102,7 @@ class TableSource:
         check_encodable(text, where)
         added = len(messages) - (len(prompt) if isinstance(prompt, list) else 1)
         check_rendered(text, messages, self.place(index), added, where)
-        others = {name: value for name, value in read.others.items() if not pictures or name != self._images.field}
+        others = {name: value for name, value in read.others.items() if not pictures or name != self._column(read)}
         return PromptRow(text, read.answer, others, messages, pictures)
 
     def _illustrated(self, read: ReadRow, index: int) -> tuple[str | list[Mapping[str, Any]], tuple[Picture, ...]]:
@@ -115,10 +118,13 @@ class TableSource:
                             "only text"
                         )
             return read.prompt, ()
-        taken = take_pictures(
-            read.prompt, read.others.get(images.field), where, folder=self._folder, allow_urls=images.allow_urls
-        )
+        column = read.others.get(self._column(read))
+        taken = take_pictures(read.prompt, column, where, folder=self._folder, allow_urls=images.allow_urls)
         return taken.prompt, taken.pictures
+
+    def _column(self, read: ReadRow) -> str:
+        """Return the name of the column of a row that has its pictures, if it has any."""
+        return self._images.field or (IMAGES if read.others.get(IMAGES) is not None else "image")
 
     def _text(
         self, row: Mapping[str, Any], prompt: Any, index: int, num_pictures: int

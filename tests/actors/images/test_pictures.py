@@ -124,17 +124,21 @@ def test_prompts_of_a_file(tmp_path: Path, vision_tokenizer: Any) -> None:
     chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "count squares"}]}]
     lines = [{"prompt": chat, "images": ["a.png"], "answer": "1", "level": 3}, {"prompt": "count", "answer": "2"}]
     lines.append({"prompt": "count", "images": "a.png", "answer": "2"})
+    lines.append({"prompt": "count", "image": "a.png", "answer": "2"})
     file = tmp_path / "my.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     config = DataConfig.model_validate({"train": str(file), "chat_template": "all", "images": {"enabled": True}})
     source = open_prompts(config, vision_tokenizer, seed=0, check_lengths=True).source
-    rows = [source.row(index) for index in range(3)]
-    assert [row.text.count(PAD) for row in rows] == [1, 0, 1]
-    assert [[picture.read() for picture in row.pictures] for row in rows] == [[PNG], [], [PNG]]
+    rows = [source.row(index) for index in range(4)]
+    assert [row.text.count(PAD) for row in rows] == [1, 0, 1, 1]
+    assert [[picture.read() for picture in row.pictures] for row in rows] == [[PNG], [], [PNG], [PNG]]
     assert rows[0].fields == {"level": 3} and json.dumps(rows[0].messages)
     blind = config.model_copy(update={"images": DataConfig().images})
     with pytest.raises(ValueError, match=r"line 1 .* part of type 'image' while data.images.enabled=false"):
         open_prompts(blind, vision_tokenizer, seed=0, check_lengths=True)
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(ValueError, match=r"data: line 1 of .*, picture 0: '.*a.png' cannot be read: No such file"):
+        open_prompts(config, vision_tokenizer, seed=0, check_lengths=True)
 
 
 def test_pictures_of_a_data_set_stay_encoded(tmp_path: Path, vision_tokenizer: Any) -> None:
