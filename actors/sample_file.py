@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -140,12 +141,14 @@ def episode_line(
     """
     chosen = sample.versions[sample.response_mask > 0]
     versions = [int(version) for version in (chosen.min(), chosen.max())] if len(chosen) else []
+    shown = zip(sample.prompt.pictures, sample.prompt.prepared, strict=False)
+    named = [(prepared.text, f"[picture {picture.address or picture.place}]") for picture, prepared in shown]
     turns, left_out = _turns(tokenizer, sample, max_tokens)
     return {
         "kind": EPISODE,
         "set": name,
         "key": key,
-        "prompt": sample.prompt.text,
+        "prompt": _with_names(sample.prompt.text, deque(named)),
         "answer": sample.prompt.answer,
         "turns": turns,
         "tokens_left_out": left_out,
@@ -180,6 +183,18 @@ def trained_line(
     }
 
 
+def _with_names(text: str, pictures: deque[tuple[str, str]]) -> str:
+    """Return a text with the names of its pictures in place of their placeholder tokens, which can be thousands.
+
+    pictures: text of the tokens and name of each picture, in order. Those that are found are removed."""
+    done = ""
+    while pictures and pictures[0][0] in text:
+        tokens, name = pictures.popleft()
+        before, _, text = text.partition(tokens)
+        done += before + name
+    return done + text
+
+
 def _number(value: float) -> float | None:
     """Return `value` with at most _DIGITS decimals; None for NaN and infinity, which JSON does not have."""
     return round(float(value), _DIGITS) if math.isfinite(value) else None
@@ -209,10 +224,12 @@ def _turns(tokenizer: Any, sample: Sample, max_tokens: int) -> tuple[list[dict[s
     mask = sample.response_mask[kept] > 0
     gaps = np.diff(kept) > 1
     begins = np.flatnonzero(np.concatenate([[True], (mask[1:] != mask[:-1]) | gaps]))
+    later = sample.pictures[len(sample.prompt.prepared) :]
+    pictures = deque((one.text, f"[picture of {one.num_tokens} tokens]") for one in later)
     turns = []
     for part in np.split(kept, begins[1:]):
         texts = token_texts(tokenizer, sample.input_ids[part].tolist())
-        turn: dict[str, Any] = {"role": "environment", "text": "".join(texts)}
+        turn: dict[str, Any] = {"role": "environment", "text": _with_names("".join(texts), pictures)}
         if sample.response_mask[part[0]]:
             logprobs = [_number(value) for value in sample.logprobs[part]]
             turn |= {"role": "policy", "lengths": [len(text) for text in texts], "logprobs": logprobs}

@@ -96,9 +96,10 @@ class PictureProcessor:
         BadPicture, naming the place and both counts, if there are not as many placeholders as pictures."""
         first, *rest = text.split(self.placeholder)
         if len(rest) != len(pictures):
+            hint = "" if rest else "; with data.chat_template=all, a text prompt gets them"
             raise BadPicture(
                 f"{place}: the text has {len(rest)} placeholders {self.placeholder!r}, but the row has {len(pictures)} "
-                "pictures, expected one for each"
+                f"pictures, expected one for each{hint}"
             )
         return first + "".join(picture.text + part for picture, part in zip(pictures, rest, strict=True))
 

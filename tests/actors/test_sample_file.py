@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.actors import sample_file
+from headrace.actors.images.processor import Prepared
+from headrace.actors.images.prompt_pictures import Picture
 from headrace.actors.protocols import Prompt, Sample, Score
 from headrace.actors.sample_file import SampleFile, SamplesConfig, episode_line, token_texts, trained_line
 
@@ -52,6 +55,18 @@ SCORE = Score(0.5, {"exact_match": 1.0, "format": 0.0}, valid=True)
 
 def line_of(sample: Sample, max_tokens: int = 100, score: Score = SCORE) -> dict[str, Any]:
     return json.loads(json.dumps(episode_line(ByteTokenizer(), sample, score, "0.0", max_tokens)))
+
+
+def test_pictures_have_their_names_in_place_of_their_tokens() -> None:
+    prepared = [Prepared(cast(Any, None), "<p>" * count, count, 0) for count in (2, 3, 1)]
+    given = episode(("policy", "a"), ("environment", "screen <p>!"), prompt="look <p><p><p><p><p> here")
+    prompt = replace(given.prompt, pictures=(Picture("line 1", address="a.png"), Picture("line 1, picture 1", b"x")))
+    line = line_of(replace(given, prompt=prompt))
+    assert line["prompt"] == given.prompt.text, "a prompt whose pictures failed has its text"
+    prompt = replace(prompt, prepared=tuple(prepared[:2]))
+    line = line_of(replace(given, prompt=prompt, pictures=tuple(prepared)))
+    assert line["prompt"] == "look [picture a.png][picture line 1, picture 1] here"
+    assert line["turns"][1] == {"role": "environment", "text": "screen [picture of 1 tokens]!"}
 
 
 @given(st.text(max_size=40))
