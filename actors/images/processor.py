@@ -10,6 +10,7 @@ import inspect
 import io
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +24,13 @@ from ...codecs.blobs import Blob, blob_field
 from ...codecs.memory import as_bytes
 from ...codecs.schema import DTYPES, Field, Kind
 from .config import IMAGES, ImagesConfig
-from .prompt_pictures import BadPicture, upright_rgb
+from .prompt_pictures import BadPicture, Picture, is_url, upright_rgb
 
 NUM_TOKENS = "num_tokens"
 """Part of a picture with the number of its placeholder tokens in a row, int32."""
 _PARTS = ("image_processor", "tokenizer", "video_processor", "feature_extractor", "audio_processor", "chat_template")
+_ORIENTATION, _FIRST_TURNED = 0x0112, 5
+"""Key of EXIF's orientation, and the first of its values at which width and height change places."""
 _BLANK = (112, 84)
 """Width and height of the blank picture that shows the form of a processor's outputs."""
 
@@ -102,6 +105,22 @@ class PictureProcessor:
                 f"pictures, expected one for each{hint}"
             )
         return first + "".join(picture.text + part for picture, part in zip(pictures, rest, strict=True))
+
+    def added_tokens(self, pictures: Sequence[Picture]) -> int:
+        """Return how many tokens pictures add to a text that has one placeholder token for each, from their sizes.
+
+        Pictures that are still to be fetched, and those that cannot be read, add none; `process` says what is wrong.
+        """
+        added = 0
+        for picture in pictures:
+            if is_url(picture.address):
+                continue
+            with suppress(OSError, ValueError, PIL.Image.DecompressionBombError):
+                with PIL.Image.open(io.BytesIO(picture.data) if picture.data else picture.address) as image:
+                    turned = image.getexif().get(_ORIENTATION, 1) >= _FIRST_TURNED
+                    size = image.size if turned else image.size[::-1]
+                added += self._whole._get_num_multimodal_tokens(image_sizes=[size])["num_image_tokens"][0] - 1
+        return added
 
     def within(self, ids: Sequence[int], pictures: Sequence[Prepared], place: str) -> tuple[Prepared, ...]:
         """Return the first of the pictures, whose tokens are all in `ids`. Raises BadPicture, naming the place, if the

@@ -33,7 +33,7 @@ from ..sample_file import SampleFile
 from .data_config import DataConfig
 from .journal import GroupJournal, JournalConfig
 from .pictures.picture_rows import open_pictures
-from .prompts import PromptStream, open_prompts
+from .prompts import AddedTokens, PromptStream, no_tokens, open_prompts
 from .rows import MaskRules, RouteRules, TeacherSources
 from .supervised.config import SftConfig
 from .supervised.supervised_rows import SupervisedRows
@@ -145,11 +145,14 @@ class RolloutActor(EngineHost):
         torch.set_num_threads(setup.threads)
         rubric = build_rubric(setup.reward)
         tokenizer = load_tokenizer(setup.tokenizer)
-        prompts, journal = self._open_rows(tokenizer)
         pictures = open_pictures(setup.data, setup.model.path, setup.tokenizer, tokenizer)
+        added = no_tokens if pictures is None else pictures.pool.processor.added_tokens
+        prompts, journal = self._open_rows(tokenizer, added)
         self._data_notes += () if pictures is None else (pictures.pool.processor.note,)
         environment = build_environment(setup.environment)
-        held_out = {evaluation.name: self._open_evaluation(evaluation, tokenizer) for evaluation in setup.evaluations}
+        held_out = {
+            evaluation.name: self._open_evaluation(evaluation, tokenizer, added) for evaluation in setup.evaluations
+        }
         if setup.engine is None:
             engine = Router(
                 timeout_s=setup.engine_timeout_s,
@@ -194,19 +197,19 @@ class RolloutActor(EngineHost):
         )
         return engine
 
-    def _open_rows(self, tokenizer: Any) -> tuple[PromptStream, KnownGroups | None]:
+    def _open_rows(self, tokenizer: Any, added: AddedTokens) -> tuple[PromptStream, KnownGroups | None]:
         """Open the source of prompts and the journal, or the rows of a supervised run."""
         setup = self._setup
         if setup.sft is not None:
             rows = SupervisedRows(setup.sft, tokenizer, setup.tokenizer, seed=setup.seed)
             return rows.prompts, rows
-        opened = open_prompts(setup.data, tokenizer, seed=setup.seed, check_lengths=setup.check_prompts)
+        opened = open_prompts(setup.data, tokenizer, seed=setup.seed, check_lengths=setup.check_prompts, added=added)
         note = end_note(end_tokens(setup.tokenizer, tokenizer), tokenizer)
         self._data_notes = (*opened.notes, *([note] if note else []))
         journal = None if setup.journal is None else GroupJournal(setup.journal, setup.name)
         return PromptStream(opened.source, seed=setup.seed, rates=opened.rates), journal
 
-    def _open_evaluation(self, setup: EvaluationSetup, tokenizer: Any) -> HeldOut:
+    def _open_evaluation(self, setup: EvaluationSetup, tokenizer: Any, added: AddedTokens) -> HeldOut:
         """Open the prompts of an evaluation, and build its rubric. Raises ValueError, naming the evaluation, if the
         prompts or the rubric are not valid."""
         try:
@@ -216,6 +219,7 @@ class RolloutActor(EngineHost):
                 seed=self._setup.seed,
                 check_lengths=self._setup.check_prompts,
                 held_out=setup.name,
+                added=added,
             )
             rubric = build_rubric(setup.reward, voter=setup.correct)
         except MissingExtra:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -37,8 +37,14 @@ _CHECK_ENDLESS = 1000
 _BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 SOURCE = "data_source"
 """Name of the prompt field that holds the name of the prompt's source."""
+AddedTokens = Callable[[Sequence[Picture]], int]
 BLOCK = 1000
 """Number of prompts in a block of a mixture; every source has its share of each block."""
+
+
+def no_tokens(pictures: Sequence[Picture]) -> int:
+    """Return 0, for prompts without pictures."""
+    return 0
 
 
 def open_source(config: DataConfig, tokenizer: Any = None, *, seed: int = 0, validation: bool = False) -> PromptSource:
@@ -303,23 +309,25 @@ def place_of(source: PromptSource, index: int) -> str:
     return source.place(index) if isinstance(source, TableSource | KeptSource) else f"prompt {index} of {source.name!r}"
 
 
-def prompt_lengths(source: PromptSource, tokenizer: Any) -> np.ndarray:
-    """Return the number of tokens of each of the source's prompts (the first 1000 of an endless one), int64 `[N]`."""
+def prompt_lengths(source: PromptSource, tokenizer: Any, added: AddedTokens = no_tokens) -> np.ndarray:
+    """Return the number of tokens of each of the source's prompts (the first 1000 of an endless one), int64 `[N]`.
+    added: counts the tokens that pictures add to the placeholders in a prompt's text."""
     size = _CHECK_ENDLESS if source.size is None else source.size
     parts = list[np.ndarray]()
     for start in range(0, size, _CHECK_CHUNK):
         rows = source.rows(start, min(size, start + _CHECK_CHUNK))
-        parts.append(count_tokens(tokenizer, [row.text for row in rows], [row.rendered for row in rows]))
+        of_text = count_tokens(tokenizer, [row.text for row in rows], [row.rendered for row in rows])
+        parts.append(of_text + np.array([added(row.pictures) for row in rows], np.int64))
     return np.concatenate(parts)
 
 
-def check_prompt_lengths(source: PromptSource, tokenizer: Any, max_tokens: int) -> int:
+def check_prompt_lengths(source: PromptSource, tokenizer: Any, max_tokens: int, added: AddedTokens = no_tokens) -> int:
     """Tokenise the source's prompts, the first 1000 of an endless one, and return the longest length in tokens.
 
     Raises ValueError if prompts have more than `max_tokens` tokens. The message names the first three with their
     lengths, and says how many more there are.
     """
-    lengths = prompt_lengths(source, tokenizer)
+    lengths = prompt_lengths(source, tokenizer, added)
     too_long = np.flatnonzero(lengths > max_tokens)
     if len(too_long):
         named = ", ".join(f"{place_of(source, index)} ({lengths[index]} tokens)" for index in too_long[:3])
@@ -329,12 +337,14 @@ def check_prompt_lengths(source: PromptSource, tokenizer: Any, max_tokens: int) 
     return int(lengths.max())
 
 
-def without_overlong(source: PromptSource, tokenizer: Any, max_tokens: int) -> tuple[PromptSource, int]:
+def without_overlong(
+    source: PromptSource, tokenizer: Any, max_tokens: int, added: AddedTokens = no_tokens
+) -> tuple[PromptSource, int]:
     """Return the source without its prompts of more than `max_tokens` tokens, and the number of prompts left out.
 
     Raises ValueError if no prompt is left.
     """
-    lengths = prompt_lengths(source, tokenizer)
+    lengths = prompt_lengths(source, tokenizer, added)
     kept = np.flatnonzero(lengths <= max_tokens)
     if not len(kept):
         raise ValueError(
@@ -418,17 +428,25 @@ class OpenedSource:
 
 
 def open_prompts(
-    config: DataConfig, tokenizer: Any, *, seed: int, check_lengths: bool, held_out: str | None = None
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    seed: int,
+    check_lengths: bool,
+    held_out: str | None = None,
+    added: AddedTokens = no_tokens,
 ) -> OpenedSource:
     """Open the training prompts, or those of one evaluation. With `data.overlong_prompts=drop`, prompts of a finite
     source that are too long are left out.
 
     held_out: name of the evaluation whose prompts are opened; `config` has its data as validation data; None opens the
-    training prompts. check_lengths: True makes prompts that are too long an error, unless they were left out. Raises
-    ValueError with a one-sentence message if the source cannot be opened or its prompts do not fit.
+    training prompts. check_lengths: True makes prompts that are too long an error, unless they were left out. added:
+    see `prompt_lengths`. Raises ValueError with a one-sentence message if the source cannot be opened or its prompts do
+    not fit.
     """
     parts = config.parts(validation=held_out is not None)
-    opened = [_open_part(part, tokenizer, seed=seed, check_lengths=check_lengths, held_out=held_out) for part in parts]
+    checks = {"check_lengths": check_lengths, "added": added}
+    opened = [_open_part(part, tokenizer, seed=seed, held_out=held_out, **checks) for part in parts]
     if parts == [config]:
         return opened[0]
     streams = [PromptStream(one.source, seed=seed, shuffle=held_out is None, rates=one.rates) for one in opened]
@@ -438,7 +456,7 @@ def open_prompts(
 
 
 def _open_part(
-    config: DataConfig, tokenizer: Any, *, seed: int, check_lengths: bool, held_out: str | None
+    config: DataConfig, tokenizer: Any, *, seed: int, check_lengths: bool, held_out: str | None, added: AddedTokens
 ) -> OpenedSource:
     """Open one source; see `open_prompts`."""
     notes = list[str]()
@@ -448,14 +466,14 @@ def _open_part(
         notes += [note] if note else []
     if config.overlong_prompts == "drop" and source.size is not None:
         whole = source.size
-        source, dropped = without_overlong(source, tokenizer, config.max_prompt_tokens)
+        source, dropped = without_overlong(source, tokenizer, config.max_prompt_tokens, added)
         if dropped:
             notes.append(
                 f"{dropped} of {whole} {held_out or 'training'} prompts of {source.name} are left out, as they have "
                 f"more than data.max_prompt_tokens={config.max_prompt_tokens} tokens"
             )
     elif check_lengths:
-        check_prompt_lengths(source, tokenizer, config.max_prompt_tokens)
+        check_prompt_lengths(source, tokenizer, config.max_prompt_tokens, added)
     if config.success_field is None or held_out is not None or source.size is None:
         return OpenedSource(source, tuple(notes))
     source, rates, dropped = by_success(source, config)

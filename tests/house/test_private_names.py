@@ -41,6 +41,7 @@ NAMES: dict[str, dict[str, str]] = {
         "_share_cuda_": "actors/weight_sync/transports/test_gpu.py",
     },
     "transformers": {
+        "_get_num_multimodal_tokens": "actors/images/test_processor.py",
         "_keep_in_fp32_modules_strict": "trainers/backends/fsdp/test_sharding.py",
         "_apply_gate": "trainers/backends/fsdp/test_experts.py",
         "_attn_implementation": "trainers/backends/fsdp/test_causal_lm.py",

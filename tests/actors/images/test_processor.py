@@ -12,7 +12,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from headrace.actors.images.config import ImagesConfig
 from headrace.actors.images.processor import PictureProcessor
-from headrace.actors.images.prompt_pictures import BadPicture
+from headrace.actors.images.prompt_pictures import BadPicture, Picture
 from headrace.tests.actors.images.tiny_vision import END, PAD, START, draw, encoded
 
 
@@ -80,3 +80,17 @@ def test_rows_have_a_token_for_each_feature(processor: PictureProcessor) -> None
     ):
         with pytest.raises(BadPicture, match=f"^{message}"):
             processor.check_row(np.array(ids), counts, "a.0")
+
+
+def test_tokens_are_counted_from_sizes_alone(processor: PictureProcessor, tmp_path: Path) -> None:
+    sizes = [(100, 60), (57, 200), (28, 28), (640, 480)]
+    pictures = [Picture("p", encoded(draw(*size))) for size in sizes]
+    prepared = [processor.prepared(processor.process(picture.data)) for picture in pictures]
+    assert processor.added_tokens(pictures) == sum(one.num_tokens - 1 for one in prepared)
+    turned, file = draw(120, 50), tmp_path / "a.jpg"
+    turned.getexif()[0x0112] = 6
+    turned.save(file, exif=turned.getexif())
+    of_turned = processor.prepared(processor.process(file.read_bytes())).num_tokens
+    assert processor.added_tokens([Picture("p", address=str(file))]) == of_turned - 1
+    unknown = [Picture("p", b"damaged"), Picture("p", address="missing.png"), Picture("p", address="http://x/a.png")]
+    assert processor.added_tokens([*unknown, pictures[0]]) == prepared[0].num_tokens - 1
