@@ -32,7 +32,7 @@ from ..rewards.rubric import build_rubric
 from ..sample_file import SampleFile
 from .data_config import DataConfig
 from .journal import GroupJournal, JournalConfig
-from .pictures.picture_rows import open_pictures
+from .pictures.picture_rows import RowPictures, open_pictures
 from .prompts import AddedTokens, PromptStream, no_tokens, open_prompts
 from .rows import MaskRules, RouteRules, TeacherSources
 from .supervised.config import SftConfig
@@ -126,6 +126,7 @@ class RolloutActor(EngineHost):
         self._setup = setup
         self._worker: RolloutWorker | None = None
         self._data_notes: tuple[str, ...] = ()
+        self._pictures: RowPictures | None = None
 
     @property
     def worker(self) -> RolloutWorker:
@@ -145,7 +146,7 @@ class RolloutActor(EngineHost):
         torch.set_num_threads(setup.threads)
         rubric = build_rubric(setup.reward)
         tokenizer = load_tokenizer(setup.tokenizer)
-        pictures = open_pictures(setup.data, setup.model.path, setup.tokenizer, tokenizer)
+        pictures = self._pictures = open_pictures(setup.data, setup.model.path, setup.tokenizer, tokenizer)
         added = no_tokens if pictures is None else pictures.pool.processor.added_tokens
         prompts, journal = self._open_rows(tokenizer, added)
         self._data_notes += () if pictures is None else (pictures.pool.processor.note,)
@@ -329,3 +330,5 @@ class RolloutActor(EngineHost):
             await self._hosted.close()
         if self._worker is not None:
             await self._worker.close()
+        elif self._pictures is not None:  # The rest of `build` failed.
+            await self._pictures.pool.close()

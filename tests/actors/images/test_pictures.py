@@ -135,7 +135,7 @@ def test_prompts_of_a_file(tmp_path: Path, vision_tokenizer: Any) -> None:
     assert rows[0].fields == {"level": 3} and json.dumps(rows[0].messages)
     counted = config.model_copy(update={"overlong_prompts": "drop", "max_prompt_tokens": 12})
     opened = open_prompts(counted, vision_tokenizer, seed=0, check_lengths=True, added=lambda shown: 7 * len(shown))
-    assert opened.source.size == 1 and "2 of 3 training prompts" in opened.notes[0]
+    assert opened.source.size == 1 and "3 of 4 training prompts" in opened.notes[0]
     blind = config.model_copy(update={"images": DataConfig().images})
     with pytest.raises(ValueError, match=r"line 1 .* part of type 'image' while data.images.enabled=false"):
         open_prompts(blind, vision_tokenizer, seed=0, check_lengths=True)

@@ -12,9 +12,16 @@ from typing import Any
 import psutil
 import pytest
 
+from headrace.actors.engines.config import EngineKeys, ModelConfig
+from headrace.actors.engines.factory import EngineConfig
+from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
 from headrace.actors.images.config import ImagesConfig
 from headrace.actors.images.preparation import PicturePool
 from headrace.actors.images.prompt_pictures import BadPicture, Picture
+from headrace.actors.rewards.config import RewardConfig
+from headrace.actors.rollout.actor import RolloutActor, RolloutSetup
+from headrace.actors.rollout.data_config import DataConfig
+from headrace.testing.data_plane import open_plane
 from headrace.tests.actors.images.tiny_vision import draw, encoded
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]  # A worker process imports transformers.
@@ -49,7 +56,7 @@ def test_a_picture_is_preprocessed_once(vision_folder: str, vision_tokenizer: An
             assert pool.counts.processed == 12, "another process takes the place of the one that was killed"
         finally:
             await pool.close()
-        assert not [one for one in psutil.Process().children() if "spawn_main" in " ".join(one.cmdline())]
+        assert not spawned()
 
     asyncio.run(run())
 
@@ -81,3 +88,29 @@ def test_the_processes_end_with_the_one_that_started_them(vision_folder: str, tm
         worker = psutil.Process(int(process.stdout.readline()))
         os.kill(process.pid, signal.SIGKILL)
         assert psutil.wait_procs([worker], timeout=20)[0], "the worker outlives its parent"
+
+
+def test_the_processes_end_if_their_actor_cannot_be_built(vision_folder: str, tmp_path: Any) -> None:
+    images = {"images": {"enabled": True, "workers": 1}}
+    model, scripted = ModelConfig(path=vision_folder), EngineKeys(engine="scripted")
+    data = DataConfig.model_validate({"train": str(tmp_path / "missing.jsonl"), **images})
+
+    async def run() -> None:
+        with open_plane() as plane:
+            actor = RolloutActor(
+                RolloutSetup(
+                    "rollout 0", 1, 0, EngineConfig(scripted, model), EndpointConfig(), EnvironmentConfig(), model,
+                    vision_folder, RewardConfig(), data, (), True, plane.handle,
+                )
+            )  # fmt: skip
+            with pytest.raises(ValueError, match=r"missing.jsonl"):
+                await actor.build()
+            assert spawned(), "they were started"
+            await actor.close()
+            assert not spawned()
+
+    asyncio.run(run())
+
+
+def spawned() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if "spawn_main" in " ".join(one.cmdline())]
