@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -90,11 +90,18 @@ class RendezvousServer:
         self._listener = AuthenticatedListener(listen(host), key, SERVICE, self._admit)
         self.port = self._listener.port
 
-    def clear(self, but: str = "") -> None:
-        """Forget the keys of all process groups; none of them may exist any more. but: name of a group whose keys are
-        kept, because its members perhaps find each other already; "" for none."""
+    def clear(self, prefix: str = "") -> None:
+        """Forget all keys that start with `prefix`. Call it when the process groups that used them no longer exist."""
+        self._drop(lambda key: key.startswith(prefix))
+
+    def clear_others(self, name: str) -> None:
+        """Forget the keys of all process groups but one, whose members perhaps find each other already. The other
+        groups may not exist any more. name: that of the group, with which its keys start."""
+        self._drop(lambda key: not key.startswith(f"{name}/"))
+
+    def _drop(self, chosen: Callable[[str], bool]) -> None:
         with self._lock:
-            for key in [key for key in self._values if not (but and key.startswith(f"{but}/"))]:
+            for key in list(filter(chosen, self._values)):
                 self._nbytes -= len(key) + len(self._values.pop(key))
 
     def close(self) -> None:

@@ -95,7 +95,7 @@ class GroupSender(RankSender):
         self._leave()
         num_senders = update.location.count(";")
         if self._rendezvous is not None:
-            self._rendezvous.clear(but=name)
+            self._rendezvous.clear_others(name)
         place = rank, num_senders, num_senders + (0 if meeting.only_senders else others)
         what = functools.partial(look, "making the group")
         self._group = join(meeting, self._key, name, place, self._host, self._device, deadline, what)
