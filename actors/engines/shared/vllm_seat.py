@@ -33,7 +33,7 @@ class VllmSeat(VllmEngine):
         self._process, self._checks, self._logprobs, self._routes = (
             host._process, host._checks, host._logprobs, host._routes
         )  # fmt: skip
-        self._tp, self._model = host._tp, host._model
+        self._tp, self._model, self._speculates = host._tp, host._model, host._speculates
         slots = AdapterSlots(host._adapters.slots.rank, SLOTS)
         self._updates = WeightUpdates(self._process, self._model, receiver, self._tp, adapters=True, seat=name)
         self._adapters = HeldAdapters(self._process, slots, self._model, host._adapters)

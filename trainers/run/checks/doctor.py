@@ -97,6 +97,7 @@ EXTRAS = {
     "trackers": ("wandb", "trackio", "mlflow"),
     "math": ("math_verify",),
     "tls": ("cryptography",),
+    "vision": ("PIL",),
     "endpoint": ("renderers", "openai", "starlette", "uvicorn"),
     "verifiers": ("verifiers",),
     "textarena": ("textarena",),
