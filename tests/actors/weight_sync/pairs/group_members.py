@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import ModuleType
 
+import pytest
 import torch
 
 from headrace.actors.weight_sync.pairs.group_receiver import GroupReceiver
@@ -14,7 +16,7 @@ from headrace.actors.weight_sync.pairs.neighbour_sender import NeighbourSender
 from headrace.actors.weight_sync.pairs.pair_sender import KIND, location_of
 from headrace.actors.weight_sync.plan.layouts import held
 from headrace.actors.weight_sync.plan.regions import Party
-from headrace.actors.weight_sync.plan.transfer_plan import TransferPlan, plan_transfer
+from headrace.actors.weight_sync.plan.transfer_plan import Bucket, TransferPlan, plan_transfer
 from headrace.actors.weight_sync.transports.protocol import ReceiverGroup, WeightUpdate
 from headrace.dataplane.security.handshake import new_key
 from headrace.tests.actors.weight_sync.pairs.outcomes import outcomes
@@ -91,3 +93,26 @@ class Members:
     def expect_whole(self, version: int) -> None:
         assert self.update(version) == ([""] * SENDERS, [""] * len(self.receivers))
         assert all(self.has(version, rank) for rank in range(len(self.receivers)))
+
+    def expect_silence(self, sent: Sequence[str], got: Sequence[str], version: int) -> None:
+        """Expect that an update has blamed the engine 1, which hung, alone, and that the next one goes on."""
+        assert all(got) and all(one.startswith(("engine-1|", "|")) for one in sent), (sent, got)
+        assert any(one.startswith("engine-1|") and "engine-1 worker 0 is silent" in one for one in sent), sent
+        self.expect_whole(version)
+
+    def expect_abort(self, sending: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Abort an update while it is sent, and one before it begins. sending: module of the senders, which packs."""
+
+        def pack(bucket: Bucket, tensors: Tensors, out: torch.Tensor) -> None:
+            if bucket.sender == 0:
+                self.senders[0].abort("the optimizer failed")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sending, "pack", pack)
+            sent, got = self.update(1)
+        assert "sender 0: aborted: the optimizer failed" in sent[0] and all(got)
+        assert any("has ended the update: the optimizer failed" in error for error in got), got
+        self.senders[1].abort("an engine failed", 2)  # Before the update has begun.
+        sent, got = self.update(2)
+        assert "aborted: an engine failed" in sent[1] and all(sent) and all(got), (sent, got)
+        self.expect_whole(3)
