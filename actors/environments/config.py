@@ -29,7 +29,7 @@ class EndpointConfig(Section):
     """Name of the policy in the list of models. Requests can name any model, unless the policy is an adapter: then
     they name the policy, or `base` for the model without it, whose answers are not trained on."""
     sampling: Literal["run", "request"] = "run"
-    """What decides how the policy samples the answer to a call. `run`: the run alone; what requests say is ignored.
+    """Source of the settings with which a call's answer is sampled. `run`: the run alone; what requests say is ignored.
     `request`: a request's `top_p`, `top_k` and `min_p` replace the run's, and training uses the distribution that they
     leave (`rollout.mask_limit`). What training could not repeat is refused: penalties, `logit_bias`, and another
     temperature than the run's."""

@@ -14,7 +14,7 @@ class ImagesConfig(Section):
     """The pictures of prompts, which rollout actors preprocess for engines and train workers alike."""
 
     enabled: bool = False
-    """Whether prompts may have pictures. The model must then be a vision-language model."""
+    """True lets prompts have pictures. The model must then be a vision-language model."""
     field: Text | None = None
     """Name of the column with the pictures of a prompt: one picture, or a list. They fill, in order, the parts of type
     `image` of the chat messages that have no picture of their own. A data set need not have the column. Unset: `images`
@@ -22,7 +22,7 @@ class ImagesConfig(Section):
     folder: PathText | None = None
     """Folder that relative paths of pictures begin at. Unset: the folder of the .jsonl file, or of the data set."""
     allow_urls: bool = False
-    """Whether pictures may be named by http and https addresses, which the rollout actors then fetch. The author of the
+    """True lets pictures be named by http and https addresses, which the rollout actors then fetch. The author of the
     data set thereby chooses what these hosts connect to."""
     processor: PathText | None = None
     """Folder or hub id of the image processor. Unset: that of the model."""

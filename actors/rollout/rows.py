@@ -485,7 +485,7 @@ class MaskCounts:
 
 @dataclass(frozen=True, slots=True)
 class MaskRules:
-    """What the sampling masks of a run's rows must be."""
+    """Conditions that the sampling masks of a run's rows must meet."""
 
     limit: int
     """Largest number of ids of a set (`rollout.mask_limit`)."""

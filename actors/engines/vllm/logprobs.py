@@ -46,7 +46,7 @@ of which only those of requests with a width count."""
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a worker has kept of several samples, one sample after another."""
+    """Values that a worker has kept for several samples, one sample after another."""
 
     logprobs: np.ndarray
     """Log-prob of each token, float32 `[tokens]`."""
@@ -64,7 +64,7 @@ class Taken:
 
 
 class _Row:
-    """What is known of the tokens of one request."""
+    """The log-probs and sets of the tokens of one request, as far as they are known."""
 
     __slots__ = ("logprobs", "width", "sets")
 

@@ -82,7 +82,7 @@ class CallRequest:
     ignored: tuple[str, ...]
     """Names of the fields that the client has set and that have no effect."""
     sampling: Mapping[str, Any]
-    """Those of these fields that are about the distribution of tokens, with their values."""
+    """The sampling fields that are about the distribution of tokens, with their values."""
 
     @property
     def is_chat(self) -> bool:

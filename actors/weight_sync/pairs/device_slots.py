@@ -63,7 +63,7 @@ class DeviceSlots:
             descriptor = self._memory.descriptor
             told = (f"{os.getpid()} {descriptor} {os.fstat(descriptor).st_ino}".encode(),)
         self.message = messages.encode(told)
-        """What `OpenSlots.open` needs in another process."""
+        """Description of the slots, from which `OpenSlots.open` opens them in another process."""
 
 
 class OpenSlots:

@@ -76,7 +76,7 @@ class Unpacker:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What is kept of a bucket."""
+    """The parts of one bucket and their places, kept from update to update."""
 
     places: Sequence[int]
     """Addresses of the tensors that stay."""

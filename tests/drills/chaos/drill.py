@@ -65,7 +65,7 @@ class ChaosOptions:
     engine: str = "scripted"
     """Engine of the runs: `scripted`, or `hf` for the tiny built-in model on a CPU."""
     pictures: bool = False
-    """Whether the prompts have pictures."""
+    """True if the prompts have pictures."""
 
 
 @dataclass(slots=True)

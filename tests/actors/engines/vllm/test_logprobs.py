@@ -100,7 +100,7 @@ def apply_top_k_top_p(logits: torch.Tensor, k: None, p: None) -> torch.Tensor:
 
 
 class SecondSampler:
-    """What of the sampler of vLLM's second model runner is used."""
+    """The part of the sampler of vLLM's second model runner that is used."""
 
     def add_request(self, index: int, prompt_len: int, sampling_params: Any) -> None:
         pass

@@ -159,7 +159,7 @@ def test_all_ranks_send_what_they_hold_and_versions_follow(num: int, wire: Wire)
 
 @WIRES
 def test_without_staging_each_weight_comes_once_and_is_freed(monkeypatch: pytest.MonkeyPatch, wire: Wire) -> None:
-    """What is not needed comes, too, without memory of its own: loaders want all names."""
+    """Weights that are not needed come, too, without memory of their own: loaders want all names."""
     held_bytes: list[int] = []
     original = _WeightMemory.drop
 
