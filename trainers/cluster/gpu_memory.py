@@ -18,6 +18,7 @@ from ...actors.rollout.config import RolloutConfig
 from ...codecs.integers import ceil_div
 from ..backends.config import MOMENT_BYTES, TrainerConfig
 from ..backends.lora_config import ROUNDED_BYTES
+from ..backends.vision.tower_costs import most_patches, patch_budget, tower_shape
 from ..backends.vocab.logprobs import GPU_LOGIT_ELEMENTS
 from ..base_model.prepare import model_config
 from ..config.checks import switch_obstacles
@@ -67,7 +68,7 @@ class GpuMemory:
 
     trainer: Mapping[str, int]
     """Name of a part -> its bytes: `weights`, `gradients`, `optimizer`, `reference`, `teachers`, `activations`,
-    `computation`, `copied weights`."""
+    `pictures`, `computation`, `copied weights`."""
     engine: Mapping[str, int]
     """Name of a part -> its bytes if both sides keep their memory: `weights`, `keys and values`, `workspace`."""
     engine_in_turns: Mapping[str, int]
@@ -182,8 +183,12 @@ def estimate(config: Config, gpu_bytes: int | None = None, size: ModelSize | Non
         )
         for shared in (not pooled, False)
     )
+    passes = pass_parts(trainer, size.shape, params) if held else {}
+    if held and config.data.images.enabled:
+        group, longest = config.algorithm.group_size, config.data.max_prompt_tokens
+        passes |= picture_parts(trainer, size.shape, group, longest)
     return GpuMemory(
-        trainer={**held, **pass_parts(trainer, size.shape, params)} if held else {},
+        trainer={**held, **passes},
         engine=engine,
         engine_in_turns=in_turns,
         buckets=send_buffer_bytes(sync, resolve_kind(sync.transport, one_host=True, shared_gpus=True), pooled=pooled),
@@ -260,6 +265,22 @@ def pass_parts(trainer: TrainerConfig, model: Mapping[str, Any], params: int) ->
     elif not trainer.mixed_precision:
         copied = 0
     return {**parts, "copied weights": copied} if copied else parts
+
+
+def picture_parts(trainer: TrainerConfig, model: Mapping[str, Any], group_size: int, longest: int) -> dict[str, int]:
+    """Return what the pictures of a microbatch add to a train worker, as a part `pictures`; {} without a tower.
+
+    The layers of a vision tower keep for each patch what those of a language model keep for a token. longest: largest
+    number of tokens of a prompt.
+    """
+    if (tower := tower_shape(model)) is None:
+        return {}
+    tokens, budget = trainer.tokens_per_microbatch, patch_budget(trainer.patches_per_microbatch, model)
+    size, width, layers = 2 if trainer.mixed_precision else 4, tower["hidden_size"], tower["num_hidden_layers"]
+    layer = _kept_bytes(trainer, tower, size)
+    kept = layers * width * size + layer if trainer.recompute == "full" else layers * layer
+    patches = most_patches(budget, tokens, group_size, min(longest, tokens))
+    return {"pictures": patches * (kept + size * (2 * width + 3 * tower["intermediate_size"]))}
 
 
 def estimated_peak(trainer: TrainerConfig, size: ModelSize) -> int:
@@ -388,7 +409,7 @@ def model_size(model: ModelConfig) -> ModelSize | None:
 
 
 def size_of(config: Mapping[str, Any]) -> ModelSize:
-    """Return the size of a dense Llama-like model. config: content of its config.json."""
+    """Return the size of a dense Llama-like model, with its vision tower. config: content of its config.json."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
@@ -396,7 +417,8 @@ def size_of(config: Mapping[str, Any]) -> ModelSize:
     layer = attention + 3 * hidden * config["intermediate_size"] + 2 * hidden
     tables = 1 if config.get("tie_word_embeddings") else 2
     count = config["num_hidden_layers"] * layer + tables * config["vocab_size"] * hidden + hidden
-    return ModelSize(count, config)
+    tower = tower_shape(config)
+    return ModelSize(count + (0 if tower is None else tower["parameters"]), config)
 
 
 def _gib(num_bytes: float) -> str:

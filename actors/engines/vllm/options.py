@@ -74,7 +74,10 @@ keys and values are used again."""
 CPU_BYTES = 256 << 20
 CPU_SEQUENCES = 8
 """Number of sequences for which the key-value cache on CPUs has room, if memory allows."""
-_OTHER_LAYERS = ("kv_lora_rank", "text_config", "is_encoder_decoder", "num_kv_shared_layers", "layers_block_type")
+_OTHER_LAYERS = (
+    "kv_lora_rank", "text_config", "is_encoder_decoder", "num_kv_shared_layers", "layers_block_type",
+    "cross_attention_layers",
+)  # fmt: skip
 """Config keys of models in which some layers do not keep the keys and values of every token."""
 _OTHER_PREFIXES = ("mamba", "ssm", "linear_", "attn_layer")
 
@@ -182,6 +185,8 @@ def token_bytes(model: Mapping[str, Any], *, value_bytes: int, tp: int) -> int |
     model: content of the model's config.json. value_bytes: bytes of one number of the cache. tp: tensor-parallel size
     of the engine.
     """
+    if "vision_config" in model and isinstance(model.get("text_config"), dict):  # A tower keeps nothing of a token.
+        model = {key: value for key, value in model["text_config"].items() if value is not None}
     if not {"hidden_size", "num_hidden_layers", "num_attention_heads"} <= set(model):
         return None
     if any(model.get(key) for key in _OTHER_LAYERS) or any(key.startswith(_OTHER_PREFIXES) for key in model):

@@ -53,6 +53,27 @@ def test_the_estimate_adds_up_both_roles(tmp_path: Path) -> None:
     assert memory.host["offloaded state"] == sum(memory.trainer[part] for part in ("weights", "gradients", "optimizer"))
 
 
+def test_the_tower_of_a_model_with_pictures_counts(tmp_path: Path) -> None:
+    # One H200 ran Qwen2.5-VL-3B's shape out of memory, because its tower was not counted: the train worker alone took
+    # 70.9 GiB.
+    tower = {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "hidden_act": "silu",
+        "spatial_merge_size": 2, "out_hidden_size": 2048,
+    }  # fmt: skip
+    text = {**QWEN3, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_key_value_heads": 2}
+    model = {"text_config": text, "vision_config": tower, "tie_word_embeddings": True}
+    asked = {
+        "model": model, "trainer": {"recompute": "full"},
+        "rollout": {"kv_cache": "auto", "max_batch": 256, "max_new_tokens": 512},
+        "data": {"max_prompt_tokens": 1024, "images": {"enabled": True}},
+    }  # fmt: skip
+    memory = estimate(config(tmp_path, **asked), 140 * GIB)
+    assert memory is not None
+    assert parameters(config(tmp_path, **asked).model) == pytest.approx(3754622976, rel=0.01)
+    assert sum(memory.trainer.values()) / GIB == pytest.approx(70.9, rel=0.1)
+    assert memory.engine["keys and values"] < 20 * GIB, "the engine takes what its batch can use, not half of the GPU"
+
+
 def test_less_is_needed_with_recomputation_and_more_with_a_full_head(tmp_path: Path) -> None:
     full, lean = config(tmp_path, trainer={"head": "full"}), config(tmp_path, trainer={"recompute": "full"})
     plain = estimate(config(tmp_path))

@@ -1,4 +1,4 @@
-"""Finds in a model's config.json what the pictures of rows cost, for the driver's plan of microbatches."""
+"""Finds in a model's config.json what its vision tower and the pictures of rows cost, for plans and for estimates."""
 
 from __future__ import annotations
 
@@ -26,6 +26,38 @@ def patch_budget(limit: int | None, model: Mapping[str, Any]) -> PatchBudget:
     if merged := vision.get("spatial_merge_size"):
         return PatchBudget(limit, float(merged**2), cost)
     return PatchBudget(limit, (side // patch) ** 2 / features if side and patch and features else 1.0, cost)
+
+
+def tower_shape(model: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the sizes of a model's vision tower, by the names that a language model has for them in its config.json.
+
+    `parameters` is their number, with those of the layers that turn patches into features. Returns None for a model
+    without a tower, or whose config.json lacks the sizes. model: content of config.json.
+    """
+    vision = model.get("vision_config") or {}
+    depth, width = vision.get("depth", vision.get("num_hidden_layers")), _number(vision.get("hidden_size"))
+    inner = vision.get("intermediate_size")
+    heads = vision.get("num_heads", vision.get("num_attention_heads"))
+    if not (depth and width and inner and heads):
+        return None
+    matrices = 3 if vision.get("hidden_act", "silu") == "silu" else 2  # Only towers with this activation have gates.
+    merged = width * vision.get("spatial_merge_size", 1) ** 2
+    mergers = 1 + len(vision.get("deepstack_visual_indexes") or ())
+    features = vision.get("out_hidden_size") or model.get("hidden_size") or width
+    return {
+        "parameters": depth * (4 * width**2 + matrices * width * inner) + mergers * merged * (merged + features),
+        "hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": heads, "intermediate_size": inner,
+    }  # fmt: skip
+
+
+def most_patches(budget: PatchBudget, tokens: int, group_size: int, prompt_tokens: int) -> int:
+    """Return about the largest number of patches of a microbatch of `tokens` tokens, whose rows are mostly pictures.
+
+    The rows of a group share their pictures; one group more is counted, because a microbatch may begin within one.
+    prompt_tokens: largest number of tokens of a prompt.
+    """
+    most = int(budget.patches_per_token * (tokens / group_size + prompt_tokens))
+    return most if budget.patches_per_microbatch is None else min(most, budget.patches_per_microbatch)
 
 
 def _number(size: Any) -> Any:

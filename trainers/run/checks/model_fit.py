@@ -258,7 +258,8 @@ def _size(model: Any) -> ModelSize:
         routed = spec.top_k * (getattr(text, "moe_intermediate_size", None) or width)
         shared = getattr(text, "shared_expert_intermediate_size", None) or 0
         width = routed + shared
-    return ModelSize(model.num_parameters(), {**shape, "intermediate_size": width})
+    shape |= {"intermediate_size": width, "vision_config": model.config.to_dict().get("vision_config")}
+    return ModelSize(model.num_parameters(), shape)
 
 
 Estimated = Callable[..., GpuMemory]

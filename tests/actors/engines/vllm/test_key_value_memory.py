@@ -46,6 +46,13 @@ def test_of_layers_of_other_kinds_nothing_is_claimed(other: dict[str, Any]) -> N
     assert default_on_cpu(None, 40960, 256, 1 << 40) == 256 << 20
 
 
+def test_a_tower_keeps_no_keys_and_values() -> None:
+    seeing = {"vision_config": {"hidden_size": 64}, "text_config": QWEN3, "hidden_size": None}
+    assert token_bytes(seeing, value_bytes=2, tp=1) == token_bytes(QWEN3, value_bytes=2, tp=1)
+    crossing = {**seeing, "text_config": {**QWEN3, "cross_attention_layers": [1]}}
+    assert token_bytes(crossing, value_bytes=2, tp=1) is None
+
+
 def test_a_sliding_window_that_is_not_used_changes_nothing() -> None:
     unused = {**QWEN3, "sliding_window": 4096, "use_sliding_window": False, "layer_types": ["full_attention"] * 28}
     assert token_bytes(unused, value_bytes=2, tp=1) == 112 << 10

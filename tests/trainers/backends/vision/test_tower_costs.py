@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.trainers.backends.vision.tower_costs import patch_budget
+from headrace.trainers.backends.vision.tower_costs import most_patches, patch_budget, tower_shape
 
 QWEN: dict[str, Any] = {
     "hidden_size": 2048,
@@ -28,3 +28,25 @@ def test_patches_of_a_token(model: dict[str, Any], patches: float) -> None:
     found = patch_budget(5000, model)
     assert (found.patches_per_microbatch, found.patches_per_token) == (5000, patches)
     assert found.cost == (pytest.approx(1280**2 * 32 / (2048**2 * 36)) if model is QWEN else 0.0)
+
+
+@pytest.mark.parametrize("family", ["Qwen2_5_VLConfig", "Qwen3VLConfig", "Gemma3Config", "InternVLConfig"])
+def test_a_towers_parameters_are_nearly_those_of_transformers(family: str) -> None:
+    import torch
+    import transformers
+
+    config = getattr(transformers, family)()
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    beside = model.num_parameters() - model.model.language_model.num_parameters()
+    beside -= 0 if config.tie_word_embeddings else model.lm_head.weight.numel()
+    sizes = config.to_dict()
+    tower = tower_shape({**sizes["text_config"], **sizes})
+    assert tower is not None and 0.9 < tower["parameters"] / beside < 1.05
+    assert tower_shape(sizes["text_config"]) is None
+
+
+def test_a_group_shares_its_pictures() -> None:
+    budget = patch_budget(None, QWEN)
+    assert most_patches(budget, 16384, 8, 1024) == 4 * (16384 // 8 + 1024)
+    assert most_patches(patch_budget(5000, QWEN), 16384, 8, 1024) == 5000
