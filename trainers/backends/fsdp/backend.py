@@ -229,6 +229,10 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
             from .causal_lm import use_varlen_attention  # The kernels need a GPU and half precision.
 
             use_varlen_attention(model)
+        if self._half and self._device.type == "cuda" and self._config.attention == "auto":
+            from ..vision.tower_attention import use_window_attention
+
+            use_window_attention(model)
         if (self._half and self._device.type == "cuda") or self._config.trainer.lora.experts:
             from .grouped_experts import use_grouped_experts
 

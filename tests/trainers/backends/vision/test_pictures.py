@@ -34,6 +34,7 @@ from headrace.tests.trainers.backends.vision.tiny_vlms import (
 )
 from headrace.trainers.backends.fsdp import causal_lm
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
+from headrace.trainers.backends.vision import tower_attention
 
 LOGPROBS, GRADIENT = 1e-5, 1e-6
 
@@ -187,6 +188,51 @@ def test_the_kernel_of_packed_rows_is_for_the_language_part(
     assert own == ("sdpa" if name == "gemma3" else causal_lm.VARLEN)
     assert (logprobs_of(backend, shown.micro()) - wanted).abs().max() <= LOGPROBS
     backend.close()
+
+
+def attend_windows_densely(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, _: torch.Tensor, *longest: int, scale: float
+) -> torch.Tensor:
+    """Stand in for torch's kernel, which needs a GPU."""
+    assert ends.dtype == torch.int32 and longest == (int(ends.diff().max()),) * 2
+    parts = zip(*(part.split(ends.diff().tolist()) for part in (q, k, v)), strict=True)
+    seen = [F.scaled_dot_product_attention(*(part.transpose(0, 1) for part in one), scale=scale) for one in parts]
+    return torch.cat([one.transpose(0, 1) for one in seen])
+
+
+def test_a_tower_with_windows_attends_in_one_call(folder: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The windows of all pictures go into one call for each layer. Towers without windows keep their function."""
+    calls = []
+    monkeypatch.setattr(
+        tower_attention,
+        "varlen_attn",
+        lambda *given, **named: calls.append(1) or attend_windows_densely(*given, **named),
+    )
+    shown, backend = shown_rows(name), build(folder, packing="packed")
+    model = backend._policy.model
+    model.set_attn_implementation("sdpa")
+    wanted, gradients = logprobs_of(backend, shown.micro()), gradients_of(backend, [shown.micro()])
+    tower_attention.use_window_attention(model)
+    windows = name.startswith("qwen")
+    assert (model.config.vision_config._attn_implementation == tower_attention.WINDOWS) == windows
+    assert (logprobs_of(backend, shown.micro()) - wanted).abs().max() <= LOGPROBS
+    depth = getattr(model.config.vision_config, "depth", 0)
+    assert len(calls) == (depth if windows else 0)
+    again = gradients_of(backend, [shown.micro()])
+    assert distance(again, gradients, "") <= 10 * GRADIENT, "sums of another order, through all layers"
+    backend.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_kernel_of_windows_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+    folder, shown = save_vlm(tmp_path / name, name), shown_rows(name)
+    found = []
+    for attention in ("eager", "auto"):
+        backend = build(folder, packing="packed", attention=attention)
+        found.append(logprobs_of(backend, shown.micro()))
+        backend.close()
+    assert (found[0] - found[1]).abs().max() <= 0.05, "bfloat16"
 
 
 def sums_on(rank: int, world: int, folder: str, name: str, mesh: Topology) -> dict[str, Any]:
