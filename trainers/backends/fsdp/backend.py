@@ -225,14 +225,10 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         packing = resolved_packing(self._config.trainer, model.config, gpu=self._device.type == "cuda")
         self._packed = packing == "packed"
         self._reach = fix_rotary_length(model, self._config.context)
-        if self._packed and self._half and self._device.type == "cuda" and self._config.attention == "auto":
-            from .causal_lm import use_varlen_attention  # The kernels need a GPU and half precision.
-
-            use_varlen_attention(model)
         if self._half and self._device.type == "cuda" and self._config.attention == "auto":
-            from ..vision.tower_attention import use_window_attention
+            from .causal_lm import use_varlen_kernels  # They need a GPU and half precision.
 
-            use_window_attention(model)
+            use_varlen_kernels(model, packed=self._packed)
         if (self._half and self._device.type == "cuda") or self._config.trainer.lora.experts:
             from .grouped_experts import use_grouped_experts
 

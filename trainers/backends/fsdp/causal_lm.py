@@ -287,11 +287,21 @@ def attend_varlen(
     return out[None, ..., :width], None
 
 
+def use_varlen_kernels(model: Any, *, packed: bool) -> None:
+    """Make a HF model use kernels for sequences of many lengths: in its vision tower, and for rows if they are packed."""
+    if hasattr(model.config, "vision_config"):
+        from ..vision.tower_attention import use_window_attention
+
+        use_window_attention(model)
+    if packed:
+        use_varlen_attention(model)
+
+
 def use_varlen_attention(model: Any) -> None:
     """Make a HF model use `attend_varlen`. Its forward then needs the arguments `row_ends` and `longest_row`.
 
     A model whose attention function cannot be replaced, or does more than the kernel, keeps its own function and a
-    dense mask. A line of the log says so. A vision tower always keeps its own function, because it has no rows.
+    dense mask. A line of the log says so. A vision tower is not changed, because it has no rows.
     """
     sees = hasattr(model.config, "vision_config")
     tokens_see_later_ones = sees and takes_token_types(model)
