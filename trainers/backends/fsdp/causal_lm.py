@@ -288,7 +288,7 @@ def attend_varlen(
 
 
 def use_varlen_kernels(model: Any, *, packed: bool) -> None:
-    """Make a HF model use kernels for sequences of many lengths: in its vision tower, and for rows if they are packed."""
+    """Make a HF model use kernels for sequences of many lengths, in its vision tower and for packed rows."""
     if hasattr(model.config, "vision_config"):
         from ..vision.tower_attention import use_window_attention
 
