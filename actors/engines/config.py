@@ -136,9 +136,9 @@ class EngineKeys(Section):
         return size
 
 
-def precision_problems(rollout: EngineKeys, transport: str, *, sends_adapter: bool) -> Iterator[str]:
-    """Yield one sentence for each key that does not fit `rollout.quantization`. transport: value of `sync.transport`.
-    sends_adapter: whether weight syncs send the matrices of an adapter only."""
+def precision_problems(rollout: EngineKeys, transport: str) -> Iterator[str]:
+    """Yield one sentence for each key that does not fit `rollout.quantization`. transport: value of
+    `sync.transport`."""
     scheme, own = rollout.quantization, ("quantization", "load_format", "model_loader_extra_config")
     setters = {"kv_cache_dtype": "kv_cache_dtype"} if rollout.kv_cache_dtype != "auto" else {}
     setters |= {} if scheme == "none" else dict.fromkeys(own, "quantization")
@@ -154,11 +154,6 @@ def precision_problems(rollout: EngineKeys, transport: str, *, sends_adapter: bo
         yield (
             f"sync.transport: got 'pairs' with rollout.quantization={scheme!r}, expected another one, because a rank "
             "may have only parts of the rows that share a scale"
-        )
-    if sends_adapter:
-        yield (
-            f"sync.adapter: got 'only' with rollout.quantization={scheme!r}, expected 'merged', because the adapter is "
-            "trained for a base in full precision"
         )
 
 

@@ -54,11 +54,11 @@ class WeightPublisher:
         not sent to any receiver at first. adapter: the adapter whose tensors are published; None if they are those of
         the whole model. The digests of an adapter's tensors are always kept, whatever `sync.verify` says. quantization:
         the weights that are sent in 8 bits; None if none are. They are quantized as they are gathered, so that plans,
-        digests and copies are those of the 8-bit weights.
+        digests and copies are those of the 8-bit weights. An adapter is sent as it is: only its base is in 8 bits.
         """
         self._sender = sender
         self._adapter = adapter
-        self._quantization = quantization
+        self._quantization = quantization if adapter is None else None
         self._config = config
         self._bucket_bytes = bucket_bytes
         self._cache: BucketCache | None = None

@@ -243,8 +243,8 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
 
     async def offer_base(self) -> WeightOffer | None:
         await self.end_offer()
-        if self._layers is None or self._receiver is None:
-            return None
+        if self._layers is None or self._receiver is None or self.quantization is not None:
+            return None  # Rounded weights are not the base that a trainer reads.
         receiver = self._receiver
         self._offer = WeightServer(self._name, receiver.key, self._weight, receiver.sync.timeout_s)
         return self._offer.offer

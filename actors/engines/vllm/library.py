@@ -93,10 +93,10 @@ __all__ = [
     "full_attention_group",
     "initialize_layerwise_reload",
     "in_place_hindrance",
-    "keep_scales_in_memory",
     "leave_out_tokenizer",
     "load_tokenizer",
     "lora_rank",
+    "mend_int8_on_cpus",
     "noted_copies",
     "on_cpu",
     "plain_parameters",
@@ -434,11 +434,12 @@ def plain_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def keep_scales_in_memory() -> None:
-    """Make the int8 kernels of CPUs keep the scales with which they compute.
+def mend_int8_on_cpus() -> None:
+    """Make the int8 kernels of CPUs keep the scales with which they compute, and let their layers have adapters.
 
     oneDNN has only the address of a layer's scales. vLLM's layerwise reload frees that memory when it has copied the
     scales to where the old ones were, so that the layers then compute with whatever comes to be there (vLLM 0.32).
+    oneDNN also takes the weight itself, of which adapters want to know the device: an empty one stays in its place.
     """
     if not on_cpu():
         return
@@ -450,6 +451,8 @@ def keep_scales_in_memory() -> None:
     def process_and_keep(kernel: Any, layer: Any) -> None:
         process(kernel, layer)
         kernel.headrace_scales = layer.weight_scale
+        if layer.weight is None:
+            layer.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.int8), requires_grad=False)
 
     CPUInt8ScaledMMLinearKernel.process_weights_after_loading = process_and_keep
 
@@ -564,7 +567,7 @@ def adapter_part(manager: Any, tensor: str) -> str:
     """Return the name in vLLM of the module to which an adapter's tensor (PEFT's name) belongs."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
-    return parse_fine_tuned_lora_name(tensor, _renames(manager))[0]
+    return parse_fine_tuned_lora_name(tensor, renames(manager._adapter_manager.model))[0]
 
 
 def adapter_model(manager: Any, number: int, rank: int, alpha: float, named: Mapping[str, torch.Tensor]) -> Any:
@@ -579,7 +582,7 @@ def adapter_model(manager: Any, number: int, rank: int, alpha: float, named: Map
         PEFTHelper(r=rank, lora_alpha=cast(Any, alpha), target_modules=[]),
         device=str(manager.device),
         dtype=manager.lora_config.lora_dtype,
-        weights_mapper=_renames(manager),
+        weights_mapper=renames(manager._adapter_manager.model),
     )
 
 
@@ -683,9 +686,9 @@ def slot_difference(manager: Any, model: Any) -> str:
     return f"the slot of {wrong[0]} differs ({len(wrong)} of {len(found)} layers do)" if wrong else ""
 
 
-def _renames(manager: Any) -> Any:
+def renames(model: Any) -> Any:
     """Return vLLM's mapper of the names of modules, without the merging of layers; None if nothing is renamed."""
-    mapper = getattr(manager._adapter_manager.model, "hf_to_vllm_mapper", None)
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return None
     # vLLM 0.26 has another name for the same method.
