@@ -2,13 +2,15 @@
 
     weight [N, K], any float   ->   name: 8-bit values [N, K]   +   name_scale: float32, one for each row or block
 
+Of stacked experts `[E, N, K]` each is quantized for itself.
+
 Like `conversion.convert`, it runs once for each version, before weights are packed into buckets. Checksums and digests
 are taken afterwards, so that they are those of the quantized bytes, and a scale travels as a tensor of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,7 +42,7 @@ class Quantization:
 
     scheme: Scheme
     names: frozenset[str]
-    """Hugging Face names of the weights that are quantized, all of two dimensions."""
+    """Hugging Face names of the weights that are quantized: matrices, or stacks of them."""
 
     @property
     def tensors(self) -> frozenset[str]:
@@ -102,11 +104,20 @@ class Quantization:
                 f"weights: {name + SUFFIX!r} is {scales.dtype} {tuple(scales.shape)}, expected torch.float32 {expected}"
             )
 
+    def check_scales(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Raise ValueError that names the first scales among `named` that are not all finite and positive: they are
+        damaged, or the trainer's weight is not finite."""
+        scales = {name: one for name, one in named.items() if name.removesuffix(SUFFIX) in self.names - {name}}
+        if scales:
+            sound = torch.stack([((one > 0) & one.isfinite()).all() for one in scales.values()]).tolist()
+            if wrong := [name for name, good in zip(scales, sound, strict=True) if not good]:
+                raise ValueError(f"weights: {wrong[0]!r} has numbers that are not finite and positive, as scales are")
 
-def scale_shape(shape: Collection[int], scheme: Scheme) -> tuple[int, int]:
-    """Return the shape of the scales of a weight of `shape`, which has two dimensions."""
-    rows, columns = shape
-    return (ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)) if scheme == "fp8_block" else (rows, 1)
+
+def scale_shape(shape: Sequence[int], scheme: Scheme) -> tuple[int, ...]:
+    """Return the shape of the scales of a weight of `shape`."""
+    *stacked, rows, columns = shape
+    return (*stacked, *((ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)) if scheme == "fp8_block" else (rows, 1)))
 
 
 def quantize(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,6 +127,9 @@ def quantize(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.
     where all weights are 0. Each weight is divided by its scale, and rounded to the nearest value, ties to even. A row
     with a weight that is not finite gets a scale that is not finite, so that no engine computes with it unnoticed.
     """
+    if weight.ndim > 2:  # The copies in float32 are of one expert at a time.
+        values, scales = zip(*(quantize(one, scheme) for one in weight), strict=True)
+        return torch.stack(values), torch.stack(scales)
     with torch.no_grad():
         largest = _largest(weight, scheme)
         scales = torch.where(largest == 0, 1.0, largest / _MOST[scheme])
@@ -125,6 +139,8 @@ def quantize(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the weight that 8-bit values and their scales stand for, in `dtype`."""
+    if values.ndim > 2:
+        return torch.stack([dequantize(*one, dtype) for one in zip(values, scales, strict=True)])
     scheme = _scheme(values, scales)
     return (values.to(torch.float32) * _spread(scales, values.shape, scheme)).to(dtype)
 
@@ -132,6 +148,8 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 def read_back(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the 8-bit values, of `dtype`, of a weight that `dequantize` returned or that a kernel computed from them.
     They are exact, because bfloat16 and float32 keep the values apart."""
+    if weight.ndim > 2:
+        return torch.stack([read_back(*one, dtype) for one in zip(weight, scales, strict=True)])
     scaled = weight.to(torch.float32) / _spread(scales, weight.shape, _scheme(weight, scales))
     return (scaled.round_() if dtype == torch.int8 else scaled).to(dtype)
 
@@ -152,7 +170,7 @@ def _largest(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     return torch.linalg.vector_norm(blocks, float("inf"), (1, 3), dtype=torch.float32)
 
 
-def _spread(scales: torch.Tensor, shape: Collection[int], scheme: Scheme) -> torch.Tensor:
+def _spread(scales: torch.Tensor, shape: Sequence[int], scheme: Scheme) -> torch.Tensor:
     """Return the scales in a form that can be multiplied with a weight of `shape`."""
     if scheme != "fp8_block":
         return scales

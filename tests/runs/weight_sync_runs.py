@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from headrace.actors.adapters.peft_folder import read_adapter
+from headrace.actors.adapters.peft_folder import plain_names, read_adapter
+from headrace.actors.adapters.spec import tensor_names
 from headrace.actors.engine_actor import RemoteEngine
 from headrace.actors.engines.hf.quantized_layers import quantization_of
 from headrace.actors.engines.protocol import SamplingParams
@@ -101,14 +102,22 @@ def engine_logprobs(engine: Engine, name: str) -> list[tuple[list[int], np.ndarr
 
 
 def trainer_model(started: Run, folder: Path) -> Any:
-    """The trainer's present weights as a HF model, by its own export, rounded as those of the engines."""
+    """The trainer's present weights as a HF model, by its own export, rounded as those of the engines: of an adapter
+    that is sent alone, only the base is."""
     started.workers.export_model(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    if (scheme := started.config.rollout.scheme) is not None:
-        with torch.no_grad():
+    alone = started.config.sends_adapter and started.config.rollout.scheme is not None
+    source = started.config.model.path if alone else folder
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    with torch.no_grad():
+        if (scheme := started.config.rollout.scheme) is not None:
             for name in quantization_of(str(folder), scheme).names:
                 weight = model.get_parameter(name)
                 weight.copy_(dequantize(*quantize(weight, scheme), torch.float32))
+        if alone:
+            adapter = read_adapter(str(folder / "adapter"))
+            for module in plain_names(adapter.tensors):
+                first, second = (adapter.tensors[name] for name in tensor_names(module))
+                model.get_parameter(f"{module}.weight").add_(second @ first, alpha=adapter.alpha / adapter.rank)
     return model
 
 

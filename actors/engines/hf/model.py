@@ -241,6 +241,7 @@ class ParameterSet:
         scales: list[tuple[str, torch.Tensor]] = []
         if self.quantization is not None:
             sent, named = named, self.quantization.restored(named)
+            self.quantization.check_scales(sent)
             scales = [(name, source) for name, source in sent.items() if name not in named]
         unknown = [name for name in named if name not in self._tensors]
         if unknown:

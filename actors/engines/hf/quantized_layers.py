@@ -9,10 +9,16 @@ import torch
 from ....codecs.weights.quantization import BLOCK, Quantization, Scheme
 
 KEY = "rollout.quantization"
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Last parts of the names of layers that choose experts, or weigh them. They stay as they are: rounding changes the
+choice, and vLLM does not quantize them."""
+_STACKED = {"gate_up_proj", "down_proj"}
+"""Names of the weights of stacked experts, of which each row makes one output."""
 
 
 def quantization_of(model: str, scheme: Scheme) -> Quantization:
-    """Return the quantization of a model: all its linear layers but the output layer. No weights are loaded.
+    """Return the quantization of a model: all linear layers and experts of its text part, without routers and the
+    output layer. No weights are loaded.
 
     model: a folder or hub id. Raises ValueError with one sentence for a model whose layers cannot be quantized so.
     """
@@ -29,21 +35,30 @@ def quantization_of(model: str, scheme: Scheme) -> Quantization:
 
 def quantization_of_layers(meta: Any, model: str, scheme: Scheme) -> Quantization:
     """Return the quantization of a model that is on the meta device. model: its folder or hub id, for errors."""
-    head = meta.get_output_embeddings()
-    linear = {
+    from .model import find_experts
+
+    def refusal(why: str, other: str = "none") -> ValueError:
+        return ValueError(f"{KEY}: got {scheme!r}, expected {other!r} for {model!r}, because {why}")
+
+    head, text = meta.get_output_embeddings(), set(meta.get_decoder().modules())
+    weights = {
         f"{name}.weight": module.weight
         for name, module in meta.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
+        if isinstance(module, torch.nn.Linear)
+        and module is not head
+        and module in text
+        and name.rpartition(".")[2] not in _ROUTERS
     }
-    stacked = next((name for name, weight in meta.named_parameters() if weight.ndim > 2), None)
-    if stacked is not None or not linear:
-        why = f"{stacked!r} is no matrix" if stacked else "it has no linear layers"
-        raise ValueError(f"{KEY}: got {scheme!r}, expected 'none' for {model!r}, because {why}")
-    if scheme == "fp8_block":
-        for name, weight in linear.items():
-            if any(size % BLOCK for size in weight.shape):
-                raise ValueError(
-                    f"{KEY}: got 'fp8_block', expected 'fp8' for {model!r}, because {name!r} has the shape "
-                    f"{tuple(weight.shape)}, which blocks of {BLOCK} do not divide"
-                )
-    return Quantization(scheme, frozenset(linear))
+    for name, module in find_experts(meta):
+        stacked = dict(module.named_parameters(recurse=False))
+        if stacked.keys() != _STACKED or getattr(module, "is_transposed", False):
+            raise refusal(f"the experts {name!r} are no stacked matrices {' and '.join(sorted(_STACKED))}")
+        weights |= {f"{name}.{key}": weight for key, weight in stacked.items()}
+    if not weights:
+        raise refusal("it has no linear layers")
+    for name, weight in weights.items() if scheme == "fp8_block" else ():
+        rows, columns = weight.shape[-2:]
+        rows //= 2 if name.endswith("gate_up_proj") and weight.ndim > 2 else 1  # Engines keep both apart.
+        if rows % BLOCK or columns % BLOCK:
+            raise refusal(f"{name!r} has the shape {tuple(weight.shape)}, which blocks of {BLOCK} do not divide", "fp8")
+    return Quantization(scheme, frozenset(weights))

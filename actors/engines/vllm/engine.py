@@ -774,14 +774,15 @@ def _checked(settings: ProcessSettings, *, cpu: bool) -> ProcessSettings:
     if settings.tp < 1 or settings.max_num_seqs < 1:
         raise ValueError(f"rollout: got tp={settings.tp} and max_num_seqs={settings.max_num_seqs}, expected at least 1")
     try:
-        linear = WeightNames(settings.model, settings.quantization).linear
+        names = WeightNames(settings.model, settings.quantization)
         model = AutoConfig.from_pretrained(settings.model).to_dict()
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"model: {settings.model!r} could not be loaded as a causal LM: {reason}") from error
+    settings = replace(settings, exact=names.exact)
     if settings.adapters is not None:
         check_slots(settings.adapters)
-        settings = replace(settings, adapted=tuple(sorted({name.rpartition(".")[2] for name in linear})))
+        settings = replace(settings, adapted=tuple(sorted({name.rpartition(".")[2] for name in names.linear})))
     length = settings.max_model_len or model.get("max_position_embeddings") or 0
     value_bytes = 1 if settings.kv_cache_dtype == "fp8" else settings.dtype.itemsize
     per_token = token_bytes(model, value_bytes=value_bytes, tp=settings.tp) if length else None

@@ -130,6 +130,8 @@ class ProcessSettings:
     """Largest size in bytes of the KV cache that vLLM chooses in each worker on a GPU; None for no limit."""
     quantization: Scheme | None = None
     """Kind of the 8-bit weights; None for weights in `dtype`."""
+    exact: tuple[str, ...] = ()
+    """Names in the model's files of modules that are not in 8 bits, with `quantization`."""
     kv_cache_dtype: str = "auto"
     """Number format of the KV cache, as in `rollout.kv_cache_dtype`."""
 
@@ -491,5 +493,5 @@ def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs
         given["enable_sleep_mode"] = True
     options = arguments(settings.options)
     if settings.quantization is not None:
-        options |= quantization_arguments(settings.quantization, options)
+        options |= quantization_arguments(settings.quantization, settings.exact, options)
     return library.AsyncEngineArgs(**given | options)

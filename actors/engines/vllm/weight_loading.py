@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....codecs.weights.parameter_digests import ParameterDigest
+from ....codecs.weights.parameter_digests import ParameterDigest, ParameterDigests
 from . import library
 from .copy_plan import CopyPlan, ParameterPlaces, PlanRecorder
 from .quantized.served_layers import ServedLayers
@@ -45,13 +45,19 @@ class ModelLoader:
         """True once the parameters have been checked again in the open session."""
         self.in_place = False
         """True if the open session writes into the live parameters."""
+        self._layers: ServedLayers | None = getattr(model, "headrace_layers", None)
+        self._notes = False
+        """True if the open session takes digests of weights of which this worker has parts."""
         self.way = ""
         """How the last session loaded: `in place` when it repeated recorded copies; or `in place by the loaders: ` or
         `layerwise: `, followed by the reason."""
 
-    def start(self, names: WeightNames | None, sent: Collection[str]) -> None:
+    def start(self, names: WeightNames | None, sent: Collection[str], *, notes: bool = False) -> None:
         """Open a session that loads the weights `sent` (Hugging Face names). names: converts these names to those of a
-        checkpoint; None leaves them as they are."""
+        checkpoint; None leaves them as they are. notes: whether the weights come as a whole and are compared later."""
+        self._notes = notes and self._layers is not None
+        if self._layers is not None:
+            self._layers.begin()
         self._names, self._recorder, self._sent = names, None, sent
         if self._looked != sent:
             self.look()
@@ -91,6 +97,8 @@ class ModelLoader:
         if check is not None:
             for name, tensor in weights:
                 check(name, tensor)
+        if self._layers is not None and self._notes:
+            self._layers.arrive(weights)
         if self._recorder is not None:
             with self._recorder.watching(weights):
                 self._load(weights)
@@ -140,14 +148,17 @@ class ModelLoader:
         if plan is not None and plan.places.stand():
             return plan.read
         own = library.plain_parameters(self._model) if self.way.startswith("layerwise") else {}
-        layers: ServedLayers | None = getattr(self._model, "headrace_layers", None)
-        in_8_bits = layers.reader() if layers is not None and own else lambda _: []
+        in_8_bits = self._layers.reader() if self._layers is not None and own else lambda _: []
 
         def read(weight: ParameterDigest) -> list[torch.Tensor]:
             found = [own[name] for name in self._own_names(weight.name) if name in own]
             return [one for one in found if weight.fits(one)] or in_8_bits(weight)
 
         return read
+
+    def expected(self, digests: ParameterDigests) -> ParameterDigests:
+        """Return the trainer's digests, those of this worker's parts in place of those of weights that are split."""
+        return digests if self._layers is None else self._layers.in_parts(digests)
 
     def _own_names(self, name: str) -> list[str]:
         """Return the model's own names of a weight with this Hugging Face name. There is none if it is left out."""

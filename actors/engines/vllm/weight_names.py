@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,15 +72,24 @@ class WeightNames:
             scales = name + SUFFIX
             self._shapes[scales] = scale_shape(self._shapes[name], quantization.scheme)
             self._group[scales] = (scales,)
-            self._stored[scales] = StoredTensor(((self._stored[name].parts[0][0] + SUFFIX,),))
+            parts = tuple(tuple(part + SUFFIX for part in parts) for parts in self._stored[name].parts)
+            self._stored[scales] = replace(self._stored[name], parts=parts)
         self.required += tuple(name + SUFFIX for name in sorted(quantization.names))
         self._first_names = frozenset(self.required)
 
     @property
-    def in_files(self) -> dict[str, str]:
-        """Name in the model's files of each quantized weight, by its name in the model."""
+    def in_files(self) -> dict[str, StoredTensor]:
+        """The tensors of the model's files that make up each quantized weight, by its name in the model."""
         names = () if self.quantization is None else self.quantization.names
-        return {name: self._stored[name].parts[0][0] for name in names}
+        return {name: self._stored[name] for name in names}
+
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """Names in the model's files of the modules with a matrix that is not quantized, such as routers."""
+        quantized = frozenset() if self.quantization is None else self.quantization.tensors
+        plain = [name for name, shape in self._shapes.items() if len(shape) > 1 and name not in quantized]
+        names = [part for name in plain for part in self._stored[name].parts[0]]
+        return tuple(sorted(name.removesuffix(".weight") for name in names if name.endswith(".weight")))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the full shape of the weight `name`, before tensor parallelism splits it."""
@@ -90,11 +100,13 @@ class WeightNames:
         return self._stored[name].parts[0][0] if name in self._stored else name
 
     def check(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Raise ValueError if a weight is unknown, missing, or of the wrong shape or dtype, or if tied weights differ.
-        The error names the first such weight, or both names of tied weights."""
+        """Raise ValueError if a weight is unknown, missing, or of the wrong shape or dtype, if scales are no positive
+        numbers, or if tied weights differ. The error names the first such weight, or both names of tied weights."""
         for name, tensor in named.items():
             self.check_one(name, tensor)
         self.check_complete(named)
+        if self.quantization is not None:
+            self.quantization.check_scales(named)
         for names in set(self._group.values()):
             sent = [name for name in names if name in named]
             for other in sent[1:]:

@@ -88,7 +88,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         self._begin()
 
     def _begin(self) -> None:
-        self._engine = ""
+        self._engine, self._compares = "", False
         self._inbox: WeightInbox | None = None
         self._names: WeightNames | None = None
         self._update: WeightUpdate | None = None
@@ -109,7 +109,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         """Create the inbox that receives weights, and connect to the engine's socket."""
         config = pickle.loads(init_info.receiver)
         assert isinstance(config, ReceiverConfig)
-        self._engine = config.engine
+        self._engine, self._compares = config.engine, config.sync.verify != "off"
         self._names = WeightNames(init_info.model, init_info.quantization)
         rank = self.parallel_config.rank
         self._inbox = WeightInbox(replace(config, device=str(self.device)), rank, on_received=self._tell_received)
@@ -117,7 +117,9 @@ class StagedWeightEngine(library.WeightTransferEngine):
 
     def start_weight_update(self) -> None:
         """Open a load session: prepare the model for new weights."""
-        self.loader.start(self._names, () if self._inbox is None else self._inbox.names)
+        update = self._update  # With a plan, this worker may get only its parts.
+        notes = self._compares and update is not None and not update.plan
+        self.loader.start(self._names, () if self._inbox is None else self._inbox.names, notes=notes)
 
     def receive_weights(self, update_info: StagedVersion) -> None:
         """Load the prepared version into the model. Raises ValueError when the requested version is not the prepared
@@ -283,7 +285,8 @@ class StagedWeightEngine(library.WeightTransferEngine):
             with torch.no_grad():
                 if adapter:
                     return self._store().verify(adapter, digests, self._engine)
-                return VerifyReport(*compare_digests(digests, self.loader.served(), self._engine))
+                expected = self.loader.expected(digests)
+                return VerifyReport(*compare_digests(expected, self.loader.served(), self._engine))
         except Exception as error:  # The engine raises the error, for all workers at once.
             return VerifyReport(0, f"{type(error).__name__}: {error}")
 

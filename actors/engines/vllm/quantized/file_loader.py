@@ -10,10 +10,11 @@ import torch
 
 from .....codecs.weights.conversion import converted, wire_dtype
 from .....codecs.weights.parameter_digests import DigestTaker
-from .....codecs.weights.quantization import SUFFIX, Quantization
+from .....codecs.weights.quantization import Quantization
 from .. import library
 from ..weight_names import WeightNames
 from .served_layers import ServedLayers
+from .served_parts import ServedParts
 from .start_format import LOAD_FORMAT
 
 
@@ -30,29 +31,37 @@ class QuantizingLoader(library.DefaultModelLoader):
         cannot be read."""
         self._names = WeightNames(vllm_config.model_config.model, self._scheme)
         self._device = torch.device(vllm_config.device_config.device)
-        quantization = self._names.quantization
-        assert quantization is not None
-        self._digests = DigestTaker(0, quantization.tensors)
-        model = super().load_model(vllm_config, *args, **kwargs)
-        layers = ServedLayers(model, quantization, self._names.shape)
+        try:
+            model = super().load_model(vllm_config, *args, **kwargs)
+        except (NotImplementedError, ValueError) as error:
+            if not any(tensor.stacked for tensor in self._names.in_files.values()):
+                raise
+            raise ValueError(
+                f"rollout.quantization: got {self._scheme!r}, expected 'none' or rollout.engine=hf, because vLLM "
+                f"{library.vllm.__version__} does not compute experts so on this machine ({error})"
+            ) from error
         with library.set_current_vllm_config(vllm_config), torch.no_grad():
-            every = vllm_config.parallel_config.tensor_parallel_size == 1
-            layers.find_readers(self._digests.result(), library.vllm.__version__, every=every)
-        model.headrace_layers = layers
+            self._layers.find_readers(self._digests.result(), library.vllm.__version__)
+        model.headrace_layers = self._layers
         return model
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of the files, the quantized ones as their values and their scales."""
-        stored = self._names.in_files
-        own = {stored_name: name for name, stored_name in stored.items()}
-        quantization = Quantization(self._scheme, frozenset(own))
+        stored, own = self._names.in_files, self._names.quantization
+        assert own is not None
+        shapes = {name: self._names.shape(name) for name in own.names}
+        mapper = library.renames(model)
+        self._layers = ServedLayers(ServedParts(model, stored, shapes, self._scheme, mapper), own)
+        parts = frozenset(part for tensor in stored.values() for names in tensor.parts for part in names)
+        quantization = Quantization(self._scheme, parts)
+        self._digests = DigestTaker(0, quantization.tensors)
         files = super().get_all_weights(model_config, model)
         sent = ((name, converted(one, wire_dtype(one.dtype, model_config.dtype), self._device)) for name, one in files)
         for name, tensor in quantization.stream(sent):
-            if (weight := own.get(name.removesuffix(SUFFIX))) is not None:
-                self._digests.take(weight + name.removeprefix(stored[weight]), tensor)
+            if (part := self._layers.part(name, tensor)) is not None:
+                self._digests.take(name, part)
             yield name, tensor
 
 
 library.register_model_loader(LOAD_FORMAT)(QuantizingLoader)
-library.keep_scales_in_memory()
+library.mend_int8_on_cpus()

@@ -3,50 +3,54 @@
 vLLM's kernels keep weights in forms of their own, and which one depends on the release, the kernel and the processor.
 So each layer is tried when the model has been loaded: `READERS` are applied to it, one after the other, until one gives
 exactly the bytes that were loaded. If none does, the engine does not start, because what it serves could not be proved.
+
+Where workers have parts of a weight, each takes two digests as the whole weight arrives: that of the whole, which must
+be the trainer's, and that of its part, which must be what it serves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
-from .....codecs.integers import ceil_div
-from .....codecs.weights.parameter_digests import ParameterDigest, ParameterDigests, compare_digests
-from .....codecs.weights.quantization import BLOCK, DTYPES, SUFFIX, Quantization, read_back
+from .....codecs.weights.parameter_digests import DigestTaker, ParameterDigest, ParameterDigests, compare_digests
+from .....codecs.weights.quantization import DTYPES, SUFFIX, Quantization, read_back
+from .served_parts import Layer, ServedParts
 
 _ROWS = 1024
 """Number of inputs that a kernel gets at a time."""
 
-Reader = Callable[[Any, torch.Tensor, torch.dtype, tuple[int, int]], torch.Tensor | None]
-"""Function that returns the weight `[N, K]` of a layer; None if the layer does not have it in the reader's form. It is
-given the layer, its scales, and the dtype and shape of the weight."""
+Reader = Callable[[Layer, torch.Tensor, torch.dtype], torch.Tensor | None]
+"""Function that returns the weight of a layer, of the layer's shape; None if the layer does not have it in the reader's
+form. It is given the layer, its scales, and the dtype of the weight."""
 
 
-def _as_sent(layer: Any, scales: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor | None:
+def _as_sent(layer: Layer, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the weight that a layer keeps as it was sent, or filled up with zeros."""
-    return _cut(getattr(layer, "weight", None), dtype, shape)
+    return _cut(getattr(layer.module, layer.attribute, None), dtype, layer.shape)
 
 
-def _transposed(layer: Any, scales: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor | None:
+def _transposed(layer: Layer, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the weight that a layer keeps with rows and columns exchanged, or filled up with zeros as well."""
-    weight = getattr(layer, "weight", None)
-    return None if weight is None or weight.ndim != 2 else _cut(weight.t(), dtype, shape)
+    weight = getattr(layer.module, layer.attribute, None)
+    return None if weight is None or weight.ndim < 2 else _cut(weight.mT, dtype, layer.shape)
 
 
-def _by_kernel(layer: Any, scales: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor | None:
+def _by_kernel(layer: Layer, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the weight with which a layer's kernel computes. The product with an input that is 1 in one place is a
     column of the weight. Nothing is lost: such an input is exact in 8 bits, and so is the column after the division by
-    its scales."""
-    rows, columns = shape
+    its scales. Kernels of experts have no such product."""
+    if len(layer.shape) != 2:
+        return None
+    rows, columns = layer.shape
     whole = torch.empty(rows, columns, dtype=torch.float32, device=scales.device)
     for start in range(0, columns, _ROWS):
         stop = min(start + _ROWS, columns)
-        inputs = torch.zeros(stop - start, columns, dtype=layer.params_dtype, device=scales.device)
+        inputs = torch.zeros(stop - start, columns, dtype=layer.module.params_dtype, device=scales.device)
         inputs[:, start:stop].fill_diagonal_(1)
-        whole[:, start:stop] = layer.quant_method.apply(layer, inputs).t()[:rows]
+        whole[:, start:stop] = layer.module.quant_method.apply(layer.module, inputs).t()[:rows]
     return read_back(whole, scales, dtype)
 
 
@@ -56,107 +60,107 @@ READERS: Mapping[str, Reader] = {
 """Declared forms in which layers keep a weight, in the order in which they are tried."""
 
 
-def _cut(weight: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor | None:
-    if weight is None or weight.dtype != dtype or weight.ndim != 2:
+def _cut(weight: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
+    if weight is None or weight.dtype != dtype or weight.ndim != len(shape):
         return None
-    rows, columns = shape
-    return weight[:rows, :columns] if len(weight) >= rows and weight.shape[1] >= columns else None
-
-
-@dataclass(slots=True)
-class _Layer:
-    """A quantized layer of vLLM, and the weights of the model that it has, one below the other."""
-
-    name: str
-    module: Any
-    rows: dict[str, slice]
-    """Rows of each weight by its name in the model."""
-    shape: tuple[int, int]
-    way: str = ""
-    """Name of the reader that gives the weight; "" while none is known."""
+    found = weight[tuple(slice(0, size) for size in shape)]
+    return found if found.shape == shape else None
 
 
 class ServedLayers:
     """The quantized layers of a model in one worker of vLLM."""
 
-    def __init__(self, model: Any, quantization: Quantization, shape_of: Callable[[str], tuple[int, ...]]) -> None:
-        """Find the layers. shape_of: function that returns the shape of a quantized weight of the whole model. Layers
-        that have only a part of a weight, as with tensor parallelism, are left out."""
-        self._quantization = quantization
-        shapes = {name: shape_of(name) for name in quantization.names}
-        self._layers = list(_quantized_layers(model, shapes))
-        self._of = {name: layer for layer in self._layers for name in layer.rows}
+    def __init__(self, parts: ServedParts, quantization: Quantization) -> None:
+        self._parts, self._quantization = parts, quantization
+        self._split = frozenset(name for name, part in parts.of.items() if not part.whole)
+        self.begin()
 
     @property
     def ways(self) -> set[str]:
         """Names of the readers in use."""
-        return {layer.way for layer in self._layers}
+        return {layer.way for layer in self._parts.layers}
 
-    def find_readers(self, loaded: ParameterDigests, release: str, *, every: bool) -> None:
-        """Find the reader of each layer. loaded: digests of all quantized weights that were loaded, and of their
-        scales. release: vLLM's, for the error. every: whether this worker has all weights as a whole.
+    def part(self, name: str, weight: torch.Tensor) -> torch.Tensor | None:
+        """Return what this worker has of a weight, or of its scales. None if it has nothing. name: that of the weight
+        in the model or in its files."""
+        part = self._parts.of.get(name)
+        return None if part is None else part.of(weight)
 
-        Raises ValueError that names the first layer for which there is no reader."""
-        digests = {weight.name: weight for weight in loaded.weights}
-        if every and (lost := sorted(self._quantization.names - self._of.keys())):
+    def find_readers(self, loaded: ParameterDigests, release: str) -> None:
+        """Find the reader of each layer. loaded: digests of what this worker has of the tensors of the files. release:
+        vLLM's, for the error. Raises ValueError that names the first layer for which there is no reader."""
+        if lost := self._parts.lost(self._quantization.names):
             raise self._refusal(release, f"has no 8-bit layer for {lost[0]!r}")
-        for layer in self._layers:
-            wanted = tuple(digests[name + end] for name in layer.rows for end in ("", SUFFIX))
+        if self._parts.unknown:
+            raise self._refusal(release, f"has {self._parts.unknown!r} in 8 bits, which the trainer does not send so")
+        of_layer: dict[int, list[ParameterDigest]] = {}
+        for weight in loaded.weights:
+            of_layer.setdefault(id(self._parts.of[weight.name].layer), []).append(weight)
+        for layer in self._parts.layers:
+            wanted = tuple(of_layer.get(id(layer), ()))
             for layer.way in READERS:
-                if compare_digests(replace(loaded, weights=wanted), self.reader(), "") == (len(wanted), ""):
+                if wanted and compare_digests(replace(loaded, weights=wanted), self.reader(), "") == (len(wanted), ""):
                     break
             else:
                 raise self._refusal(
                     release, f"keeps the weight of {layer.name!r} in a form that cannot be compared with the trainer's"
                 )
 
+    def begin(self) -> None:
+        """Forget the digests of the weights that arrived last."""
+        self._arrived = DigestTaker(0, self._split), DigestTaker(0, self._split)
+
+    def arrive(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take the digests of whole weights of which this worker has a part."""
+        whole, own = self._arrived
+        for name, tensor in weights:
+            if name in self._split:
+                whole.take(name, tensor)
+                own.take(name, self._parts.of[name].of(tensor))
+
+    def in_parts(self, expected: ParameterDigests) -> ParameterDigests:
+        """Return the trainer's digests with those of this worker's parts in place of those of whole weights.
+
+        A part has the trainer's digest if another weight than the trainer's has arrived, so that it is found to differ.
+        A weight of which no digest was taken, or one of another kind, stays, and cannot be compared.
+        """
+        whole, own = (taker.result().weights for taker in self._arrived)
+        pairs = {one.name: (one, part) for one, part in zip(whole, own, strict=True)}
+
+        def in_part(weight: ParameterDigest) -> ParameterDigest:
+            arrived, part = pairs.get(weight.name, (weight, weight))
+            if arrived.kind != weight.kind:
+                return weight
+            return part if arrived.digest == weight.digest else replace(part, digest=weight.digest)
+
+        return replace(expected, weights=tuple(in_part(weight) for weight in expected.weights))
+
     def reader(self) -> Callable[[ParameterDigest], list[torch.Tensor]]:
-        """Return a function that reads a weight, or its scales, as they were sent. It returns nothing for others, and
-        if this worker does not have all of the weight. It keeps the last layer's weight in memory, because a layer's
-        weights are read one after the other."""
+        """Return a function that reads what this worker has of a weight, or of its scales, as it was sent. It returns
+        nothing for others, and for a digest of another part. It keeps the last layer's weight in memory, because a
+        layer's weights are read one after the other."""
         last: dict[int, torch.Tensor | None] = {}
 
         def read(weight: ParameterDigest) -> list[torch.Tensor]:
-            name = weight.name.removesuffix(SUFFIX)
-            if (layer := self._of.get(name)) is None:
+            if (part := self._parts.of.get(weight.name)) is None:
                 return []
-            if weight.name != name:
-                found = layer.module.weight_scale[self._scale_rows(layer.rows[name])]
-                return [found] if weight.fits(found) else []
-            if id(layer) not in last:
+            layer = part.layer
+            if part.is_scales:
+                whole = getattr(layer.module, layer.attribute + SUFFIX)
+            elif id(layer) in last:
+                whole = last[id(layer)]
+            else:
                 last.clear()
-                last[id(layer)] = self._whole(layer)
-            whole = last[id(layer)]
-            found = None if whole is None else whole[layer.rows[name]]
+                whole = last[id(layer)] = self._whole(layer)
+            found = None if whole is None else whole[part.at]
             return [found] if found is not None and weight.fits(found) else []
 
         return read
 
-    def _whole(self, layer: _Layer) -> torch.Tensor | None:
-        scales = layer.module.weight_scale[self._scale_rows(slice(0, layer.shape[0]))]
-        return READERS[layer.way](layer.module, scales, DTYPES[self._quantization.scheme], layer.shape)
-
-    def _scale_rows(self, rows: slice) -> slice:
-        size = BLOCK if self._quantization.scheme == "fp8_block" else 1
-        return slice(rows.start // size, ceil_div(rows.stop, size))
+    def _whole(self, layer: Layer) -> torch.Tensor | None:
+        scales = getattr(layer.module, layer.attribute + SUFFIX)
+        return READERS[layer.way](layer, scales, DTYPES[self._quantization.scheme])
 
     def _refusal(self, release: str, why: str) -> ValueError:
         scheme = self._quantization.scheme
         return ValueError(f"rollout.quantization: got {scheme!r}, expected another one, because vLLM {release} {why}")
-
-
-def _quantized_layers(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[_Layer]:
-    """Yield the layers with weights in 8 bits that have all rows and columns of their weights."""
-    fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    for name, module in model.named_modules():
-        if getattr(module, "weight_scale", None) is None:
-            continue
-        prefix, _, last = name.rpartition(".")
-        rows: dict[str, slice] = {}
-        end = columns = 0
-        for part in fused.get(last, [last]):
-            num_rows, columns = shapes.get(own := f"{prefix}.{part}.weight", (0, 0))
-            rows[own] = slice(end, end + num_rows)
-            end += num_rows
-        if end == sum(module.logical_widths) and columns == getattr(module, "input_size_per_partition", columns):
-            yield _Layer(name, module, rows, (end, columns))

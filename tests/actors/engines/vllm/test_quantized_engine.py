@@ -21,6 +21,7 @@ from headrace.tests.actors.weight_sync.weight_updates import Publisher, scaled
 
 pytestmark = pytest.mark.vllm
 PROMPT, PARAMS = [5, 6, 7, 13], SamplingParams(n=2, max_new_tokens=16)
+EMULATING_WORKER = "headrace.tests.actors.engines.vllm.quantized.emulating_worker.EmulatingWorker"
 DAMAGED = "model.layers.0.self_attn.o_proj"
 
 
@@ -28,11 +29,13 @@ def damage(worker: Any, name: str) -> str:
     """Called in a worker: change what the layer `name` computes with, and return the form in which it keeps that."""
     model = worker.model_runner.model
     layer = model.get_submodule(name)
-    if layer.weight is None:  # Only the kernel has it: let it compute with the weight of another layer.
+    if not layer.weight.numel():  # Only the kernel has it: let it compute with the weight of another layer.
         layer.scheme.kernel.dnnl_handler = model.get_submodule(name.replace(".0.", ".1.")).scheme.kernel.dnnl_handler
     else:
         layer.weight.data[3, 4] = 0.5 * layer.weight.data[3, 4].float() + 1
-    return ", ".join(model.headrace_layers.ways)
+    if hasattr(layer := model.get_submodule(name.partition(".self_attn")[0]).mlp, "experts"):
+        layer.experts.routed_experts.w13_weight.data[3, 4, 5] ^= 1
+    return ", ".join(sorted(model.headrace_layers.ways))
 
 
 def damage_scales(worker: Any, name: str) -> None:
@@ -63,16 +66,19 @@ def distance(folder: str, plan: Quantization, factor: float, answers: list[Any])
 
 
 @pytest.mark.parametrize(
-    ("kind", "scheme", "way"),
+    ("kind", "scheme", "ways"),
     [
         ("untied", "int8", "by the kernel"),
         pytest.param("tied", "fp8", "transposed", marks=pytest.mark.slow),
+        pytest.param("moe", "int8", "as sent, by the kernel", marks=pytest.mark.slow),
     ],
 )
 def test_what_was_sent_is_what_kernels_compute_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, scheme: Scheme, way: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, scheme: Scheme, ways: str
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # Functions are sent to workers.
+    if kind == "moe":
+        monkeypatch.setattr("headrace.actors.engines.vllm.process.WORKER", EMULATING_WORKER)
     folder = save_model(tmp_path / "model", kind)
     plan, publisher = quantization_of(folder, scheme), Publisher(tmp_path / "weights")
 
@@ -85,12 +91,14 @@ def test_what_was_sent_is_what_kernels_compute_with(
                 await engine.prepare_weights(publisher.publish(version, sent))
                 await engine.commit_weights(version)
                 digests = digests_of(version, sent)
-                assert await engine.verify_weights(digests) >= len(sent) - 2, "all but the embeddings, which are plain"
+                plain = 2 if kind != "moe" else 4  # Embeddings and routers are not compared.
+                assert await engine.verify_weights(digests) >= len(sent) - plain
                 if version == 1:
                     answers = await engine.generate("second", PROMPT, PARAMS)
                     assert distance(folder, plan, 0.8, answers) < 0.1 < distance(folder, plan, 1.0, answers)
-                    assert await engine.call_workers(damage, DAMAGED) == [way]
-                    with pytest.raises(EngineBroken, match=f"version 1: '{DAMAGED}.weight' has digest"):
+                    assert await engine.call_workers(damage, DAMAGED) == [ways]
+                    more = ", and 1 more differ" if kind == "moe" else ""
+                    with pytest.raises(EngineBroken, match=f"version 1: '{DAMAGED}.weight' has digest .*{more}"):
                         await engine.verify_weights(digests)
                 elif version == 2:
                     await engine.call_workers(damage_scales, DAMAGED)
