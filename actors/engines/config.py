@@ -136,9 +136,9 @@ class EngineKeys(Section):
         return size
 
 
-def precision_problems(rollout: EngineKeys, transport: str) -> Iterator[str]:
+def precision_problems(rollout: EngineKeys, transport: str, tp: int) -> Iterator[str]:
     """Yield one sentence for each key that does not fit `rollout.quantization`. transport: value of
-    `sync.transport`."""
+    `sync.transport`. tp: value of `trainer.tp`."""
     scheme, own = rollout.quantization, ("quantization", "load_format", "model_loader_extra_config")
     setters = {"kv_cache_dtype": "kv_cache_dtype"} if rollout.kv_cache_dtype != "auto" else {}
     setters |= {} if scheme == "none" else dict.fromkeys(own, "quantization")
@@ -150,10 +150,11 @@ def precision_problems(rollout: EngineKeys, transport: str) -> Iterator[str]:
             )
     if scheme == "none":
         return
-    if transport == "pairs":
+    if transport == "pairs" and (tp > 1 or scheme == "fp8_block"):
+        which = "fp8_block" if scheme == "fp8_block" else f"{scheme} with trainer.tp={tp}"
         yield (
-            f"sync.transport: got 'pairs' with rollout.quantization={scheme!r}, expected another one, because a rank "
-            "may have only parts of the rows that share a scale"
+            f"sync.transport: got 'pairs' with rollout.quantization={which}, expected another one, because a rank may "
+            "have only parts of what shares a scale"
         )
 
 

@@ -242,7 +242,8 @@ class TrainWorker:
 
     def _open_ranks(self, build: Callable[..., RankPublisher], address: str) -> RankPublisher:
         backend = self._backend
-        publisher = build(address, backend.weight_specs(), backend.weight_regions(), backend.adapter)
+        quantization = None if self._setup.quantization is None else self._setup.quantization()
+        publisher = build(address, backend.weight_specs(), backend.weight_regions(), backend.adapter, quantization)
         self._parts.callback(publisher.close)
         if self._setup.world > 1:
             publisher.meet()

@@ -122,6 +122,17 @@ CASES = {
     "fsdp dp2 ep2 moe -> hf in int8, ipc": (
         "moe", (*HF, "trainer.dp=2", "trainer.ep=2", "sync.transport=ipc", *INT8), 6,
     ),
+    "fsdp dp2 -> 2 hf in int8, pairs delta": (
+        "untied",
+        (*HF, "trainer.dp=2", "rollout.num_engines=2", "sync.transport=pairs", "sync.delta=true", *INT8), 6,
+    ),
+    "megatron ep2 moe -> hf in int8, pairs": (
+        "moe",
+        (*HF, *MEGATRON, "trainer.dp=2", "trainer.ep=2", "sync.transport=pairs", *INT8), 6,
+    ),
+    "fsdp dp2 -> vllm tp2 in int8, pairs": (
+        "tied", (*VLLM, "trainer.dp=2", "rollout.tp=2", "sync.transport=pairs", *INT8), 6,
+    ),
     "megatron ep2 moe -> hf in int8, collective": (
         "moe", (*HF, *MEGATRON, "trainer.dp=2", "trainer.ep=2", "sync.transport=collective", *INT8), 6,
     ),

@@ -24,6 +24,7 @@ from ...actors.weight_sync.plan.regions import Region, Specs
 from ...actors.weight_sync.transports.factory import build_sender
 from ...actors.weight_sync.transports.protocol import SenderConfig, WeightSender
 from ...codecs.tokens.masks import MASKS
+from ...codecs.weights.quantization import Quantization
 from ...dataplane.handle import DataPlaneHandle
 from ..backends.config import BackendConfig, PrevSource, TrainerConfig
 from ..backends.factory import MODULES, build_backend
@@ -85,12 +86,14 @@ def _rank_publisher(
     specs: Specs,
     regions: Sequence[Sequence[Region]],
     adapter: AdapterSpec | None,
+    quantization: Quantization | None,
 ) -> RankPublisher:
     bucket_bytes = bucket_mib(sync, PAIRS, device, pooled=False) << 20
     group = None if device == "cpu" else torch.device(device)
     return RankPublisher(
-        rank, host, handle.store.key, sync, bucket_bytes, specs, regions, group, adapter, shares_gpus=shares_gpus
-    )
+        rank, host, handle.store.key, sync, bucket_bytes, specs, regions, group, adapter,
+        shares_gpus=shares_gpus, quantization=quantization,
+    )  # fmt: skip
 
 
 def _sender_at(kind: str, config: SenderConfig, host: str) -> WeightSender:

@@ -49,7 +49,7 @@ def contradictions(config: Config) -> list[str]:
         *elastic_problems(config.resources, config.sync, config.dataplane.store.kind),
         *StoreDemand.of(config).problems(config.dataplane.store.capacity_mib),
         *shard_problems(config.dataplane.directory_shards),
-        *precision_problems(config.rollout, config.sync.transport),
+        *precision_problems(config.rollout, config.sync.transport, config.trainer.tp),
         *meaning_problems(config),
         *image_problems(
             enabled=config.data.images.enabled and not config.sft.train,

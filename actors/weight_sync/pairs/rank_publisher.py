@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ....codecs.integers import ALIGN
 from ....codecs.weights.buckets import plan_buckets
 from ....codecs.weights.parameter_digests import DigestTaker, ParameterDigests, sampled_names
+from ....codecs.weights.quantization import Quantization
 from ...adapters.spec import AdapterSpec
 from ..config import SyncConfig
 from ..plan.arguments import LocalTensors, PlanArguments, read_arguments
@@ -28,6 +29,7 @@ from ..transports.protocol import ReceiverGroup, WeightUpdate, worker_names
 from .group_sender import GroupSender
 from .neighbour_sender import NeighbourSender
 from .pair_sender import KIND, SLOTS, PairSender, location_of, number_of
+from .quantized_parts import QuantizedParts
 from .sent_parts import SentParts
 from .shared_slots import host_name
 
@@ -53,12 +55,19 @@ class RankPublisher:
         adapter: AdapterSpec | None = None,
         *,
         shares_gpus: bool = False,
+        quantization: Quantization | None = None,
     ) -> None:
         """Listen on `host` for receivers. key: the run's key. bucket_bytes: memory for buckets in transit, a multiple
         of ALIGN. specs: dtype and shape of all weights. regions: what each rank has of them, by rank. group: device of
         the weights if a process group carries the buckets; None for TCP between CPUs. adapter: the adapter that the
-        weights make up; None if they are those of the model. Raises OSError when listening fails."""
+        weights make up; None if they are those of the model. quantization: the weights that are sent in 8 bits; None if
+        none are. An adapter is sent as it is. Raises OSError when listening fails, and ValueError if a rank cannot
+        quantize what it has."""
         self._rank, self._sync, self._bucket_bytes, self._adapter = rank, sync, bucket_bytes, adapter
+        self._quantization = quantization if adapter is None else None
+        self._parts = None if self._quantization is None else QuantizedParts(self._quantization, specs, regions)
+        if self._parts is not None:
+            specs, regions = self._parts.specs, self._parts.regions
         self._specs, self._regions = specs, regions
         of_group = NeighbourSender if shares_gpus else GroupSender
         self._sender: PairSender | GroupSender = (
@@ -128,6 +137,7 @@ class RankPublisher:
         planned = time.perf_counter()
         needs, self._needs = self._needs, {}  # After an error, the next version is sent whole, to each worker.
         places, self._places = self._places, {}
+        read = read if self._parts is None else self._parts.reading(read)
         tensors, sender = LocalTensors(read, self._regions[self._rank]), self._sender
         with self.ending(update):
             if self._sent is None:
@@ -175,7 +185,7 @@ class RankPublisher:
         full = self._sync.verify == "full" or self._adapter is not None
         names = frozenset(self._specs if full else sampled_names(tuple(self._specs), version))
         taker = DigestTaker(version, names if self._rank == 0 else ())
-        for name, tensor in weights:
+        for name, tensor in weights if self._quantization is None else self._quantization.stream(weights):
             taker.take(name, tensor)
         self._digests = taker.result()
 

@@ -41,7 +41,10 @@ def test_a_choice_of_the_user_stays() -> None:
     ("data", "sentence"),
     [
         ({"rollout": {"quantization": "int4"}}, "rollout.quantization: got 'int4', expected one of none, fp8,"),
-        ({**INT8, "sync": {"transport": "pairs"}}, "sync.transport: got 'pairs' with rollout.quantization='int8'"),
+        ({**INT8, "sync": {"transport": "pairs"}, "trainer": {"tp": 2}},
+         "sync.transport: got 'pairs' with rollout.quantization=int8 with trainer.tp=2, expected another one"),
+        ({"rollout": {"quantization": "fp8_block"}, "sync": {"transport": "pairs"}},
+         "sync.transport: got 'pairs' with rollout.quantization=fp8_block, expected another one"),
         ({"rollout": {**VLLM["rollout"], "vllm": {"quantization": "awq"}}},
          "rollout.vllm.quantization: got 'awq' with rollout.quantization='fp8', expected it unset"),
         ({"rollout": {"engine": "vllm", "kv_cache_dtype": "fp8", "vllm": {"kv_cache_dtype": "fp8_e5m2"}}},

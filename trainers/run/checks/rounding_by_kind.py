@@ -1,7 +1,8 @@
 """Measures what 8-bit weights change in a model's log-probs, for each kind of layer apart.
 
-A kind is the last part of the layers' names, such as `q_proj` or `down_proj`. Only the weights of one kind are rounded
-at a time, and activations never are. So the numbers say which layers are sensitive; they do not add up to the engine's.
+A kind is the last part of the layers' names, such as `q_proj` or `experts.down_proj`. Only the weights of one kind are
+rounded at a time, and activations never are. So the numbers say which layers are sensitive; they do not add up to the
+engine's.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def rounding_by_kind(path: str, scheme: Scheme, rows: Sequence[np.ndarray], devi
     model = load_model(path, torch.float32).to(torch.device(device))
     kinds: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
     for name in quantization_of(path, scheme).names:
-        kinds[name.split(".")[-2]].append(model.get_parameter(name))
+        layer = name.removesuffix(".weight").split(".")
+        kinds[".".join(layer[-2:] if layer[-2] == "experts" else layer[-1:])].append(model.get_parameter(name))
     found: dict[str, Rounding] = {}
     with torch.no_grad():
         exact = _logprobs(model, rows)
