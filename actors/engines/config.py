@@ -99,11 +99,12 @@ class EngineKeys(Section):
     """Number format of the key-value cache of vLLM. `auto` is that of the engine's computations. `fp8` takes half of
     the memory of bfloat16, so that twice as many tokens fit; the engine then computes other log-probs."""
     quantization: Literal["none", "fp8", "fp8_block", "int8"] = "none"
-    """Kind of the 8-bit weights of the engines' linear layers. The trainer quantizes its weights once for each version,
-    and sends the 8-bit values. `fp8` and `int8` have a scale for each row of a weight, `fp8_block` has one for each
-    block of 128 x 128. vLLM quantizes activations, too, with a scale for each token, or for each 128 numbers of a token
-    with `fp8_block`. fp8 needs GPUs that compute in it. Engines `hf` compute with the rounded weights in `model.dtype`,
-    which shows the effect on training but saves nothing. `none` keeps the weights in `model.dtype`."""
+    """Kind of the 8-bit weights of the engines' linear layers and experts. The trainer quantizes its weights once for
+    each version, and sends the 8-bit values. `fp8` and `int8` have a scale for each row of a weight, `fp8_block` has
+    one for each block of 128 x 128. vLLM quantizes activations, too, with a scale for each token, or for each 128
+    numbers of a token with `fp8_block`. fp8 needs GPUs that compute in it. Engines `hf` compute with the rounded
+    weights in `model.dtype`, which shows the effect on training but saves nothing. `none` keeps the weights in
+    `model.dtype`."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     """Largest share of each GPU's memory that an engine takes for weights, key-value cache and computation. It takes
     less if less is free when it starts. Unset: 0.9, or 0.45 on GPUs that it shares with train workers; on the GPUs of a

@@ -105,8 +105,9 @@ class Quantization:
             )
 
     def check_scales(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Raise ValueError that names the first scales among `named` that are not all finite and positive: they are
-        damaged, or the trainer's weight is not finite."""
+        """Raise ValueError that names the first scales among `named` that are not all finite and positive.
+
+        They are damaged, or the trainer's weight is not finite."""
         scales = {name: one for name, one in named.items() if name.removesuffix(SUFFIX) in self.names - {name}}
         if scales:
             sound = torch.stack([((one > 0) & one.isfinite()).all() for one in scales.values()]).tolist()

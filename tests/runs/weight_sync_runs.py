@@ -102,8 +102,9 @@ def engine_logprobs(engine: Engine, name: str) -> list[tuple[list[int], np.ndarr
 
 
 def trainer_model(started: Run, folder: Path) -> Any:
-    """The trainer's present weights as a HF model, by its own export, rounded as those of the engines: of an adapter
-    that is sent alone, only the base is."""
+    """The trainer's present weights as a HF model, by its own export, rounded as those of the engines.
+
+    The base of an adapter that is sent alone is rounded without the adapter."""
     started.workers.export_model(folder)
     alone = started.config.sends_adapter and started.config.rollout.scheme is not None
     source = started.config.model.path if alone else folder

@@ -17,10 +17,10 @@ _STACKED = {"gate_up_proj", "down_proj"}
 
 
 def quantization_of(model: str, scheme: Scheme) -> Quantization:
-    """Return the quantization of a model: all linear layers and experts of its text part, without routers and the
-    output layer. No weights are loaded.
+    """Return the quantization of a model, of which no weights are loaded.
 
-    model: a folder or hub id. Raises ValueError with one sentence for a model whose layers cannot be quantized so.
+    All linear layers and experts of its text part are quantized, without routers and the output layer. model: a folder
+    or hub id. Raises ValueError with one sentence for a model whose layers cannot be quantized so.
     """
     # The imports take seconds, and the driver only passes this function on.
     from transformers import AutoConfig

@@ -100,8 +100,9 @@ class WeightNames:
         return self._stored[name].parts[0][0] if name in self._stored else name
 
     def check(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Raise ValueError if a weight is unknown, missing, or of the wrong shape or dtype, if scales are no positive
-        numbers, or if tied weights differ. The error names the first such weight, or both names of tied weights."""
+        """Raise ValueError if a weight is unknown, missing, or of the wrong shape or dtype, or if tied weights differ.
+        So it does for scales that are no positive numbers. The error names the first such weight, or both names of tied
+        weights."""
         for name, tensor in named.items():
             self.check_one(name, tensor)
         self.check_complete(named)
