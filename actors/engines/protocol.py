@@ -109,7 +109,7 @@ class SamplingParams:
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or more"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0, at most 1"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_k", 0 <= self.top_k < 2**31, "0 (off) or more"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 (off) to 1"),
             ("mask_limit", self.mask_limit >= 0, "0 (off) or more"),
             ("stop", all(self.stop), "texts that are not empty"),

@@ -55,6 +55,7 @@ class RolloutConfig(EngineKeys):
         """Yield one sentence for each contradiction between the sampling and its masks. takes_logprobs: whether the
         engines' log-probs are the old ones of the ratio. distils: whether the run has teachers."""
         cuts = f"rollout.top_p={self.top_p:g}, rollout.top_k={self.top_k}, rollout.min_p={self.min_p:g}"
+        cuts = cuts if self.cuts else "rollout.endpoint.sampling='request'"
         limit = f"rollout.mask_limit: got {self.mask_limit}"
         if takes_logprobs and self.cuts and not self.masked:
             yield (
@@ -69,6 +70,14 @@ class RolloutConfig(EngineKeys):
                     f"rollout.engine={self.engine!r}, expected 'run', or a limit above 0 and the engine hf or vllm"
                 )
             return
+        for key, value, expected in (
+            ("top_k", self.top_k, "0 (off) or at least 2"),
+            ("mask_limit", self.mask_limit, "0 (off) or at least 2"),
+            ("min_p", self.min_p, "below 1"),
+        ):
+            if value == 1:
+                why = "because it leaves one token, whose log-prob is 0, so that nothing is learned"
+                yield f"rollout.{key}: got 1, expected {expected}, {why}"
         if self.top_k > self.mask_limit:
             yield f"rollout.top_k: got {self.top_k}, expected at most rollout.mask_limit={self.mask_limit}"
         if self.engine == "vllm" and (self.logprobs == "vllm" or "speculative_config" in self.vllm):

@@ -19,7 +19,7 @@ from ...codecs.blobs import Blob
 from ...codecs.integers import exclusive_cumsum
 from ...codecs.jagged import concat, slice_rows
 from ...codecs.schema import Schema
-from ...codecs.tokens.masks import MASK_FIELD, MASKS, MasksDamaged, decode_sets, without_sets
+from ...codecs.tokens.masks import MASK_FIELD, MASKS, MasksDamaged, decode_sets, sealed, without_sets
 from ...codecs.tokens.routes import (
     ROUTES,
     RoutesDamaged,
@@ -478,6 +478,8 @@ class MaskCounts:
     """Number of these tokens whose sets have as many ids as `rollout.mask_limit` allows, where sampling was cut."""
     num_bytes: int = 0
     """Number of bytes of the masks."""
+    single: int = 0
+    """Number of these tokens whose sets have no other token. Their log-prob is 0 under each policy."""
 
     def __add__(self, other: MaskCounts) -> MaskCounts:
         return MaskCounts(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
@@ -491,6 +493,8 @@ class MaskRules:
     """Largest number of ids of a set (`rollout.mask_limit`)."""
     required: bool
     """True if each token that the policy chose must have a set; False if requests can ask for all tokens."""
+    top_k: int = 0
+    """Largest number of tokens that sampling leaves even without the limit (`rollout.top_k`); 0 for no such number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -525,16 +529,16 @@ def checked_masks(
             except MasksDamaged as damage:
                 score = Score(reward=0.0, components={}, valid=False, error=str(damage), failure="engine")
         for row in own:
-            stream = row.masks if score.valid else None
-            streams.append(without_sets(len(row.input_ids)) if stream is None else stream)
+            stream, length = row.masks if score.valid else None, len(row.input_ids)
+            streams.append(sealed(without_sets(length) if stream is None else stream, length))
         checked.append(score)
-        counts.append(count)
+        counts.append(replace(count, num_bytes=sum(map(len, streams[-len(own) :]))) if score.valid else count)
     shapes = np.array([[len(one)] for one in streams], np.int64)
     return CheckedMasks(Ragged(torch.from_numpy(np.concatenate(streams)), shapes), checked, counts)
 
 
 def _mask_count(row: RowTokens, rules: MaskRules, key: str) -> MaskCounts:
-    """Return the counts of a row's masks. Raises MasksDamaged, naming the row's `key`."""
+    """Return the counts of a row's masks, without their bytes. Raises MasksDamaged, naming the row's `key`."""
     stream = without_sets(len(row.input_ids)) if row.masks is None else row.masks
     sets = decode_sets(stream, len(row.input_ids), key)
     chosen = np.flatnonzero(row.response_mask)
@@ -545,4 +549,8 @@ def _mask_count(row: RowTokens, rules: MaskRules, key: str) -> MaskCounts:
             f"{key}: token {lacking[0]} has a sampling mask of {sizes[chosen == lacking[0]][0]} ids, expected {least} "
             f"to rollout.mask_limit={limit}; an environment that makes completions itself must not lose their masks"
         )
-    return MaskCounts(len(chosen), int(sizes.sum()), int(np.count_nonzero(sizes == limit)), len(stream))
+    owners = np.repeat(np.arange(len(row.input_ids)), np.maximum(sets.counts, 0))
+    if len(twice := owners[sets.ids == row.input_ids[owners]]):
+        raise MasksDamaged(f"{key}: the sampling mask of token {twice[0]} is that of another token")
+    cut = np.count_nonzero(sizes == limit) if limit != rules.top_k else 0
+    return MaskCounts(len(chosen), int(sizes.sum()), int(cut), single=int(np.count_nonzero(sizes == 1)))

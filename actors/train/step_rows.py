@@ -11,6 +11,7 @@ from ...codecs.batch import Batch, Column, Jagged
 from ...codecs.blobs import BlobRows, References
 from ...codecs.jagged import slice_rows
 from ...codecs.schema import Field, Schema
+from ...codecs.tokens.masks import MASKS, check_seals
 from ...codecs.tokens.routes import ROUTES, RouteSpec
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.meta import KVBatchMeta
@@ -172,7 +173,8 @@ class StepRows:
 
     def columns(self, index: int, fields: Sequence[str]) -> Batch:
         """Return the columns `fields` of one microbatch. Columns not cached yet are read together for all microbatches
-        of its load (see `load_of`). Raises what the client's `get` and `lookup` raise."""
+        of its load (see `load_of`). Raises what the client's `get` and `lookup` raise, and MasksDamaged for a damaged
+        row."""
         missing = self.missing(index, fields)
         if missing:
             self._look_up([name for name in missing if name not in self._meta.fields])
@@ -180,6 +182,8 @@ class StepRows:
             numbers = [number for number in load if self.missing(number, missing) == missing]
             rows = np.concatenate([self._ranges[number] for number in numbers])
             batch = self._client.get(self._meta.select(rows), missing)
+            if MASKS in batch:
+                check_seals(batch.ragged(MASKS), self._meta.lengths[rows], [self._meta.keys[row] for row in rows])
             for number, part in zip(numbers, cut(batch, [len(self._ranges[n]) for n in numbers]), strict=True):
                 self._cache.add(number, part)
         return self._cache.batch(index, fields, len(self._ranges[index]))

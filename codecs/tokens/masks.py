@@ -7,21 +7,27 @@ whole vocabulary, and tokens that the policy did not choose, have no set.
     stream   pieces, one after another, so that streams of turns are joined by joining their bytes
     piece    2 n           n tokens without a set
              2 n + 1       n tokens with sets: n headers, then n payloads
+             0             the seal at the end of a row: a checksum of the bytes before it
     header   0             the set has the sampled token alone
              2 m - 1       m other ids; payload: the first id, then each distance to the id before it, less 1
              2 w           w words of a bitmap; payload: the first id, then the words, 7 ids each, from the first id on
 
 All numbers have 7 bits in a byte, and the highest bit says that the number goes on (LEB128). The sampled token itself
-is not written, so a set of one token takes one byte. Of the two payloads, the shorter one is written.
+is not written, so a set of one token takes one byte. Of the two payloads, the shorter one is written. Most damaged
+streams are streams of other sets, and a trainer would compute other log-probs over them, so the rows in the data plane
+have seals, which are checked when they are read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xxhash
 
+from ..batch import Ragged
 from ..integers import ceil_div, exclusive_cumsum
 from ..schema import Field, Kind
 
@@ -31,6 +37,8 @@ MASK_FIELD = Field(MASKS, Kind.RAGGED, torch.uint8)
 _BITS = 7
 _LONGEST = 5
 """Largest number of bytes of a number, enough for 35 bits."""
+_SEAL = 1 + _LONGEST
+"""Number of bytes of a seal."""
 
 
 class MasksDamaged(ValueError):
@@ -86,6 +94,24 @@ def without_sets(num_tokens: int) -> np.ndarray:
 def first_tokens(stream: np.ndarray, num_tokens: int) -> np.ndarray:
     """Return the stream of the first `num_tokens` tokens of a stream."""
     return _encode(decode_sets(stream).select(np.arange(num_tokens)))
+
+
+def sealed(stream: np.ndarray, num_tokens: int) -> np.ndarray:
+    """Return the stream of a whole row of `num_tokens` tokens with its seal."""
+    check = xxhash.xxh32_intdigest(stream.tobytes(), seed=num_tokens)
+    digits = [check >> _BITS * place & 127 | 128 for place in range(_LONGEST)]
+    return np.concatenate([stream, np.array([0, *digits[:-1], digits[-1] & 127], np.uint8)])
+
+
+def check_seals(column: Ragged, lengths: np.ndarray, keys: Sequence[str]) -> None:
+    """Raise MasksDamaged, naming the row, unless each row of the column has the bytes that were sealed. lengths: number
+    of tokens of each row, int64 `[N]`. keys: their keys."""
+    streams = np.split(column.values.numpy(), np.cumsum(column.shapes[:, 0])[:-1])
+    for key, length, stream in zip(keys, lengths.tolist(), streams, strict=True):
+        if not np.array_equal(stream, sealed(stream[:-_SEAL], length)):
+            raise MasksDamaged(
+                f"{key}: the sampling masks are damaged, or those of another row than one of {length} tokens"
+            )
 
 
 def _encode(sets: TokenSets) -> np.ndarray:
@@ -147,6 +173,9 @@ def decode_sets(stream: np.ndarray, num_tokens: int | None = None, key: str = ""
     where, numbers, at = key or "sampling masks", _read_numbers(stream, key), 0
     ids, counts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     while at < len(numbers):
+        if not numbers[at]:
+            at += 2
+            continue
         count, kind = divmod(int(numbers[at]), 2)
         headers = numbers[at + 1 : at + 1 + count * kind]
         at += 1 + len(headers)

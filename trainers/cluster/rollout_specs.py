@@ -66,7 +66,8 @@ def rollout_setup(
 
 def mask_rules(rollout: RolloutConfig) -> MaskRules | None:
     """Return the rules for the sampling masks of rows; None for a run without masks."""
-    return MaskRules(rollout.mask_limit, not rollout.endpoint.own_sampling) if rollout.masked else None
+    required = not rollout.endpoint.own_sampling
+    return MaskRules(rollout.mask_limit, required, rollout.top_k) if rollout.masked else None
 
 
 def teacher_sources(distillation: DistillationConfig) -> TeacherSources | None:

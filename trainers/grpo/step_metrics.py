@@ -221,6 +221,7 @@ def mask_metrics(masks: MaskCounts) -> dict[str, float]:
         return {}
     return {
         "masks/cut_share": masks.cut / masks.tokens,
+        "masks/single_share": masks.single / masks.tokens,
         "masks/ids_per_token": masks.ids / masks.tokens,
         "masks/bytes_per_token": masks.num_bytes / masks.tokens,
     }

@@ -38,6 +38,11 @@ def step_warnings(recent: Sequence[Metrics]) -> dict[str, str]:
             f"each group are equal (reward/mean is {'unknown' if rewards is None else f'{rewards:.4g}'}); the policy "
             "learns nothing from them, while weight decay and the optimizer's momentum still move the weights"
         )
+    if last.get("masks/single_share") == 1.0:
+        found["single"] = (
+            "masks/single_share is 1: each token was the only one that rollout.top_p, rollout.top_k and rollout.min_p "
+            "left, so all log-probs are 0 and the policy learns nothing; a weaker cut leaves more tokens"
+        )
     share = last.get("train/token_gradient_share") or 0.0
     if share > LARGEST_TOKEN_SHARE and (last.get("train/tokens") or 0.0) >= FEW_TOKENS:
         found["one token"] = (

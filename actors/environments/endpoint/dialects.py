@@ -21,7 +21,7 @@ IGNORED = (
 )  # fmt: skip
 """Fields of a request that have no effect, because the run decides how the policy samples."""
 _CUTS: dict[str, tuple[type, str]] = {
-    "top_p": (float, "above 0, at most 1"), "top_k": (int, "0 or more"), "min_p": (float, "from 0 to 1"),
+    "top_p": (float, "above 0, at most 1"), "top_k": (int, "0 (off) or more"), "min_p": (float, "from 0 to 1"),
 }  # fmt: skip
 """Fields that say from which tokens each token is drawn, which training can repeat."""
 _UNCHANGED: dict[str, Any] = {
@@ -321,10 +321,11 @@ def ignored_of(given: Json) -> dict[str, Any]:
     return {"ignored": names, "sampling": {name: given[name] for name in names if name in known}}
 
 
-def own_cuts(sampling: Mapping[str, Any], temperature: float) -> dict[str, Any]:
+def own_cuts(sampling: Mapping[str, Any], temperature: float | None) -> dict[str, Any]:
     """Return the sampling parameters that a request sets, where requests decide (`rollout.endpoint.sampling`).
 
-    sampling: see `CallRequest`. temperature: that of the run. Raises BadRequest for what training cannot repeat.
+    sampling: see `CallRequest`. temperature: that of the run; None if the answer is not trained on. Raises BadRequest
+    for what training cannot repeat.
     """
     cuts: dict[str, Any] = {}
     for name, value in sampling.items():
@@ -334,10 +335,12 @@ def own_cuts(sampling: Mapping[str, Any], temperature: float) -> dict[str, Any]:
             try:
                 cuts[name] = kind(value)
                 SamplingParams(**{name: cuts[name]})
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise wrong(name, value, expected) from None
             if not plain or cuts[name] != value:
                 raise wrong(name, value, expected)
+        elif temperature is None:
+            continue
         elif name == "temperature":
             if not plain or value != temperature:
                 raise wrong(name, value, f"{temperature:g} or unset, because training repeats the run's temperature")

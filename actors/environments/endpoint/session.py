@@ -249,7 +249,9 @@ class Session:
             expected = " or ".join(map(repr, self._models))
             raise BadRequest(f"model: got {request.model!r}, expected {expected}", status=404, code="model_not_found")
         adapter = self._models.get(request.model, "")
-        cuts = own_cuts(request.sampling, self.episode.params.temperature) if self._own_sampling else {}
+        params = self.episode.params
+        repeated = params.temperature if params.mask_limit else None  # Those of evaluations have no masks.
+        cuts = own_cuts(request.sampling, repeated) if self._own_sampling else {}
         chat = self._chat_of(request)
         with _refusing(request):
             made = self._rendered(request) if adapter else self._prompt_of(request)

@@ -54,14 +54,16 @@ class World:
         endpoint: EndpointConfig | None = None,
         config: EnvironmentConfig = DEFAULTS,
         adapters: bool = False,
+        mask_limit: int = 0,
     ) -> None:
+        self.mask_limit = mask_limit
         self.server = EndpointServer(endpoint or EndpointConfig(enabled=True), adapters=adapters)
         self.engine = engine
         chat = build_chat_format(TOKENIZER, "qwen3", {}, {})
         self.host = EpisodeHost(play, config, chat=lambda: chat, max_prompt_tokens=2000, endpoint=self.server)
 
     async def run(self, n: int = 1, *, uid: str = "p", most: int = 2000) -> list[Sample]:
-        params = SamplingParams(n=n, max_new_tokens=most)
+        params = SamplingParams(n=n, max_new_tokens=most, mask_limit=self.mask_limit)
         return await self.host.run(Prompt(uid, "q", "", {}), self.engine, TOKENIZER, params)
 
 

@@ -153,7 +153,10 @@ def test_requests_say_from_which_tokens_they_are_answered_where_they_may() -> No
                 ({"frequency_penalty": 0.5}, "frequency_penalty: got 0.5, expected 0 or unset"),
                 ({"logit_bias": {"5": 1}}, "logit_bias: got {'5': 1}, expected {} or unset"),
                 ({"top_p": 1.5}, "top_p: got 1.5, expected above 0, at most 1"),
-                ({"extra_body": {"top_k": 2.5}}, "top_k: got 2.5, expected 0 or more"),
+                ({"extra_body": {"top_k": 2.5}}, "top_k: got 2.5, expected 0 (off) or more"),
+                ({"extra_body": {"top_k": 10**30}}, "expected 0 (off) or more"),
+                ({"extra_body": {"top_k": -1}}, "top_k: got -1, expected 0 (off) or more"),
+                ({"extra_body": {"min_p": "0.1"}}, "min_p: got '0.1', expected from 0 to 1"),
             ]
             for more, sentence in refusals:
                 with pytest.raises(openai.BadRequestError) as refused:
@@ -163,9 +166,23 @@ def test_requests_say_from_which_tokens_they_are_answered_where_they_may() -> No
 
     engine = Cutting("abc", "abc", version=5)
     endpoint = EndpointConfig(enabled=True, sampling="request")
-    [sample] = played(speak, engine, config=EnvironmentConfig(max_rows=4), endpoint=endpoint)
+    [sample] = played(speak, engine, config=EnvironmentConfig(max_rows=4), endpoint=endpoint, mask_limit=512)
     assert not sample.error, sample.error
     assert engine.cuts == [(0.5, 5, 0.1), (1.0, 0, 0.0)]
+
+
+def test_an_evaluation_answers_requests_that_training_could_not_repeat() -> None:
+    """An agent says the same in training and in validation, whose temperature is another one."""
+
+    async def speak(episode: Episode) -> float:
+        async with client_of(episode) as client:
+            given: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+            await client.chat.completions.create(**given, top_p=0.5, temperature=0.3, presence_penalty=1.0)
+        return 1.0
+
+    engine = Cutting("abc", version=5)
+    [sample] = played(speak, engine, endpoint=EndpointConfig(enabled=True, sampling="request"))
+    assert not sample.error and engine.cuts == [(0.5, 0, 0.0)], sample.error
 
 
 class Cutting(Recorder):

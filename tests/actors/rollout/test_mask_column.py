@@ -47,8 +47,12 @@ def test_rows_carry_the_sets_of_their_turns_which_are_counted_and_journaled(tmp_
     found = checked_masks(samples, [GOOD, replace(GOOD, valid=False)], RULES, max_rows=2)
     stream = samples[0].masks
     assert stream is not None and [score.valid for score in found.scores] == [True, False]
-    one_row = len(stream) + len(found.column.values[: len(stream) + 1]) - len(stream)
-    assert found.counts == [MaskCounts(6, 16, 2, one_row), MaskCounts()]
+    assert found.counts == [MaskCounts(6, 16, 2, len(stream) + 1 + 2 * 6, single=2), MaskCounts()]
+    assert found.column.shapes[:2].sum() == found.counts[0].num_bytes, (
+        "the second row stands in for one that is not there"
+    )
+    [uncut] = checked_masks(samples[:1], [GOOD], replace(RULES, top_k=4)).counts
+    assert not uncut.cut, "no more were left without the limit"
     batch, tags = rollout_rows(samples, found.scores, max_rows=2)
     batch = found.added_to(batch)
     sets = decode_sets(batch.ragged(MASKS).values.numpy(), int(batch.jagged("input_ids").lengths.sum()))
@@ -71,6 +75,12 @@ def test_a_row_with_a_token_without_its_set_or_with_a_larger_one_has_failed(
     assert not score.valid and score.failure == "engine" and counts == MaskCounts()
     assert f"expected 1 to rollout.mask_limit={limit}" in score.error
     assert not decode_sets(found.column.values.numpy(), 10).restricted.any(), "what is not trained on has no sets"
+
+
+def test_the_masks_of_other_tokens_are_refused() -> None:
+    other = encode_sets(np.array([3, 4, 5]), np.array([3, 8, 4, 8, 5, 8]), np.array([2, 2, 2]))
+    [score] = checked_masks([sample(other)], [GOOD], RULES).scores
+    assert score.error == "p.0: the sampling mask of token 3 is that of another token"
 
 
 def test_requests_that_may_ask_for_all_tokens_need_no_sets() -> None:

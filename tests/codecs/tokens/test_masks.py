@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.codecs.tokens.masks import MasksDamaged, decode_sets, encode_sets, first_tokens, without_sets
+from headrace.codecs.batch import Ragged
+from headrace.codecs.tokens.masks import (
+    MasksDamaged,
+    check_seals,
+    decode_sets,
+    encode_sets,
+    first_tokens,
+    sealed,
+    without_sets,
+)
 
 
 def stream_of(sets: list[list[int] | None], tokens: list[int]) -> np.ndarray:
@@ -46,6 +56,36 @@ def test_any_sets_survive_and_streams_are_joined_and_cut_by_token(sets, random):
     picked, alone = whole.select(chosen), [decode_sets(stream_of([sets[i]], [tokens[i]])) for i in chosen]
     assert picked.ids.tolist() == [token for one in alone for token in one.ids.tolist()]
     assert picked.counts.tolist() == [int(one.counts[0]) for one in alone]
+
+
+def column_of(streams: list[np.ndarray]) -> Ragged:
+    return Ragged(torch.from_numpy(np.concatenate(streams)), np.array([[len(one)] for one in streams], np.int64))
+
+
+@given(st.lists(st.lists(token_set, min_size=1, max_size=5), min_size=1, max_size=4), st.data())
+def test_seals_find_each_changed_bit_and_rows_of_other_lengths(rows, data):
+    plain = [stream_of(sets, [one[0] if one else 0 for one in sets]) for sets in rows]
+    lengths, keys = np.array([len(sets) for sets in rows]), [f"p{row}.0" for row in range(len(rows))]
+    streams = [sealed(stream, len(sets)) for stream, sets in zip(plain, rows, strict=True)]
+    check_seals(column_of(streams), lengths, keys)
+    whole, bare = decode_sets(np.concatenate(streams), int(lengths.sum())), decode_sets(np.concatenate(plain))
+    assert whole.ids.tolist() == bare.ids.tolist() and whole.counts.tolist() == bare.counts.tolist()
+    row = data.draw(st.integers(0, len(rows) - 1))
+    with pytest.raises(MasksDamaged, match=f"p{row}.0: the sampling masks are damaged"):
+        check_seals(column_of(streams), lengths + (np.arange(len(rows)) == row), keys)
+    damaged = streams[row].copy()
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(MasksDamaged, match=f"p{row}.0: the sampling masks are damaged"):
+        check_seals(column_of([*streams[:row], damaged, *streams[row + 1 :]]), lengths, keys)
+
+
+@given(st.binary(max_size=40), st.integers(0, 9))
+def test_bytes_that_no_encoder_wrote_are_refused_or_are_sets_of_that_many_tokens(content, num_tokens):
+    try:
+        found = decode_sets(np.frombuffer(content, np.uint8), num_tokens)
+    except MasksDamaged:
+        return
+    assert len(found.counts) == num_tokens and len(found.ids) == np.maximum(found.counts, 0).sum()
 
 
 def test_a_set_of_one_token_takes_one_byte_and_the_shorter_payload_is_taken():

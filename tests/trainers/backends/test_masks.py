@@ -11,9 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace.codecs.batch import Batch
-from headrace.codecs.tokens.masks import MASKS, MasksDamaged
+from headrace.codecs.jagged import pack
+from headrace.codecs.schema import Schema
+from headrace.codecs.tokens.masks import MASK_FIELD, MASKS, MasksDamaged, encode_sets
 from headrace.tests.trainers.backends.backend_ranks import (
     TEMPERATURE,
     VOCAB,
@@ -26,6 +30,9 @@ from headrace.tests.trainers.backends.backend_ranks import (
 )
 from headrace.tests.trainers.backends.mesh_ranks import NUM_ROWS, Case, sent, train
 from headrace.trainers.backends.vocab import candidates, logprobs
+from headrace.trainers.backends.vocab.allowed import Allowed
+from headrace.trainers.backends.vocab.logprobs import VocabShard
+from headrace.trainers.losses.kl import _estimate
 
 ROWS = masked(random_rows(50, NUM_ROWS))
 FSDP = tuple(Case(f"fsdp tied {mesh}") for mesh in ("tp2", "tp2 packed recompute", "cp2 packed"))
@@ -123,6 +130,33 @@ def test_entropies_are_those_of_the_sets(kind: str, entropy: Any, monkeypatch: p
         torch.testing.assert_close(one, torch.nan_to_num(other), rtol=1e-4, atol=1e-5)
 
 
+@settings(max_examples=40)
+@given(st.integers(2, 60), st.floats(0.0, 1.0), st.floats(0.2, 4.0), st.integers(0, 2**31))
+def test_entropy_and_reference_kl_are_those_of_the_distributions_over_the_set(
+    vocab: int, share: float, temperature: float, seed: int
+) -> None:
+    """Each token of a set, weighted with its probability, gives the exact divergence in the place of a sampled one."""
+    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    members = np.flatnonzero((rng.random(vocab) < share) | (np.arange(vocab) == rng.integers(vocab)))
+    count = len(members)
+    stream = encode_sets(members, np.tile(members, count), np.full(count, count))
+    batch = pack(Schema([MASK_FIELD]), {MASKS: [torch.from_numpy(stream)]})
+    index, targets = torch.arange(count), torch.from_numpy(members)
+    allowed = Allowed.of(batch, count, index, targets, lambda one: one)
+    states = torch.eye(4)[:1].repeat(count, 1)
+    heads = [torch.randn(vocab, 4, generator=generator) * 3 for _ in range(2)]
+    given_: Any = {"temperature": temperature, "entropy": "report", "allowed": allowed}
+    (new, entropies), (ref, _) = (logprobs.token_logprobs(states, targets, head, vocab, **given_) for head in heads)
+    p, q = ((head[members, 0].double() / temperature).log_softmax(0) for head in heads)
+    near: Any = {"rtol": 1e-4, "atol": 1e-5, "check_dtype": False}
+    torch.testing.assert_close(new, p, **near)
+    assert entropies is not None
+    torch.testing.assert_close(entropies, -(p.exp() * p).sum().expand(count), **near)
+    exact = (p.exp() * (p - q)).sum()
+    for kind in ("k1", "k3"):
+        torch.testing.assert_close((p.exp() * _estimate(kind, ref - new, None)).sum(), exact, **near)
+
+
 def test_a_set_with_an_unknown_token_is_refused() -> None:
     from headrace.trainers.backends.rows.row_layout import lay_out
 
@@ -131,3 +165,6 @@ def test_a_set_with_an_unknown_token_is_refused() -> None:
     hidden = torch.zeros(len(layout.targets), 4)
     with pytest.raises(ValueError, match=r"sampling_masks: got the token \d+ in a set, expected less than 9"):
         logprobs.token_logprobs(hidden, layout.targets, torch.zeros(9, 4), 9, allowed=layout.allowed)
+    part: Any = VocabShard(None, 5, 5, 9)  # type: ignore[arg-type]  # nothing is sent
+    with pytest.raises(ValueError, match=r"sampling_masks: got the token \d+ in a set, expected less than 9"):
+        logprobs.token_logprobs(hidden, layout.targets, lambda states: states, part, allowed=layout.allowed)

@@ -411,6 +411,9 @@ def test_a_reward_has_a_name_of_its_own() -> None:
         (("rollout.engine=vllm", "rollout.logprobs=vllm"), "rollout.mask_limit: got 512 with rollout.top_p=0.9"),
         (("rollout.engine=vllm", "rollout.vllm={speculative_config: {method: ngram}}"), "rollout.mask_limit: got 512"),
         (("distillation.teachers=[{model: other}]",), "rollout.mask_limit: got 512 with rollout.top_p=0.9"),
+        (("rollout.top_k=1",), "rollout.top_k: got 1, expected 0 (off) or at least 2, because it leaves one token"),
+        (("rollout.min_p=1",), "rollout.min_p: got 1, expected below 1, because it leaves one token"),
+        (("rollout.mask_limit=1",), "rollout.mask_limit: got 1, expected 0 (off) or at least 2"),
     ],
 )
 def test_sampling_that_masks_cannot_replay_is_refused(

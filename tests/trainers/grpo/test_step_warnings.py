@@ -32,6 +32,7 @@ FLAT = HEALTHY | {"reward/flat_groups_share": 1.0, "reward/mean": 0.0}
         ([HEALTHY, HEALTHY | {"rollout/truncated_share": 1.0}], "truncated", "cut off at rollout.max_new_tokens"),
         ([FLAT] * FLAT_STEPS, "no signal", "all advantages are 0, because the rewards of each group are equal"),
         ([FLAT | {"reward/mean": None}] * FLAT_STEPS, "no signal", "reward/mean is unknown"),
+        ([HEALTHY | {"masks/single_share": 1.0}], "single", "each token was the only one that rollout.top_p"),
         ([HEALTHY | {"train/token_gradient_share": 0.6}], "one token", "0.60: a single token makes up most"),
         ([HEALTHY, HEALTHY | {"logprob/ratio_error": 1.5}], "mismatch", "1.500, expected about 1"),
         ([HEALTHY, HEALTHY | {"logprob/ratio_error": 1.5, "staleness/mean": 2.0}], "mismatch", "rows are too old"),

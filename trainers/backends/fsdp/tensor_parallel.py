@@ -74,7 +74,8 @@ def split_over(module: CausalLM, mesh: DeviceMesh, *, with_experts: bool) -> Non
     for block in blocks:
         block.forward = functools.partial(_block, block.forward, group)
     width = _split_vocabulary(model, mesh)
-    module.vocab = VocabShard(group, mesh.get_local_rank() * width, width)
+    size = model.config.get_text_config().vocab_size
+    module.vocab = VocabShard(group, mesh.get_local_rank() * width, width, size)
 
 
 def _pattern(name: str) -> str:

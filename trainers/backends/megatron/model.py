@@ -63,7 +63,7 @@ class PolicyModel(GPTModel):
         self._tokens = min(self._width, model.vocab_size - start)
         self._vocab: int | VocabShard = model.vocab_size
         if topology.tp > 1:
-            self._vocab = VocabShard(mesh.tp, start, self._width)
+            self._vocab = VocabShard(mesh.tp, start, self._width, model.vocab_size)
         self._group = mesh.tp
         self._padding: int | None = model.pad_token_id
         frequencies, self._concentration = rotary(model)

@@ -45,6 +45,8 @@ class VocabShard:
     width: int
     """Largest number of logits per token on any rank of the group. Chunk sizes are computed from it, so that all ranks
     divide the tokens into the same chunks."""
+    size: int
+    """Number of tokens of the whole vocabulary."""
 
 
 def token_logprobs(
@@ -69,8 +71,8 @@ def token_logprobs(
     """
     width = vocab if isinstance(vocab, int) else vocab.width
     shard = None if isinstance(vocab, int) else vocab
-    if allowed is not None and shard is None:
-        allowed.expect_known(width)
+    if allowed is not None:
+        allowed.expect_known(width if shard is None else shard.size)
     elements = GPU_LOGIT_ELEMENTS if hidden.is_cuda else LOGIT_ELEMENTS
     rows = max(1, elements // width)
     if isinstance(head, torch.Tensor):

@@ -55,7 +55,7 @@ def split(rank: int, world: int) -> tuple[torch.Tensor, ...]:
     hidden, weight, wanted = inputs()
     width = (VOCAB + 1) // 2
     part = weight[rank * width : (rank + 1) * width]
-    shard, head = VocabShard(dist.group.WORLD, rank * width, width), partial(F.linear, weight=part)  # type: ignore[arg-type]
+    shard, head = VocabShard(dist.group.WORLD, rank * width, width, VOCAB), partial(F.linear, weight=part)  # type: ignore[arg-type]
     got = candidate_logprobs(hidden, wanted, head, shard, 0.7)
     slopes = torch.autograd.grad(got.square().sum(), [weight])[0]
     return got.detach(), slopes, *most_likely(hidden, K, head, shard, 0.7)
