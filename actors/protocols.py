@@ -415,7 +415,7 @@ class MicroBatch:
     int64 `[N]`. None: rows with a trained token count."""
     pictures: BlobRows | None = None
     """Pictures of the rows, each read once: for each, the arguments by which the model's vision tower takes it, and
-    `num_tokens`. None for rows without a column of pictures."""
+    `num_tokens`. Ranks that run no tower have no pixels. None for rows without a column of pictures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -524,6 +524,11 @@ class TrainBackend(Protocol):
     @property
     def base_record(self) -> BaseRecord | None:
         """Digests of this rank's parts of an adapter's base; None without an adapter, or if none were taken."""
+        ...
+
+    @property
+    def shares_features(self) -> bool:
+        """True if only the first rank of a replica runs the vision tower. The others then need no pixels."""
         ...
 
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -26,7 +26,17 @@ from ...codecs.tokens.packed_rows import piece_lengths, slice_batch
 from ...codecs.tokens.routes import RouteSpec
 from ..protocols import MicroBatch, Span
 from .links import Part, ReplicaLinks
-from .step_rows import ColumnCache, StepRows, TrainShard, cut, load_of, stage_batch, stage_fields, stage_schema
+from .step_rows import (
+    ColumnCache,
+    StepRows,
+    TrainShard,
+    cut,
+    load_of,
+    stage_batch,
+    stage_fields,
+    stage_schema,
+    without_pixels,
+)
 from .topology import Place, Topology
 from .wire import (
     PROLOGUE_BYTES,
@@ -96,6 +106,8 @@ class RankView:
         self.spans: list[Span] = []
         """Timed pieces of work since the last report. Two threads append to it; it is read only while neither of them
         works."""
+        self.shares_features = False
+        """True if only the first rank of each replica needs pixels."""
         self.broadcast_bytes = 0
         """Number of bytes sent as leader: prologues, headers and buffers, counted once for each part of the replica."""
 
@@ -174,7 +186,8 @@ class Independent:
             self._own.add(index, view.place_on_device(view.slice(whole, facts.lengths, view.place), facts.lengths))
         if self._rows.images is not None:
             with view.span(f"read-pictures {index}"):
-                pictures = self._rows.pictures(index)
+                leads = view.rank == view.topology.leader(view.place.dp)
+                pictures = self._rows.pictures(index, pixels=leads or not view.shares_features)
         return lambda: _micro(self._own.batch(index, wanted, len(facts.lengths)), facts, pictures)
 
     def give_up(self, reason: str) -> None:
@@ -226,7 +239,7 @@ class Leader:
         try:
             with view.span(f"read-pictures {index}"):
                 pictures = self._rows.pictures(index)
-                head, buffer = encode_pictures(pictures)
+                head, buffer = encode_pictures(without_pixels(pictures) if view.shares_features else pictures)
         except Exception as error:
             self._send_failure(index, error)
             raise
@@ -355,7 +368,7 @@ class Sibling:
                 raise_error(head, links.name(links.leader), "read", time.monotonic() - started)
             size = prologue.buffer_bytes
             buffer = links.receive(size, what, stop) if size else torch.empty(0, dtype=torch.uint8)
-        return decode_pictures(head, parts, buffer)
+        return decode_pictures(head, parts, buffer)  # The header names the parts that were sent.
 
     def _receive(self, load: range, wanted: Sequence[str], stop: threading.Event) -> Callable[[], None]:
         """Receive a load (group of microbatches) from the leader. Returns the function that moves it to the device and

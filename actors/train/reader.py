@@ -122,6 +122,13 @@ class ReplicaReader:
         self._broken = ""
         self._wait_s = 0.0
 
+    def share_features(self) -> None:
+        """Read pixels only for the first rank of each replica from now on.
+
+        The others get the features of pictures from it. Every rank must make this call, or none.
+        """
+        self._view.shares_features = True
+
     def begin(self, shard: TrainShard) -> KVBatchMeta | None:
         """Begin the step of `shard`, drop the previous step's columns, and return the shard's receipt if it has one.
         The receipt has the keys and locations of its rows.

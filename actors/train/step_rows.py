@@ -188,8 +188,10 @@ class StepRows:
                 self._cache.add(number, part)
         return self._cache.batch(index, fields, len(self._ranges[index]))
 
-    def pictures(self, index: int) -> BlobRows:
+    def pictures(self, index: int, *, pixels: bool = True) -> BlobRows:
         """Read the pictures of one microbatch, each once. Some row of the plan must have pictures.
+
+        pixels: False leaves out the parts of pictures that only the vision tower needs.
 
         They are not cached, because those of a whole step can be larger than the memory. A microbatch without pictures
         gets one to which no row refers: ranks that share a vision tower must all run it as often as the others. Raises
@@ -197,13 +199,14 @@ class StepRows:
         """
         assert self.images is not None and self._picture is not None
         name, rows = self.images.name, self._ranges[index]
+        parts = None if pixels else _small_parts(self.images.parts)
         self._look_up([name] if name not in self._meta.fields else [])
         if len(rows):
-            found = self._client.get_blobs(self._meta.select(rows), name)
+            found = self._client.get_blobs(self._meta.select(rows), name, parts)
             if found.blobs.num_rows:
                 return found
         if self._spare is None:
-            self._spare = self._client.get_blobs(KVBatchMeta.from_bytes(self._picture), name)
+            self._spare = self._client.get_blobs(KVBatchMeta.from_bytes(self._picture), name, parts)
         names = self._spare.references.names[:1]
         none = References(names, np.zeros(0, np.int64), np.zeros(len(rows), np.int64))
         return BlobRows(slice_rows(self._spare.blobs, 0, 1), none)
@@ -218,6 +221,17 @@ class StepRows:
         if fields:
             found = self._client.lookup(self._meta.partition, self._meta.keys, fields)
             self._meta = self._meta.merge_fields(found)
+
+
+def without_pixels(pictures: BlobRows) -> BlobRows:
+    """Return pictures without the parts that only the vision tower needs. Copies nothing."""
+    return replace(pictures, blobs=pictures.blobs.subset(_small_parts(pictures.blobs.schema.values())))
+
+
+def _small_parts(parts: Iterable[Field]) -> list[str]:
+    """Return the names of the parts from which positions and numbers of tokens follow. Pixels are the parts with
+    fractions."""
+    return [part.name for part in parts if part.dtype is None or not part.dtype.is_floating_point]
 
 
 def stage_layers(topology: Topology, place: Place, routes: RouteSpec) -> range:

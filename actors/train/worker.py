@@ -193,19 +193,7 @@ class TrainWorker:
         self._parts = ExitStack()  # The parts are closed last in, first out.
         self._client = connect(setup.data_plane, name=self._name)
         self._parts.callback(self._client.close)
-        links = build_links(
-            setup.topology,
-            setup.rank,
-            setup.fetch,
-            name=str(ActorInfo.here(self._name)),
-            timeout_s=setup.timeout_s,
-            device=device,
-            routes=setup.routes,
-        )
-        schema = row_schema(setup.routes, setup.columns, setup.top_k, masks=bool(setup.masks))
-        self._reader = ReplicaReader(
-            self._client, schema, setup.topology, setup.rank, links, device=device, routes=setup.routes
-        )
+        self._reader = self._open_reader(device)
         self._replayed = () if setup.routes is None else (ROUTES,)
         """Fields that the policy's passes read for router replay. Those of the reference model have no use for them."""
         self._own = tuple(column.name for column in setup.columns)
@@ -218,6 +206,8 @@ class TrainWorker:
             self._parts.callback(self._reference.close)
         self._teachers = Teachers(setup.teachers, setup.top_k, setup.rank, setup.world)
         self._parts.callback(self._teachers.close)
+        if all(backend.shares_features for backend in self._backends):
+            self._reader.share_features()
         self._specs = self._backend.weight_specs() if setup.rank == 0 else {}
         self._ranks = None if setup.rank_publisher is None else self._open_ranks(setup.rank_publisher, address)
         """Publisher of this rank's part of weight updates; None if rank 0 sends everything."""
@@ -228,6 +218,22 @@ class TrainWorker:
         self._spans: list[Span] = []
         self._open = False
         """True while a train step has begun in the backend and is not finished."""
+
+    def _open_reader(self, device: torch.device) -> ReplicaReader:
+        setup = self._setup
+        links = build_links(
+            setup.topology,
+            setup.rank,
+            setup.fetch,
+            name=str(ActorInfo.here(self._name)),
+            timeout_s=setup.timeout_s,
+            device=device,
+            routes=setup.routes,
+        )
+        schema = row_schema(setup.routes, setup.columns, setup.top_k, masks=bool(setup.masks))
+        return ReplicaReader(
+            self._client, schema, setup.topology, setup.rank, links, device=device, routes=setup.routes
+        )
 
     def _known(self, recovery: Recovery) -> KnownBase:
         sync, key, connect = self._setup.sync, self._setup.data_plane.store.key, None

@@ -35,11 +35,21 @@ def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
     return runs.metrics(folder / "run")
 
 
-def test_engine_and_trainer_see_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks train a few steps; one of them can have a microbatch without rows."""
+@pytest.mark.parametrize(
+    "mesh",
+    [("trainer.dp=2",), pytest.param(("trainer.tp=2", "trainer.freeze=[vision]"), marks=pytest.mark.slow)],
+    ids=["dp2", "frozen-tp2"],
+)
+def test_engine_and_trainer_see_the_same(
+    mesh: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks train a few steps.
+
+    With dp 2 one of them can have a microbatch without rows; with tp 2 and a frozen tower one gets no pixels.
+    """
     prepare(tmp_path, monkeypatch, 2)
     small = ("algorithm.prompts_per_step=4", "algorithm.group_size=2", "algorithm.steps=2", "validation.every=0")
-    metrics = train(tmp_path, *small, "trainer.dp=2", "trainer.patches_per_microbatch=16", runs.shared_ray())
+    metrics = train(tmp_path, *small, *mesh, "trainer.patches_per_microbatch=16", runs.shared_ray())
     mismatch = [line["logprob/mismatch_max"] for line in metrics if "logprob/mismatch_max" in line]
     assert len(mismatch) == 2 and max(mismatch) < 1e-4
     assert (tmp_path / "run" / "model" / "preprocessor_config.json").exists()
@@ -49,10 +59,11 @@ def test_engine_and_trainer_see_the_same(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.timeout(900)
 def test_it_learns_to_count_what_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rises = {}
-    for kind in ("seeing", "blind"):
+    for kind in ("seeing", "blind", "lora"):
         prepare(tmp_path / kind, monkeypatch, 300, *(["--blind"] if kind == "blind" else []))
-        lines = train(tmp_path / kind, "run.seed=1", "algorithm.steps=60", "validation.every=60")
+        adapter = ["trainer.lora.rank=8"] if kind == "lora" else []
+        lines = train(tmp_path / kind, "run.seed=1", "validation.every=60", *adapter)
         first, last = [line["val/exact_match"] for line in lines if "val/exact_match" in line]
         error = math.sqrt((first * (1 - first) + last * (1 - last)) / 200)
         rises[kind] = (last - first) / error
-    assert rises["seeing"] > 3 > rises["blind"], rises
+    assert min(rises["seeing"], rises["lora"]) > 3 > rises["blind"], rises

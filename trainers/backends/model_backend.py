@@ -213,6 +213,11 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         """Digests of this rank's parts of the adapter's base; None if none were taken."""
         return None if self._recorded is None else self._recorded.record
 
+    @property
+    def shares_features(self) -> bool:
+        """True if only the first rank of a replica runs the vision tower."""
+        return False
+
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return the dtype and shape of each tensor that `weights` yields, by its name, in the same order.
 

@@ -34,6 +34,7 @@ class ScriptedBackend:
 
     adapter: AdapterSpec | None = None
     base_record: BaseRecord | None = None
+    shares_features: bool = False
 
     def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
         """Create the weights. Raises RuntimeError when `world` > 1 and the default process group does not have `world`

@@ -7,7 +7,7 @@ show is encoded once, and arguments for the attention of the text part do not re
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -175,6 +175,10 @@ def packed_positions(model: Any, positions: torch.Tensor) -> torch.Tensor:
     return positions.expand(4, *positions.shape) if plain else positions
 
 
+ShareFeatures = Callable[[Callable[[], Any], int], Any]
+"""Function that returns the output of a vision tower, given a function that runs it, and the number of its features."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Encoded:
     """Features of pictures, in the place of their pixels in a forward pass."""
@@ -193,16 +197,23 @@ def takes_token_types(model: Any) -> bool:
     return "token_type_ids" in inspect.signature(type(model.base_model).forward).parameters
 
 
-def picture_arguments(model: Any, ids: torch.Tensor, pictures: Pictures) -> dict[str, Any]:
+def picture_arguments(
+    model: Any, ids: torch.Tensor, pictures: Pictures, share: ShareFeatures | None = None
+) -> dict[str, Any]:
     """Run the vision tower, and return the arguments with which the model's forward shows its features in `ids`.
 
-    ids: tokens of all rows in one order of rows with that of `pictures`, int64 `[N, L]` or `[1, S]`. Raises ValueError
-    if the tower gives another number of features than the pictures declare.
+    ids: tokens of all rows in one order of rows with that of `pictures`, int64 `[N, L]` or `[1, S]`. share: lets one
+    rank run the tower for several; None for a rank that runs it for itself. Raises ValueError if the tower gives
+    another number of features than the pictures declare.
     """
     base = model.base_model
-    accepted = inspect.signature(type(base).get_image_features).parameters
-    given = {name: part for name, part in pictures.parts.items() if name in accepted}
-    output = type(base).get_image_features(base, **given, return_dict=True)
+
+    def encode() -> Any:
+        accepted = inspect.signature(type(base).get_image_features).parameters
+        given = {name: part for name, part in pictures.parts.items() if name in accepted}
+        return type(base).get_image_features(base, **given, return_dict=True)
+
+    output = encode() if share is None else share(encode, int(pictures.num_tokens.sum()))
     kind, places = placeholder_id(model), pictures.places
     others = None  # A sampled placeholder keeps its embedding, and gets nothing in later layers.
     if places is not None:
@@ -220,6 +231,11 @@ def picture_arguments(model: Any, ids: torch.Tensor, pictures: Pictures) -> dict
     return arguments
 
 
+def flat_features(features: Any) -> torch.Tensor:
+    """Return the features of pictures one after another, `[features, H]`; see `_shown` for their forms."""
+    return features.flatten(0, -2) if isinstance(features, torch.Tensor) else torch.cat(list(features))
+
+
 def _shown(features: Any, pictures: Pictures, others: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
     """Return features of distinct pictures as those of every reference. They are a tuple with a tensor for each
     picture, or one tensor `[pieces, tokens, H]`; the result is of the same kind.
@@ -227,8 +243,7 @@ def _shown(features: Any, pictures: Pictures, others: tuple[torch.Tensor, torch.
     others: which of all placeholders are those of features, bool `[placeholders]`, and the value for those that are
     not, `[1, H]`; None if all are.
     """
-    alone = isinstance(features, torch.Tensor)
-    flat = features.flatten(0, -2) if alone else torch.cat(list(features))
+    alone, flat = isinstance(features, torch.Tensor), flat_features(features)
     if len(flat) != pictures.num_tokens.sum():
         raise ValueError(
             f"images: the model gives {len(flat)} features to {len(pictures.num_tokens)} pictures, expected "

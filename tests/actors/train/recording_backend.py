@@ -31,6 +31,7 @@ class RecordingBackend:
     seen: list[dict[str, Any]] = field(default_factory=list)
     adapter: AdapterSpec | None = None
     base_record: BaseRecord | None = None
+    shares_features: bool = False
 
     def begin_step(self, temperature: float = 1.0) -> None:
         self.calls.append(f"begin {temperature}")

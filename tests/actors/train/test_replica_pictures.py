@@ -126,6 +126,49 @@ def test_every_rank_gets_the_pictures_of_its_rows(mesh: Topology, policy: FetchP
     assert kinds == {True, False}, "some microbatches have no picture of their own"
 
 
+def passes_of_shared_features(rank: int, step: Step) -> dict[str, Any]:
+    """Stream the microbatches before and after the rank's backend has said that features are shared."""
+    client, cpu = connect(step.handle, name=f"rank {rank}"), torch.device("cpu")
+    links = build_links(step.topology, rank, step.policy, name=f"worker {rank}", timeout_s=20, device=cpu)
+    reader = ReplicaReader(client, SCHEMA, step.topology, rank, links, device=cpu)
+    found: dict[str, Any] = {}
+    for kind in ("pixels", "features"):
+        if kind == "features":
+            reader.share_features()
+        reader.begin(step.shards[rank])
+        micros, shown = list(reader.stream(FIELDS)), []
+        for micro in micros:
+            assert micro.pictures is not None
+            blobs, references = micro.pictures.blobs, micro.pictures.references
+            grid = blobs.ragged("grid").values.view(-1, 3)[:, 2].tolist()
+            shown.append((grid, blobs.tensor("num_tokens").tolist(), references.index.tolist()))
+            assert ("pixels" in blobs) == (kind == "pixels" or rank == 0)
+        metrics = reader.take_metrics()
+        found[kind] = (client.stats.take().bytes_got, metrics.broadcast_bytes, shown)
+    reader.close()
+    client.close()
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("policy", ["leader", "independent"])
+def test_ranks_that_get_features_read_no_pixels(policy: FetchPolicy, tmp_path: Path) -> None:
+    with data_plane("shm") as handle:
+        client = connect(handle, name="driver")
+        meta = put_pictures(client)
+        step = with_picture(ship(handle, meta, Topology(1, tp=2), policy, budget=110), meta)
+        leader, sibling = run_on(passes_of_shared_features, 2, tmp_path / "ranks", step)
+        client.close()
+    assert leader["pixels"][2] == leader["features"][2] == sibling["features"][2] != []
+    pixels = sum(4 * 3 * 2 * width for grid, _, _ in leader["pixels"][2] for width in grid)
+    assert pixels > 0 and leader["features"][0] == leader["pixels"][0], "the leader reads what it read before"
+    if policy == "leader":
+        assert sibling["features"][0] == 0
+        assert leader["pixels"][1] - leader["features"][1] >= pixels
+    else:
+        assert sibling["pixels"][0] - sibling["features"][0] >= pixels
+
+
 @pytest.mark.processes
 def test_a_plan_without_pictures_shows_none(tmp_path: Path) -> None:
     with data_plane("shm") as handle:

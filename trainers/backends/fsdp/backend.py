@@ -206,6 +206,10 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         self._optimizer.restore(model, {**state, **optional})
 
     @property
+    def shares_features(self) -> bool:
+        return self._policy.features is not None
+
+    @property
     def _experts_transposed(self) -> bool:
         return any(getattr(module, "is_transposed", False) for module in self._policy.model.modules())
 
@@ -252,6 +256,8 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         device.
         """
         topology = self._topology
+        if self._tp is not None:
+            module.share_features(self._tp, self._device)
         reshard = self._config.trainer.reshard_after_forward
         spread(module, self._mesh, self._expert_mesh, self._device, half=self._half, offload=offload, reshard=reshard)
         host = offload and self._mesh is not None

@@ -33,6 +33,7 @@ from ..layers import attend_rows
 from ..optimizers.groups import freeze
 from ..rows.row_layout import RowLayout
 from ..vision.picture_layout import expect_computable, with_pictures
+from ..vision.shared_features import SharedFeatures, encodes_alike
 from ..vocab.candidates import candidate_logprobs, most_likely
 from ..vocab.logprobs import Entropy, VocabShard, token_logprobs
 
@@ -70,6 +71,8 @@ class CausalLM(nn.Module):
         self._selected = head == "selected"
         self.context: dist.ProcessGroup | None = None
         """Group of the ranks over which rows are split by tokens; None for whole rows."""
+        self.features: SharedFeatures | None = None
+        """Gets the features of pictures from the rank that runs the vision tower; None if this rank runs it itself."""
 
     def forward(
         self,
@@ -93,7 +96,7 @@ class CausalLM(nn.Module):
             elif layout.ends is not None:
                 places |= {"row_ends": layout.ends, "longest_row": layout.longest}
         if layout.pictures is not None:
-            places |= picture_arguments(self.model, layout.input_ids, layout.pictures)
+            places |= picture_arguments(self.model, layout.input_ids, layout.pictures, self.features)
         if self._selected:
             hidden = self.model.base_model(input_ids=layout.input_ids, use_cache=False, **places).last_hidden_state
             layer = self.model.get_output_embeddings()
@@ -126,6 +129,14 @@ class CausalLM(nn.Module):
         assert micro.pictures is not None
         expect_computable(micro.pictures, topology, replays=replays)
         return with_pictures(layout, micro, self.model, layout.input_ids.device)
+
+    def share_features(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Let the first rank of `group` run the vision tower for the others, unless weights behind pixels are trained.
+
+        All ranks of the group must have the same model. device: device of the features.
+        """
+        if encodes_alike(self.model):
+            self.features = SharedFeatures(group, device)
 
     def layers(self) -> list[nn.Module]:
         """Return the decoder layers. Raises ValueError when there are none.
