@@ -164,6 +164,8 @@ class PromptRow:
     prompt."""
     pictures: tuple[Picture, ...] = ()
     """Pictures of the prompt, in the order in which they stand in it; not read yet."""
+    place: str = ""
+    """Place of the row in its file or dataset, for messages; "" if it was made here."""
 
     @property
     def rendered(self) -> bool:
@@ -214,6 +216,8 @@ class Prompt:
     """Pictures of the prompt, in the order in which they stand in it; not read yet."""
     prepared: tuple[Prepared, ...] = ()
     """The pictures after preprocessing, in the same order; () before. Then `text` has all their placeholder tokens."""
+    place: str = ""
+    """Place of the prompt's row in its file or dataset, for messages; "" if it was made here."""
 
     @property
     def rendered(self) -> bool:

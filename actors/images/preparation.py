@@ -82,7 +82,7 @@ class PicturePool:
         prepared = dict(zip(of_parts, await self.prepare(list(of_parts.values())), strict=True))
         shown = [prepared.get(at) for at in range(len(found))]
         fitting = given if len(prepared) < len(found) else ()
-        return plain, tuple(filled(shown, fitting, f"{place}: the messages have", "the prompt has {} pictures"))
+        return plain, tuple(filled(shown, fitting, f"{place}: the messages have", "the prompt has {}"))
 
     async def close(self) -> None:
         """End the processes. Idempotent."""

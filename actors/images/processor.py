@@ -23,6 +23,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from ...codecs.blobs import Blob, blob_field
 from ...codecs.memory import as_bytes
 from ...codecs.schema import DTYPES, Field, Kind
+from ..process.user_errors import counted
 from .config import IMAGES, ImagesConfig
 from .prompt_pictures import BadPicture, Picture, is_url, upright_rgb
 
@@ -101,8 +102,8 @@ class PictureProcessor:
         if len(rest) != len(pictures):
             hint = "" if rest else "; with data.chat_template=all, a text prompt gets them"
             raise BadPicture(
-                f"{place}: the text has {len(rest)} placeholders {self.placeholder!r}, but the row has {len(pictures)} "
-                f"pictures, expected one for each{hint}"
+                f"{place}: the text has {counted(len(rest), 'placeholder')} {self.placeholder!r}, but the row has "
+                f"{counted(len(pictures), 'picture')}, expected one for each{hint}"
             )
         return first + "".join(picture.text + part for picture, part in zip(pictures, rest, strict=True))
 
@@ -146,8 +147,8 @@ class PictureProcessor:
         picture = min(int(np.searchsorted(ends, found, side="right")), max(len(num_tokens) - 1, 0))
         last = f"picture {picture} has {num_tokens[picture]}" if num_tokens else "it has no picture"
         raise BadPicture(
-            f"{key}: the row has {found} placeholder tokens of pictures, expected {wanted}, one for each feature of "
-            f"its {len(num_tokens)} pictures ({last})"
+            f"{key}: the row has {counted(found, 'placeholder token')} of pictures, expected {wanted}, one for each "
+            f"feature of its {counted(len(num_tokens), 'picture')} ({last})"
         )
 
     def process(self, data: bytes) -> Processed:

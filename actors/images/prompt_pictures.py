@@ -21,6 +21,8 @@ from urllib.parse import unquote_to_bytes
 
 import numpy as np
 
+from ..process.user_errors import counted
+
 T = TypeVar("T")
 MAX_BYTES = 256 << 20
 """Largest number of bytes of an encoded picture."""
@@ -166,7 +168,7 @@ def take_pictures(
         values, messages = given, prompt
     else:
         messages, found = pictures_in(prompt, place)
-        values = filled(found, given, f"{place}: the messages have", "the row has {} pictures beside them")
+        values = filled(found, given, f"{place}: the messages have", "the row has {} beside them")
     named = (f"{place}, picture {number}" for number in range(len(values)))
     pictures = [
         picture_of(v, name, folder=folder, allow_urls=allow_urls) for v, name in zip(values, named, strict=True)
@@ -196,8 +198,8 @@ def filled(values: Sequence[T | None], given: Sequence[T], where: str, which: st
     empty, rest = sum(value is None for value in values), iter(given)
     if empty != len(given):
         raise BadPicture(
-            f"{where} {empty} parts of type image without a picture, but {which.format(len(given))}, expected one for "
-            "each"
+            f"{where} {counted(empty, 'part')} of type image without a picture, but "
+            f"{which.format(counted(len(given), 'picture'))}, expected one for each"
         )
     return [next(rest) if value is None else value for value in values]
 

@@ -35,6 +35,11 @@ def contained(error: BaseException) -> Exception:
     return UserCodeStopped(text_of_error(error)).with_traceback(error.__traceback__)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number of things in words for a message, such as `1 picture`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def text_of_error(error: BaseException) -> str:
     """Return the type and the text of an error in one line, as text that can be stored and sent."""
     return f"{type(error).__name__}: {' '.join(said_by(error).split())}"

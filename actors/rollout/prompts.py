@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -34,6 +35,11 @@ from .prompt_sources import (
 _CHECK_CHUNK = 1000
 _CHECK_ENDLESS = 1000
 """Number of prompts of an endless source that the start-up check reads."""
+CHECKED_WITH_PICTURES = 2000
+"""Number of prompts with pictures that the start-up check reads. Those of a set of 100,000 would take half an hour on a
+disk in the network, and 50 GB if they are stored in its rows."""
+_READERS = 32
+"""Number of threads that read the sizes of pictures. They mostly wait for a disk."""
 _BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 SOURCE = "data_source"
 """Name of the prompt field that holds the name of the prompt's source."""
@@ -109,7 +115,7 @@ class TableSource:
         added = len(messages) - (len(prompt) if isinstance(prompt, list) else 1)
         check_rendered(text, messages, self.place(index), added, where)
         others = {name: value for name, value in read.others.items() if not pictures or name != self._column(read)}
-        return PromptRow(text, read.answer, others, messages, pictures)
+        return PromptRow(text, read.answer, others, messages, pictures, self.place(index))
 
     def _illustrated(self, read: ReadRow, index: int) -> tuple[str | list[Mapping[str, Any]], tuple[Picture, ...]]:
         """Return the prompt of a row without its pictures, and these."""
@@ -261,7 +267,8 @@ class PromptStream:
             if self._shuffle:
                 index = int(self._order(epoch)[index])
         row = self._source.row(index)
-        return Prompt(self._uid_prefix + base36(position), row.text, row.answer, row.fields, row.messages, row.pictures)
+        uid = self._uid_prefix + base36(position)
+        return Prompt(uid, row.text, row.answer, row.fields, row.messages, row.pictures, place=row.place)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         assert self._source.size is not None
@@ -314,10 +321,11 @@ def prompt_lengths(source: PromptSource, tokenizer: Any, added: AddedTokens = no
     added: counts the tokens that pictures add to the placeholders in a prompt's text."""
     size = _CHECK_ENDLESS if source.size is None else source.size
     parts = list[np.ndarray]()
-    for start in range(0, size, _CHECK_CHUNK):
-        rows = source.rows(start, min(size, start + _CHECK_CHUNK))
-        of_text = count_tokens(tokenizer, [row.text for row in rows], [row.rendered for row in rows])
-        parts.append(of_text + np.array([added(row.pictures) for row in rows], np.int64))
+    with ThreadPoolExecutor(1 if added is no_tokens else _READERS) as readers:
+        for start in range(0, size, _CHECK_CHUNK):
+            rows = source.rows(start, min(size, start + _CHECK_CHUNK))
+            of_text = count_tokens(tokenizer, [row.text for row in rows], [row.rendered for row in rows])
+            parts.append(of_text + np.array([*readers.map(added, [row.pictures for row in rows])], np.int64))
     return np.concatenate(parts)
 
 
@@ -335,6 +343,13 @@ def check_prompt_lengths(source: PromptSource, tokenizer: Any, max_tokens: int, 
         hint = "" if source.size is None else "; data.overlong_prompts=drop leaves them out"
         raise ValueError(f"data.max_prompt_tokens: got {max_tokens}, but these prompts are longer: {named}{more}{hint}")
     return int(lengths.max())
+
+
+def checked_part(source: PromptSource, config: DataConfig) -> PromptSource:
+    """Return the first prompts of a source, which are checked at the start: all of them, unless they have pictures."""
+    if not config.images.enabled or source.size is None or source.size <= CHECKED_WITH_PICTURES:
+        return source
+    return KeptSource(source, np.arange(CHECKED_WITH_PICTURES))
 
 
 def without_overlong(
@@ -389,7 +404,7 @@ class MixedSource:
         part = int(parts[place])
         prompt = self._streams[part][block * int(self._counts[part]) + int(before[place])]
         fields = {SOURCE: self._names[part], **prompt.fields}
-        return PromptRow(prompt.text, prompt.answer, fields, prompt.messages, prompt.pictures)
+        return PromptRow(prompt.text, prompt.answer, fields, prompt.messages, prompt.pictures, prompt.place)
 
     def rows(self, start: int, stop: int) -> list[PromptRow]:
         """Return the prompts `start` to `stop - 1`."""
@@ -473,7 +488,13 @@ def _open_part(
                 f"more than data.max_prompt_tokens={config.max_prompt_tokens} tokens"
             )
     elif check_lengths:
-        check_prompt_lengths(source, tokenizer, config.max_prompt_tokens, added)
+        part = checked_part(source, config)
+        check_prompt_lengths(part, tokenizer, config.max_prompt_tokens, added)
+        if part is not source:
+            notes.append(
+                f"data.max_prompt_tokens: only the first {part.size} of {source.size} {held_out or 'training'} prompts "
+                f"of {source.name} were checked, because they have pictures; one that is too long fails when it comes"
+            )
     if config.success_field is None or held_out is not None or source.size is None:
         return OpenedSource(source, tuple(notes))
     source, rates, dropped = by_success(source, config)

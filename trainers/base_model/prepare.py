@@ -13,9 +13,11 @@ from typing import Any
 from safetensors import safe_open
 
 from ...actors.engines.config import BUILTIN_MODELS, ModelConfig, RouterReplayConfig
+from ...codecs.schema import DTYPES
 from ...codecs.tokens.routes import RouteSpec
 from ..backends.lora_config import LoraConfig
 from ..backends.model_split import check_split
+from ..backends.vision.tower_costs import pixels_of_token
 from ..config.checks import StoreDemand
 from ..config.config import Config, WarmupConfig
 from ..errors import UserError
@@ -225,6 +227,16 @@ def route_spec(replay: RouterReplayConfig, model: ModelConfig) -> RouteSpec | No
     return spec
 
 
+def store_demand(config: Config) -> StoreDemand:
+    """Return the run's demand of the store, with routes and pictures as the model's config gives their sizes.
+
+    Pictures count nothing if the model's config is not on this machine.
+    """
+    routes, images = route_spec(config.router_replay, config.model), config.data.images
+    pixel_bytes = pixels_of_token(model_config(config.model)) * DTYPES[images.dtype].itemsize if images.enabled else 0
+    return StoreDemand.of(config, 0 if routes is None else routes.token_bytes, pixel_bytes)
+
+
 def model_has_experts(model: ModelConfig) -> bool:
     """Return whether the model has experts; False if its config is not on this machine."""
     return RouteSpec.of(SimpleNamespace(**model_config(model))) is not None
@@ -233,8 +245,8 @@ def model_has_experts(model: ModelConfig) -> bool:
 def check_model(config: Config) -> None:
     """Raise UserError when the model does not fit the rows or the run. That is the case if a file of the model is
     damaged, if the longest row exceeds the model's context, if the train mesh or an engine's processes cannot split the
-    model, or if router replay is on for a model without experts or the store is too small for its routes. If the
-    model's config is not on this machine, the train backend checks the model at its start instead.
+    model, if router replay is on for a model without experts, or if the store is too small for routes and pictures. If
+    the model's config is not on this machine, the train backend checks the model at its start instead.
     """
     model = model_config(config.model)
     check_weight_files(Path(config.model.path).expanduser())
@@ -242,11 +254,8 @@ def check_model(config: Config) -> None:
         check_split(config.trainer, SimpleNamespace(**model))
     except ValueError as error:
         raise UserError(str(error)) from None
-    routes = route_spec(config.router_replay, config.model)
-    if routes is not None:
-        demand = StoreDemand.of(config, routes.token_bytes)
-        if problems := demand.problems(config.dataplane.store.capacity_mib):
-            raise UserError(problems[0])
+    if problems := store_demand(config).problems(config.dataplane.store.capacity_mib):
+        raise UserError(problems[0])
     tp, heads = config.rollout.tp, model.get("num_attention_heads")
     if config.rollout.engine == "vllm" and heads and heads % tp:
         raise UserError(f"rollout.tp: got {tp}, expected a divisor of the model's num_attention_heads = {heads}")

@@ -103,15 +103,18 @@ class StoreDemand:
     longest: int
     """Largest number of tokens of a row."""
     step_bytes: int
-    """Number of bytes of a step's rows."""
+    """Number of bytes of a step's rows, and of the pictures of its prompts."""
     steps: float
     """Number of steps for which the store must hold all rows at the same time. It is above 1 if rollouts run ahead or
     oversample, and can be a fraction."""
+    pictures: str = ""
+    """Part of a sentence about the pictures; "" without any."""
 
     @classmethod
-    def of(cls, config: Config, route_bytes: int = 0) -> StoreDemand:
-        """Return the demand of the run that `config` describes. route_bytes: bytes of the routes of one token, from the
-        model's config; 0 without router replay."""
+    def of(cls, config: Config, route_bytes: int = 0, pixel_bytes: int = 0) -> StoreDemand:
+        """Return the demand of the run that `config` describes. route_bytes, pixel_bytes: bytes of the routes of one
+        token, and of the pixels of one token of a picture, from the model's config; 0 without router replay, and
+        without pictures. All tokens of a prompt can be those of pictures."""
         (_, longest), algorithm = config.longest_row, config.algorithm
         columns = config.with_reference + (algorithm.prev_logprobs == "recompute" and algorithm.updates_per_step > 1)
         columns += bool(config.distillation.teachers) + 2 * config.distillation.top_k  # A top token has its id, too.
@@ -122,7 +125,9 @@ class StoreDemand:
         frozen = config.with_reference or bool(config.distillation.teachers)
         chunks = config.overlap.by_chunk and not ordered and not frozen
         steps = _steps_in_store(config.overlap, algorithm.dynamic_sampling.oversample, chunks_suffice=chunks)
-        return cls(rows, longest, rows * row, steps)
+        shown = algorithm.prompts_per_step * config.data.max_prompt_tokens * pixel_bytes
+        pictures = f", and pictures of up to {config.data.max_prompt_tokens} tokens a prompt" if shown else ""
+        return cls(rows, longest, rows * row + shown, steps, pictures)
 
     def problems(self, capacity_mib: int) -> list[str]:
         """Return one sentence in a list if a store of `capacity_mib` MiB can fill up, and [] otherwise. That would stop
@@ -132,7 +137,7 @@ class StoreDemand:
             return []
         return [
             f"dataplane.store.capacity_mib: got {capacity_mib}, expected at least {ceil_div(needed, 1 << 20)}, the "
-            f"size of {math.ceil(self.rows * self.steps)} rows of up to {self.longest} tokens"
+            f"size of {math.ceil(self.rows * self.steps)} rows of up to {self.longest} tokens{self.pictures}"
         ]
 
 

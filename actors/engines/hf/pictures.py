@@ -17,6 +17,7 @@ import torch
 from ....codecs.batch import Ragged
 from ....codecs.blobs import Blob, BlobRows, References
 from ....codecs.jagged import concat
+from ...process.user_errors import counted
 
 NUM_TOKENS = "num_tokens"
 """Name of the part of a picture that has the number of its placeholders."""
@@ -136,8 +137,8 @@ def feature_places(
     if len(wrong):
         row = int(wrong[0])
         raise ValueError(
-            f"{name} {row} has {found[row]} placeholders of pictures, expected {wanted[row]}, the number of features "
-            f"of its {pictures.counts[row]} pictures"
+            f"{name} {row} has {counted(found[row], 'placeholder')} of pictures, expected {wanted[row]}, the number of "
+            f"features of its {counted(pictures.counts[row], 'picture')}"
         )
     places = places & (places.cumsum(axis=1) <= wanted[:, None])
     return places, bool((places == holders).all())
@@ -246,8 +247,9 @@ def _shown(features: Any, pictures: Pictures, others: tuple[torch.Tensor, torch.
     alone, flat = isinstance(features, torch.Tensor), flat_features(features)
     if len(flat) != pictures.num_tokens.sum():
         raise ValueError(
-            f"images: the model gives {len(flat)} features to {len(pictures.num_tokens)} pictures, expected "
-            f"{pictures.num_tokens.sum()}, the sum of their {NUM_TOKENS}"
+            f"images: the model gives {counted(len(flat), 'feature')} to "
+            f"{counted(len(pictures.num_tokens), 'picture')}, expected {pictures.num_tokens.sum()}, the sum of their "
+            f"{NUM_TOKENS}"
         )
     of_picture = flat.split(pictures.num_tokens.tolist())
     shown = torch.cat([flat[:0], *(of_picture[index] for index in pictures.index)])

@@ -20,6 +20,7 @@ from ....codecs.schema import Field, Schema
 from ....dataplane.imports import MissingExtra
 from ...engines.tokenizer import count_tokens
 from ...images.prompt_pictures import BadPicture
+from ...process.user_errors import counted
 from ...protocols import Prompt, Sample, Score
 from ..data_config import DataConfig
 from ..journal import JournaledGroup
@@ -53,12 +54,13 @@ class RowPictures:
         then has too many tokens.
         """
         prepared, place = await self.pool.prepare(prompt.pictures), f"prompt {prompt.uid!r}"
+        place += f" ({prompt.place})" if prompt.place else ""
         text, most = self.pool.processor.expanded(prompt.text, prepared, place), self._max_prompt_tokens
         if prepared and (count := int(count_tokens(self._tokenizer, [text], [prompt.rendered])[0])) > most:
             of_pictures = sum(one.num_tokens for one in prepared)
             raise BadPicture(
-                f"data.max_prompt_tokens: got {most}, but {place} has {count} tokens, {of_pictures} of them for its "
-                f"{len(prepared)} pictures"
+                f"data.max_prompt_tokens: got {most}, but {place} has {count} tokens, {of_pictures} of them for "
+                f"{counted(len(prepared), 'picture')}"
             )
         return replace(prompt, text=text, prepared=tuple(prepared))
 
@@ -101,7 +103,7 @@ class RowPictures:
         lost = set(References.read(group.rows.batch.ragged(self.field.name)).names) - pictures.keys()
         if lost and replayed:
             raise ValueError(
-                f"run.replay: {len(lost)} pictures in the rows of prompt {prompt.uid!r} are not among those that the "
+                f"run.replay: pictures in the rows of prompt {prompt.uid!r} ({len(lost)}) are not among those that the "
                 "prompt has now, expected the same files and the same processor as in the recorded run"
             )
         return None if lost else replace(group, rows=replace(group.rows, pictures=pictures))

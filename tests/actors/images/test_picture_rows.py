@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from headrace.actors.rollout.prompts import PromptStream, open_prompts
 from headrace.actors.rollout.worker import RolloutWorker
 from headrace.dataplane.factory import connect, connect_async
 from headrace.testing.data_plane import open_plane
-from headrace.tests.actors.images.tiny_vision import draw, encoded
+from headrace.tests.actors.images.tiny_vision import PAD, draw, encoded
 
 
 class Inside(PicturePool):
@@ -123,9 +124,15 @@ def test_pictures_that_make_a_prompt_too_long_are_one_sentence(
         )
         assert len(ready.prepared) == 2 and len(prompt.pictures) == 2 and isinstance(prompt.pictures[0], Picture)
         with pytest.raises(
-            BadPicture, match=r"data.max_prompt_tokens: got 9, but prompt '2' has \d+ tokens, 16 of them"
+            BadPicture,
+            match=r"got 9, but prompt '2' \(line 3 of '.*'\) has \d+ tokens, 16 of them for 2 pictures",
         ):
             await RowPictures(pool, vision_tokenizer, 9).prepared(prompt)
+        more = replace(prompt, text=prompt.text + PAD)
+        with pytest.raises(
+            BadPicture, match=r"prompt '2' \(line 3 of '.*'\): the text has 3 placeholders "
+        ):
+            await RowPictures(pool, vision_tokenizer, 64).prepared(more)
         await pool.close()
 
     asyncio.run(run())

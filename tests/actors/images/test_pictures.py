@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import threading
+from collections.abc import Sequence
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,9 +15,12 @@ from typing import Any
 import PIL.Image
 import pytest
 
-from headrace.actors.images.prompt_pictures import BadPicture, picture_of, take_pictures, upright_rgb
+from headrace.actors.engines.chat import build_chat_format
+from headrace.actors.engines.tokenizer import load_tokenizer
+from headrace.actors.images.prompt_pictures import BadPicture, Picture, picture_of, take_pictures, upright_rgb
+from headrace.actors.rollout import prompts
 from headrace.actors.rollout.data_config import DataConfig
-from headrace.actors.rollout.prompts import open_prompts
+from headrace.actors.rollout.prompts import PromptStream, open_prompts
 from headrace.tests.actors.images.tiny_vision import PAD, draw, encoded
 
 PNG = encoded(draw(20, 30))
@@ -113,7 +117,7 @@ def test_pictures_of_messages_come_from_their_parts_and_from_the_column() -> Non
     shown = {"type": "image"}
     assert taken.prompt[1] == {"role": "user", "content": [shown, {"type": "text", "text": "a"}, shown, shown]}
     for column, count in ((None, 0), ([PNG, PNG], 2)):
-        with pytest.raises(BadPicture, match=f"line 1: the messages have 1 parts .* the row has {count} pictures"):
+        with pytest.raises(BadPicture, match=f"line 1: the messages have 1 part of .* the row has {count} pictures"):
             take_pictures(messages, column, "line 1", folder=None, allow_urls=False)
     with pytest.raises(BadPicture, match="line 1: got a part of type 'video', expected text and pictures"):
         take_pictures([{"role": "user", "content": [{"type": "video"}]}], None, "line 1", folder=None, allow_urls=False)
@@ -158,3 +162,50 @@ def test_pictures_of_a_data_set_stay_encoded(tmp_path: Path, vision_tokenizer: A
     assert [picture.read() for picture in source.row(0).pictures] == [PNG], (
         "the file itself, not one made of its pixels"
     )
+
+
+def test_the_start_checks_only_the_first_prompts_with_pictures(
+    tmp_path: Path, vision_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest fail when they come, with the same sentence; those that the user drops are all counted."""
+    monkeypatch.setattr(prompts, "CHECKED_WITH_PICTURES", 2)
+    (tmp_path / "a.png").write_bytes(PNG)
+    lines = [{"prompt": "count", "image": "a.png", "answer": "1"} for _ in range(5)]
+    lines[3]["prompt"] = "count " * 20
+    file, counted = tmp_path / "my.jsonl", list[int]()
+    file.write_text("\n".join(map(json.dumps, lines)))
+
+    def added(shown: Sequence[Picture]) -> int:
+        counted.append(len(shown))
+        return 4
+
+    given = {"train": str(file), "chat_template": "all", "images": {"enabled": True}, "max_prompt_tokens": 16}
+    config = DataConfig.model_validate(given)
+    opened = open_prompts(config, vision_tokenizer, seed=0, check_lengths=True, added=added)
+    assert counted == [1, 1] and opened.source.size == 5
+    assert "only the first 2 of 5 training prompts" in opened.notes[0]
+    late = PromptStream(opened.source, shuffle=False)[3]
+    assert late.place == f"line 4 of {str(file)!r}"
+    dropping = config.model_copy(update={"overlong_prompts": "drop"})
+    opened = open_prompts(dropping, vision_tokenizer, seed=0, check_lengths=True, added=added)
+    assert len(counted) == 7 and opened.source.size == 4 and "1 of 5 training prompts" in opened.notes[0]
+    assert PromptStream(opened.source, shuffle=False)[3].place == f"line 5 of {str(file)!r}"
+
+
+def test_a_template_that_takes_only_parts_gets_texts_as_parts(tmp_path: Path, vision_folder: str) -> None:
+    """Such a template walks through the letters of a text, and shows none of them."""
+    tokenizer = load_tokenizer(vision_folder)
+    file = tmp_path / "my.jsonl"
+    file.write_text(json.dumps({"prompt": [{"role": "user", "content": "count a"}], "answer": "1"}))
+    config = DataConfig.model_validate({"train": str(file), "images": {"enabled": True}})
+    usual = open_prompts(config, tokenizer, seed=0, check_lengths=True).source.row(0)
+    template = tokenizer.chat_template
+    tokenizer.chat_template = "{% for m in messages %}{% for p in m.content %}{{ p.text }} {% endfor %}{% endfor %}"
+    found = open_prompts(config, tokenizer, seed=0, check_lengths=True).source.row(0)
+    chat = build_chat_format(tokenizer, "template", {}, {})
+    asked = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "b"}]
+    ids = chat.render([*asked, {"role": "user", "content": [{"type": "text", "text": "a"}]}])
+    assert ids == tokenizer("count b a", add_special_tokens=False)["input_ids"]
+    assert found.text == "count a " and found.messages == usual.messages and "count a" in usual.text
+    tokenizer.chat_template = template
+    assert open_prompts(config, tokenizer, seed=0, check_lengths=True).source.row(0).text == usual.text

@@ -58,7 +58,9 @@ def test_placeholders_are_as_many_as_pictures(processor: PictureProcessor) -> No
     assert processor.expanded(f"{shown} a {shown}", [picture] * 2, "p").count(PAD) == 2 * picture.num_tokens
     for text, pictures in ((shown, []), (shown * 2, [picture]), ("a", [picture])):
         found = text.count(PAD)
-        with pytest.raises(BadPicture, match=rf"^p: the text has {found} placeholders .* has {len(pictures)} pictures"):
+        with pytest.raises(
+            BadPicture, match=rf"^p: the text has {found} placeholders? .* has {len(pictures)} pictures?"
+        ):
             processor.expanded(text, pictures, "p")
 
 

@@ -28,6 +28,20 @@ def patch_budget(limit: int | None, model: Mapping[str, Any]) -> PatchBudget:
     return PatchBudget(limit, (side // patch) ** 2 / features if side and patch and features else 1.0, cost)
 
 
+def pixels_of_token(model: Mapping[str, Any]) -> int:
+    """Return the number of values in the pixels of a picture for each of its tokens; 0 if config.json lacks the sizes.
+
+    model: content of config.json.
+    """
+    vision = model.get("vision_config") or {}
+    side, patch = _number(vision.get("image_size")), _number(vision.get("patch_size"))
+    channels = vision.get("num_channels") or vision.get("in_channels") or 3
+    features = model.get("mm_tokens_per_image", model.get("image_seq_length"))
+    if patch and (merged := vision.get("spatial_merge_size")):
+        return channels * vision.get("temporal_patch_size", 2) * (patch * merged) ** 2
+    return channels * side**2 // features if side and features else 0
+
+
 def tower_shape(model: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the sizes of a model's vision tower, by the names that a language model has for them in its config.json.
 

@@ -21,7 +21,7 @@ from ....codecs.integers import ceil_div, round_up
 from ....codecs.tokens.routes import RouteSpec
 from ....dataplane.config import StoreConfig
 from ...backends.config import TrainerConfig
-from ...base_model.prepare import check_model, model_config, route_spec
+from ...base_model.prepare import check_model, model_config, route_spec, store_demand
 from ...cluster.gpu_memory import (
     decide_roles,
     engine_bytes,
@@ -36,7 +36,7 @@ from ...cluster.gpu_memory import (
 from ...cluster.places.placement import Host, Placement
 from ...cluster.places.placement_plan import PlacementRequest, plan_placement
 from ...cluster.transport_choice import WeightRoute
-from ...config.checks import ROLLOUT_TOKEN_BYTES, StoreDemand, cautions
+from ...config.checks import ROLLOUT_TOKEN_BYTES, cautions
 from ...config.config import Config, PoolConfig, ResourcesConfig
 from ...errors import UserError
 
@@ -233,11 +233,15 @@ class _Description:
     def store(self) -> list[str]:
         config = self._config
         store, routes = config.dataplane.store, route_spec(config.router_replay, config.model)
-        largest = StoreDemand.of(config, 0 if routes is None else routes.token_bytes).step_bytes
+        demand, pictures = store_demand(config), ""
+        if config.data.images.enabled:
+            unknown = "without pictures, whose size the model's config.json does not give"
+            pictures = f", {'with pictures' if demand.pictures else unknown}"
         lines = [] if routes is None else _route_lines(config.rollout, config.model, config.engine_length, routes)
         return [
             *lines,
-            f"  store ({store.kind})".ljust(19) + f"at most {_size(largest)} a step; {store.capacity_mib} MiB in all",
+            f"  store ({store.kind})".ljust(19)
+            + f"at most {_size(demand.step_bytes)} a step{pictures}; {store.capacity_mib} MiB in all",
         ]
 
     def plan(self) -> list[str]:

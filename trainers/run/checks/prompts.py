@@ -151,6 +151,7 @@ def _read_source(
     from ....actors.rollout.prompt_rows import check_rows
     from ....actors.rollout.prompt_sources import load_rows, validation_note
     from ....actors.rollout.prompts import (
+        CHECKED_WITH_PICTURES,
         KeptSource,
         TableSource,
         check_prompt_lengths,
@@ -172,11 +173,10 @@ def _read_source(
         if tokenizer is None:
             return check_rows(data, table, READ_PROMPTS)
         source = TableSource(data, table, tokenizer)
-    if in_part := source.size is not None and source.size > READ_PROMPTS:
-        read.left.append(
-            f"data.max_prompt_tokens: only the first {READ_PROMPTS} of {source.size} prompts of {source.name}"
-        )
-        source = KeptSource(source, np.arange(READ_PROMPTS))
+    first = min(READ_PROMPTS, CHECKED_WITH_PICTURES) if data.images.enabled else READ_PROMPTS
+    if in_part := source.size is not None and source.size > first:
+        read.left.append(f"data.max_prompt_tokens: only the first {first} of {source.size} prompts of {source.name}")
+        source = KeptSource(source, np.arange(first))
     if columns:
         check_columns(source, data.columns)
     if tokenizer is not None and (data.overlong_prompts == "error" or source.size is None):

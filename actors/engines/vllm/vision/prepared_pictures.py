@@ -20,6 +20,7 @@ from transformers.utils.import_utils import is_torchvision_available
 
 from .....codecs.batch import Ragged
 from .....codecs.blobs import Blob
+from ....process.user_errors import counted
 from ...hf.pictures import NUM_TOKENS
 from .. import library
 from .absent_torchvision import without_torchvision
@@ -97,7 +98,8 @@ class PictureTaker:
         """
         if self._hindrance:
             raise ValueError(
-                f"request {request_id!r}: got {len(pictures)} pictures, expected none, because {self._hindrance}"
+                f"request {request_id!r}: got {counted(len(pictures), 'picture')}, expected none, because "
+                f"{self._hindrance}"
             )
         counts = [int(picture.batch.tensor(NUM_TOKENS)[0]) for picture in pictures]
         places = _places(request_id, np.flatnonzero(np.asarray(prompt) == self._placeholder), counts)
@@ -131,8 +133,9 @@ def _places(request_id: str, found: np.ndarray, counts: Sequence[int]) -> tuple[
     if len(found) != ends[-1]:
         number = min(int(np.searchsorted(ends, len(found), side="right")), len(counts) - 1)
         raise ValueError(
-            f"request {request_id!r}: the prompt has {len(found)} placeholders of pictures, expected {ends[-1]}, one "
-            f"for each feature of its {len(counts)} pictures (picture {number} has {counts[number]})"
+            f"request {request_id!r}: the prompt has {counted(len(found), 'placeholder')} of pictures, expected "
+            f"{ends[-1]}, one for each feature of its {counted(len(counts), 'picture')} (picture {number} has "
+            f"{counts[number]})"
         )
     return tuple(_place(one) for one in np.split(found, ends[:-1]))
 

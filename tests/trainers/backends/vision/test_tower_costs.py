@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.trainers.backends.vision.tower_costs import most_patches, patch_budget, tower_shape
+from headrace.trainers.backends.vision.tower_costs import most_patches, patch_budget, pixels_of_token, tower_shape
 
 QWEN: dict[str, Any] = {
     "hidden_size": 2048,
@@ -50,3 +50,16 @@ def test_a_group_shares_its_pictures() -> None:
     budget = patch_budget(None, QWEN)
     assert most_patches(budget, 16384, 8, 1024) == 4 * (16384 // 8 + 1024)
     assert most_patches(patch_budget(5000, QWEN), 16384, 8, 1024) == 5000
+
+
+@pytest.mark.parametrize(
+    ("model", "pixels"),
+    [
+        ({"vision_config": {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}}, 28 * 28 * 3 * 2),
+        (GEMMA, 896 * 896 * 3 // 256),
+        (INTERN, 448 * 448 * 3 // 256),
+        ({}, 0),
+    ],
+)
+def test_pixels_of_a_token(model: dict[str, Any], pixels: int) -> None:
+    assert pixels_of_token(model) == pixels

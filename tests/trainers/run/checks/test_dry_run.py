@@ -11,9 +11,10 @@ import pytest
 
 from headrace.actors.engines.config import ModelConfig, RouterReplayConfig
 from headrace.actors.rollout.config import RolloutConfig
-from headrace.trainers.base_model.prepare import TINY_QWEN3
+from headrace.trainers.base_model.prepare import TINY_QWEN3, check_model, store_demand
 from headrace.trainers.cluster.gpu_memory import host_bytes, trained_bytes
 from headrace.trainers.cluster.places.placement_plan import PlacementRequest
+from headrace.trainers.config.checks import StoreDemand
 from headrace.trainers.config.config import AlgorithmConfig, Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
@@ -223,3 +224,25 @@ def test_a_store_without_room_for_routes_is_refused(tmp_path: Path) -> None:
     describe(plain.model_copy(update={"dataplane": small}))
     with pytest.raises(UserError, match="dataplane.store.capacity_mib: got 1, expected at least"):
         describe(with_routes(tmp_path, many, dataplane=small))
+
+
+def test_the_store_has_room_for_pictures(tmp_path: Path) -> None:
+    vision = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    shown: dict[str, Any] = {"data": {"max_prompt_tokens": 512, "images": {"enabled": True}}}
+    said = "without pictures, whose size the model's config.json does not give; 1024 MiB in all"
+    (tmp_path / "config.json").write_text(json.dumps({**TINY_QWEN3, "max_position_embeddings": 1024}))
+    given = {**shown, "model": {"path": str(tmp_path)}}
+    assert said in describe(Config.model_validate(given))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**TINY_QWEN3, "max_position_embeddings": 1024, "vision_config": vision})
+    )
+    config = Config.model_validate(given)
+    assert ", with pictures; 1024 MiB in all" in describe(config)
+    text, prompts = StoreDemand.of(config).step_bytes, config.algorithm.prompts_per_step
+    assert store_demand(config).step_bytes - text == prompts * 512 * 18816, "one picture of 512 tokens a prompt"
+    check_model(config)
+    small = Config.model_validate({**given, "dataplane": {"store": {"capacity_mib": 256}}})
+    with pytest.raises(
+        UserError, match=r"capacity_mib: got 256, .*, and pictures of up to 512 tokens a prompt"
+    ):
+        check_model(small)
