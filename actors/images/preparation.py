@@ -17,7 +17,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,17 +25,7 @@ import xxhash
 from ..engines.tokenizer import load_tokenizer
 from .config import ImagesConfig
 from .processor import PictureProcessor, Prepared, Processed
-from .prompt_pictures import BadPicture, Picture, filled, picture_of, pictures_in
-
-
-@dataclass(frozen=True, slots=True)
-class PoolCounts:
-    """Counters of a pool of pictures since its start."""
-
-    processed: int = 0
-    """Number of pictures that were preprocessed."""
-    reused: int = 0
-    """Number of pictures that had been preprocessed already, or were being so."""
+from .prompt_pictures import BadPicture, Picture, PictureCounts, filled, picture_of, pictures_in
 
 
 class PicturePool:
@@ -46,7 +35,9 @@ class PicturePool:
         """model: folder or hub id of the model. tokenizer_path: where the worker processes load `tokenizer` from.
         Raises ValueError if the model has no processor of pictures."""
         self.processor = PictureProcessor(config, model, tokenizer)
-        self.counts = PoolCounts()
+        self.counts = PictureCounts()
+        """Counts since the start of the pool."""
+        self._taken = PictureCounts()
         self._workers, self._arguments = config.workers, (config, model, tokenizer_path)
         self._pool = self._start()
         self._room = config.cache_mib << 20
@@ -58,6 +49,11 @@ class PicturePool:
         """Start the processes, so that the first pictures do not wait for them."""
         for _ in range(self._workers):
             self._pool.submit(os.getpid)
+
+    def take_counts(self) -> PictureCounts:
+        """Return the counts since the last call."""
+        new, self._taken = self.counts - self._taken, self.counts
+        return new
 
     async def prepare(self, pictures: Sequence[Picture]) -> list[Prepared]:
         """Return the pictures, preprocessed, in order. Raises BadPicture, which names the picture, if one of them
@@ -101,13 +97,13 @@ class PicturePool:
         name = xxhash.xxh3_128_hexdigest(data)
         if (kept := self._kept.get(name)) is not None:
             self._kept.move_to_end(name)
-            self.counts = replace(self.counts, reused=self.counts.reused + 1)
+            self.counts += PictureCounts(reused=1)
             return kept
         if (task := self._running.get(name)) is None:
             task = self._running[name] = asyncio.create_task(self._process(name, data))
             task.add_done_callback(lambda ended: self._forget(name, ended))
         else:
-            self.counts = replace(self.counts, reused=self.counts.reused + 1)
+            self.counts += PictureCounts(reused=1)
         try:
             # A prompt that is cancelled must not end the task, because other prompts can wait for it.
             return await asyncio.shield(task)
@@ -120,8 +116,9 @@ class PicturePool:
             ended.exception()  # It was raised in the prompts that waited. All of them may have been cancelled.
 
     async def _process(self, name: str, data: bytes) -> Prepared:
-        prepared = await asyncio.to_thread(self.processor.prepared, await self._run(data))
-        self.counts = replace(self.counts, processed=self.counts.processed + 1)
+        processed = await self._run(data)
+        prepared = await asyncio.to_thread(self.processor.prepared, processed)
+        self.counts += PictureCounts(processed=1, num_bytes=prepared.num_bytes, seconds=processed.seconds)
         if prepared.num_bytes <= self._room:
             self._kept[name] = prepared
             self._kept_bytes += prepared.num_bytes

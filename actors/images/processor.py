@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 import io
+import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ class Processed:
     """Text that stands for the picture in a prompt, in place of one placeholder."""
     num_tokens: int
     """Number of placeholder tokens in `text`."""
+    seconds: float = 0.0
+    """Seconds that it took to decode and preprocess the picture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,9 @@ class PictureProcessor:
 
     def process(self, data: bytes) -> Processed:
         """Preprocess an encoded picture. Raises BadPicture with the reason if it cannot be decoded or processed."""
-        return self._processed(_decoded(data))
+        started = time.perf_counter()
+        found = self._processed(_decoded(data))
+        return replace(found, seconds=time.perf_counter() - started)
 
     def prepared(self, processed: Processed) -> Prepared:
         """Return the picture as a blob. processed: result of `process`, here or in another process."""

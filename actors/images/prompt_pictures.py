@@ -14,7 +14,7 @@ import io
 import os
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import unquote_to_bytes
@@ -28,6 +28,26 @@ MAX_BYTES = 256 << 20
 """Largest number of bytes of an encoded picture."""
 _FETCH_S = 30.0
 _EXPECTED = "expected a path, bytes, a PIL image, a mapping with `bytes` or `path`, or a data URI"
+
+
+@dataclass(frozen=True, slots=True)
+class PictureCounts:
+    """Counts of the pictures that a rollout actor prepared for prompts and episodes."""
+
+    processed: int = 0
+    """Number of pictures that were preprocessed."""
+    reused: int = 0
+    """Number of pictures that had been preprocessed already, or were being so."""
+    num_bytes: int = 0
+    """Number of bytes of the preprocessed pictures."""
+    seconds: float = 0.0
+    """Seconds in which processes preprocessed pictures, summed over the processes."""
+
+    def __add__(self, other: PictureCounts) -> PictureCounts:
+        return PictureCounts(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: PictureCounts) -> PictureCounts:
+        return PictureCounts(*(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
 
 class BadPicture(ValueError):

@@ -15,6 +15,7 @@ from ...dataplane.traffic import Traffic
 from ..engines.engine_use import EngineUse, added_uses
 from ..engines.router import LeftOut
 from ..environments.recovery import RecoveringEngine
+from ..images.prompt_pictures import PictureCounts
 from ..process.user_errors import storable
 from ..protocols import Sample, Score, Span, SpanTable
 from .prompts import SOURCE
@@ -102,6 +103,8 @@ class RolloutReport(GroupFigures):
     """Number of recorded turns that were not used, because the environment asked for something else."""
     engines: dict[str, EngineUse] = field(default_factory=dict)
     """Use of each engine since the last report, by the engine's name."""
+    pictures: PictureCounts = PictureCounts()
+    """Counts of the pictures that were prepared since the last report."""
 
     @property
     def first_error(self) -> str:
@@ -155,6 +158,7 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
         spans=SpanTable.of([span for r in reports for span in r.spans.to_spans()]),
         left_out=tuple(dict.fromkeys(engine for r in reports for engine in r.left_out)),
         engines=added_uses(r.engines for r in reports),
+        pictures=sum((r.pictures for r in reports), PictureCounts()),
         **_from_journal(reports),
     )
 

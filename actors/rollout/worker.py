@@ -191,7 +191,8 @@ class RolloutWorker:
         left_out, self._left_out = self._left_out, []
         if not traced:
             tally.spans.clear()
-        return replace(tally.report(self._client.stats.take(), left_out), engines=self._meter.take())
+        report = replace(tally.report(self._client.stats.take(), left_out), engines=self._meter.take())
+        return report if self._pictures is None else replace(report, pictures=self._pictures.pool.take_counts())
 
     def picture_schema(self) -> Schema:
         """Return the declaration of the rows' column of pictures, as the only field; no field without pictures."""

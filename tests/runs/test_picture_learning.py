@@ -52,6 +52,9 @@ def test_engine_and_trainer_see_the_same(
     metrics = train(tmp_path, *small, *mesh, "trainer.patches_per_microbatch=16", runs.shared_ray())
     mismatch = [line["logprob/mismatch_max"] for line in metrics if "logprob/mismatch_max" in line]
     assert len(mismatch) == 2 and max(mismatch) < 1e-4
+    prepared = [line for line in metrics if "pictures/processed" in line]
+    assert sum(line["pictures/processed"] for line in prepared) == 8, "once, though both steps have two rows of each"
+    assert all(line["pictures/bytes"] > 0 and line["time/pictures_s"] > 0 for line in prepared)
     assert (tmp_path / "run" / "model" / "preprocessor_config.json").exists()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...actors.engines.engine_use import engine_metrics
 from ...actors.failures import FAILURE_KINDS
+from ...actors.images.prompt_pictures import PictureCounts
 from ...actors.rewards.rubric import reward_tag
 from ...actors.rollout.results import merge_reports
 from ...actors.rollout.rows import KV_STALENESS, MaskCounts, RouteCounts
@@ -175,6 +176,7 @@ def rollout_metrics(fed: FeedTally) -> dict[str, float]:
         **route_metrics(rollout.routes),
         **mask_metrics(rollout.masks),
         **engine_metrics(rollout.engines),
+        **picture_metrics(rollout.pictures),
         "rollout/tokens_per_s": tokens / generating_s if generating_s > 0 else math.nan,
     }
 
@@ -224,6 +226,19 @@ def mask_metrics(masks: MaskCounts) -> dict[str, float]:
         "masks/single_share": masks.single / masks.tokens,
         "masks/ids_per_token": masks.ids / masks.tokens,
         "masks/bytes_per_token": masks.num_bytes / masks.tokens,
+    }
+
+
+def picture_metrics(pictures: PictureCounts) -> dict[str, float]:
+    """Return the metrics of the pictures that rollout actors have prepared; {} if they prepared none."""
+    found = pictures.processed + pictures.reused
+    if not found:
+        return {}
+    return {
+        "pictures/processed": float(pictures.processed),
+        "pictures/reused_share": pictures.reused / found,
+        "pictures/bytes": float(pictures.num_bytes),
+        "time/pictures_s": pictures.seconds,
     }
 
 

@@ -95,7 +95,7 @@ def test_rows_refer_to_pictures_that_are_stored_once(tmp_path: Path, vision_fold
             client.register("train", row_schema(None, images=field), ["train"], group_size=2)
             report, counts = asyncio.run(run(plane.handle))
             assert (report.rows, report.failed, report.restored) == (8, 2, restored)
-            assert counts.processed == 2
+            assert counts.processed == 2 and report.pictures == counts
             meta = client.lookup("train", keys, names)
             assert meta.tags["picture_tokens"].tolist() == [8, 8, 8, 8, 16, 16, 0, 0]
             found = client.get_blobs(meta, "images")
@@ -129,9 +129,7 @@ def test_pictures_that_make_a_prompt_too_long_are_one_sentence(
         ):
             await RowPictures(pool, vision_tokenizer, 9).prepared(prompt)
         more = replace(prompt, text=prompt.text + PAD)
-        with pytest.raises(
-            BadPicture, match=r"prompt '2' \(line 3 of '.*'\): the text has 3 placeholders "
-        ):
+        with pytest.raises(BadPicture, match=r"prompt '2' \(line 3 of '.*'\): the text has 3 placeholders "):
             await RowPictures(pool, vision_tokenizer, 64).prepared(more)
         await pool.close()
 

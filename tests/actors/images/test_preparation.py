@@ -17,7 +17,7 @@ from headrace.actors.engines.factory import EngineConfig
 from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
 from headrace.actors.images.config import ImagesConfig
 from headrace.actors.images.preparation import PicturePool
-from headrace.actors.images.prompt_pictures import BadPicture, Picture
+from headrace.actors.images.prompt_pictures import BadPicture, Picture, PictureCounts
 from headrace.actors.rewards.config import RewardConfig
 from headrace.actors.rollout.actor import RolloutActor, RolloutSetup
 from headrace.actors.rollout.data_config import DataConfig
@@ -45,6 +45,9 @@ def test_a_picture_is_preprocessed_once(vision_folder: str, vision_tokenizer: An
             await pool.prepare(pictures(*range(2, 10)))  # The room of the cache is that of 6 pictures.
             await pool.prepare(pictures(9, 0))
             assert pool.counts.processed == 11 and pool.counts.reused == 11
+            taken = pool.take_counts()
+            assert taken == pool.counts and taken.num_bytes > 0 and taken.seconds > 0
+            assert pool.take_counts() == PictureCounts(), "the next report begins at 0"
             bad = [Picture(f"picture {number}", b"none") for number in range(2)]
             results = await asyncio.gather(*map(pool._prepare, bad), return_exceptions=True)
             assert [str(one)[:16] for one in results] == ["picture 0: got 4", "picture 1: got 4"]

@@ -242,7 +242,5 @@ def test_the_store_has_room_for_pictures(tmp_path: Path) -> None:
     assert store_demand(config).step_bytes - text == prompts * 512 * 18816, "one picture of 512 tokens a prompt"
     check_model(config)
     small = Config.model_validate({**given, "dataplane": {"store": {"capacity_mib": 256}}})
-    with pytest.raises(
-        UserError, match=r"capacity_mib: got 256, .*, and pictures of up to 512 tokens a prompt"
-    ):
+    with pytest.raises(UserError, match=r"capacity_mib: got 256, .*, and pictures of up to 512 tokens a prompt"):
         check_model(small)
