@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import safe_open
 
 from ...actors.engines.config import BUILTIN_MODELS, ModelConfig, RouterReplayConfig
+from ...actors.images.config import ImagesConfig
 from ...codecs.schema import DTYPES
 from ...codecs.tokens.routes import RouteSpec
 from ..backends.lora_config import LoraConfig
@@ -227,14 +228,13 @@ def route_spec(replay: RouterReplayConfig, model: ModelConfig) -> RouteSpec | No
     return spec
 
 
-def store_demand(config: Config) -> StoreDemand:
-    """Return the run's demand of the store, with routes and pictures as the model's config gives their sizes.
+def sizes_in_store(replay: RouterReplayConfig, images: ImagesConfig, model: ModelConfig) -> tuple[int, int]:
+    """Return the bytes of the routes of a token, and of the pixels of a picture's token, for `StoreDemand.of`.
 
-    Pictures count nothing if the model's config is not on this machine.
+    Pixels count nothing if the model's config is not on this machine.
     """
-    routes, images = route_spec(config.router_replay, config.model), config.data.images
-    pixel_bytes = pixels_of_token(model_config(config.model)) * DTYPES[images.dtype].itemsize if images.enabled else 0
-    return StoreDemand.of(config, 0 if routes is None else routes.token_bytes, pixel_bytes)
+    routes, pixel_bytes = route_spec(replay, model), DTYPES[images.dtype].itemsize if images.enabled else 0
+    return 0 if routes is None else routes.token_bytes, pixels_of_token(model_config(model)) * pixel_bytes
 
 
 def model_has_experts(model: ModelConfig) -> bool:
@@ -254,7 +254,8 @@ def check_model(config: Config) -> None:
         check_split(config.trainer, SimpleNamespace(**model))
     except ValueError as error:
         raise UserError(str(error)) from None
-    if problems := store_demand(config).problems(config.dataplane.store.capacity_mib):
+    sizes = sizes_in_store(config.router_replay, config.data.images, config.model)
+    if problems := StoreDemand.of(config, *sizes).problems(config.dataplane.store.capacity_mib):
         raise UserError(problems[0])
     tp, heads = config.rollout.tp, model.get("num_attention_heads")
     if config.rollout.engine == "vllm" and heads and heads % tp:

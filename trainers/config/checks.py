@@ -126,7 +126,7 @@ class StoreDemand:
         chunks = config.overlap.by_chunk and not ordered and not frozen
         steps = _steps_in_store(config.overlap, algorithm.dynamic_sampling.oversample, chunks_suffice=chunks)
         shown = algorithm.prompts_per_step * config.data.max_prompt_tokens * pixel_bytes
-        pictures = f", and pictures of up to {config.data.max_prompt_tokens} tokens a prompt" if shown else ""
+        pictures = f", and pictures of up to {config.data.max_prompt_tokens} tokens for each prompt" if shown else ""
         return cls(rows, longest, rows * row + shown, steps, pictures)
 
     def problems(self, capacity_mib: int) -> list[str]:

@@ -2,10 +2,10 @@
 
 Keys are flat: `reward/`, `reward_by_source/`, `advantage/`, `val/`, `eval/`, `sft/`, `validation/`, `rollout/`,
 `queue/`, `staleness/`, `train/`, `logprob/`, `policy/`, `dataplane/`, `driver/`, `idle/`, `sync/`, `switch/`, `pool/`,
-`pictures/`, `run/`, `memory/` and, in seconds, `time/`. `time/step_s` is the time of a step without the validation after it.
-`time/elapsed_s` counts from the writer's start. `time/rollout_s` is the driver's wait for groups. `time/data_wait_s`,
-the time that train workers waited for rows, is part of `time/logprob_s` and `time/train_s`. docs/reference/metrics.md
-explains every key.
+`pictures/`, `run/`, `memory/` and, in seconds, `time/`. `time/step_s` is the time of a step without the validation
+after it. `time/elapsed_s` counts from the writer's start. `time/rollout_s` is the driver's wait for groups.
+`time/data_wait_s`, the time that train workers waited for rows, is part of `time/logprob_s` and `time/train_s`.
+docs/reference/metrics.md explains every key.
 """
 
 from __future__ import annotations

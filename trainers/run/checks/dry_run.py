@@ -21,7 +21,7 @@ from ....codecs.integers import ceil_div, round_up
 from ....codecs.tokens.routes import RouteSpec
 from ....dataplane.config import StoreConfig
 from ...backends.config import TrainerConfig
-from ...base_model.prepare import check_model, model_config, route_spec, store_demand
+from ...base_model.prepare import check_model, model_config, route_spec, sizes_in_store
 from ...cluster.gpu_memory import (
     decide_roles,
     engine_bytes,
@@ -36,7 +36,7 @@ from ...cluster.gpu_memory import (
 from ...cluster.places.placement import Host, Placement
 from ...cluster.places.placement_plan import PlacementRequest, plan_placement
 from ...cluster.transport_choice import WeightRoute
-from ...config.checks import ROLLOUT_TOKEN_BYTES, cautions
+from ...config.checks import ROLLOUT_TOKEN_BYTES, StoreDemand, cautions
 from ...config.config import Config, PoolConfig, ResourcesConfig
 from ...errors import UserError
 
@@ -233,7 +233,8 @@ class _Description:
     def store(self) -> list[str]:
         config = self._config
         store, routes = config.dataplane.store, route_spec(config.router_replay, config.model)
-        demand, pictures = store_demand(config), ""
+        sizes = sizes_in_store(config.router_replay, config.data.images, config.model)
+        demand, pictures = StoreDemand.of(config, *sizes), ""
         if config.data.images.enabled:
             unknown = "without pictures, whose size the model's config.json does not give"
             pictures = f", {'with pictures' if demand.pictures else unknown}"

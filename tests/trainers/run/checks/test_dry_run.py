@@ -11,7 +11,7 @@ import pytest
 
 from headrace.actors.engines.config import ModelConfig, RouterReplayConfig
 from headrace.actors.rollout.config import RolloutConfig
-from headrace.trainers.base_model.prepare import TINY_QWEN3, check_model, store_demand
+from headrace.trainers.base_model.prepare import TINY_QWEN3, check_model, sizes_in_store
 from headrace.trainers.cluster.gpu_memory import host_bytes, trained_bytes
 from headrace.trainers.cluster.places.placement_plan import PlacementRequest
 from headrace.trainers.config.checks import StoreDemand
@@ -238,9 +238,12 @@ def test_the_store_has_room_for_pictures(tmp_path: Path) -> None:
     )
     config = Config.model_validate(given)
     assert ", with pictures; 1024 MiB in all" in describe(config)
+    sizes = sizes_in_store(config.router_replay, config.data.images, config.model)
     text, prompts = StoreDemand.of(config).step_bytes, config.algorithm.prompts_per_step
-    assert store_demand(config).step_bytes - text == prompts * 512 * 18816, "one picture of 512 tokens a prompt"
+    assert StoreDemand.of(config, *sizes).step_bytes - text == prompts * 512 * 18816, (
+        "one picture of 512 tokens a prompt"
+    )
     check_model(config)
     small = Config.model_validate({**given, "dataplane": {"store": {"capacity_mib": 256}}})
-    with pytest.raises(UserError, match=r"capacity_mib: got 256, .*, and pictures of up to 512 tokens a prompt"):
+    with pytest.raises(UserError, match=r"capacity_mib: got 256, .*, and pictures of up to 512 tokens for each"):
         check_model(small)
