@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
+import pytest
 
 from headrace import load_config, run_training
 from headrace.tests import forks
@@ -72,6 +73,13 @@ def finish(run_dir: Path, *overrides: str, timeout_s: float = 240) -> str:
     code, output = run(run_dir, *overrides, timeout_s=timeout_s)
     assert code == 0, output
     return output
+
+
+def skip_without_packages(name: str) -> None:
+    """Skip the test of a run whose name says that it needs Megatron or vLLM, where they are not installed."""
+    for kind, package in (("megatron", "megatron.core"), ("vllm", "vllm")):
+        if kind in name:
+            pytest.importorskip(package)
 
 
 def trained(run_dir: Path, *overrides: str) -> list[dict]:

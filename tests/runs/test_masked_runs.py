@@ -26,10 +26,7 @@ RUNS = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", RUNS)
 def test_tokens_are_trained_on_the_sets_from_which_they_were_drawn(tmp_path, name):
-    if "megatron" in name:
-        pytest.importorskip("megatron.core")
-    if "vllm" in name:
-        pytest.importorskip("vllm")
+    runs.skip_without_packages(name)
     run_dir = tmp_path / "run"
     output = runs.finish(run_dir, *CUT, *RUNS[name], timeout_s=500)
     first, second = runs.steps_of(run_dir)

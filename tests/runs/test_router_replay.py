@@ -30,10 +30,7 @@ RUNS = {
     "name", [name if name == SHORT else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 )
 def test_tokens_are_trained_on_the_experts_that_generated_them(tmp_path, name):
-    if "megatron" in name:
-        pytest.importorskip("megatron.core")
-    if "vllm" in name:
-        pytest.importorskip("vllm")
+    runs.skip_without_packages(name)
     run_dir = tmp_path / "run"
     output = runs.finish(run_dir, *REPLAYED, *RUNS[name], timeout_s=500)
     first, second = runs.steps_of(run_dir)

@@ -20,7 +20,7 @@ from headrace.actors.environments.turns import Transcript, generate_whole
 from headrace.codecs import messages
 from headrace.codecs.tokens.routes import check_routes, join_routes
 from headrace.tests.actors.engines.moe import LAYERS, Reference, expect_routes, save_moe, spec_of
-from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver
+from headrace.tests.actors.weight_sync.weight_updates import Publisher, close_updated, receiver
 
 PROMPTS = [[5, 6, 7, 13], [9, 9, 3, 3, 8, 13, 11], [4]]
 PARAMS = SamplingParams(n=2, max_new_tokens=12, seed=1)
@@ -61,9 +61,7 @@ class Subject:
         return version
 
     def close(self) -> None:
-        self.runner.run(self.engine.close())
-        self.publisher.close()
-        self.runner.close()
+        close_updated(self.runner, self.engine, self.publisher)
 
 
 @pytest.fixture(scope="module")

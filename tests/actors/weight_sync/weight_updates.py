@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -55,6 +58,14 @@ class Publisher:
 
     def close(self) -> None:
         self._sender.close()
+
+
+def close_updated(runner: asyncio.Runner, engine: Any, publisher: Publisher) -> None:
+    """Close an engine, of which no process may live on, and the publisher of its weights."""
+    runner.run(engine.close())
+    assert not any(map(psutil.pid_exists, getattr(engine, "pids", ()))), "a process of the engine lives on"
+    publisher.close()
+    runner.close()
 
 
 def _plan(named: Mapping[str, torch.Tensor]) -> BucketPlan:

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -21,7 +20,7 @@ from headrace.actors.engines.protocol import Completion, CutOff, SamplingParams
 from headrace.codecs.weights.parameter_digests import DigestTaker
 from headrace.tests.actors.engines.hf.test_pictures import blob
 from headrace.tests.actors.engines.vllm.builder import build
-from headrace.tests.actors.weight_sync.weight_updates import Publisher
+from headrace.tests.actors.weight_sync.weight_updates import Publisher, close_updated
 from headrace.tests.trainers.backends.vision.tiny_vlms import (
     IMAGE,
     MODELS,
@@ -101,10 +100,7 @@ class Seeing:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def close(self) -> None:
-        self.run(self.engine.close())
-        assert not any(psutil.pid_exists(pid) for pid in self.engine.pids), "a process of the engine lives on"
-        self.publisher.close()
-        self.runner.close()
+        close_updated(self.runner, self.engine, self.publisher)
 
 
 @pytest.fixture(scope="module")
