@@ -55,8 +55,9 @@ class RolloutConfig(EngineKeys):
         """Yield one sentence for each contradiction between the sampling and its masks. takes_logprobs: whether the
         engines' log-probs are the old ones of the ratio. distils: whether the run has teachers."""
         cuts = f"rollout.top_p={self.top_p:g}, rollout.top_k={self.top_k}, rollout.min_p={self.min_p:g}"
-        cuts = cuts if self.cuts else "rollout.endpoint.sampling='request'"
-        limit = f"rollout.mask_limit: got {self.mask_limit}"
+        found, expected = f"rollout.mask_limit: got {self.mask_limit} with {cuts} and", "0"
+        if not self.cuts:
+            found, expected = "rollout.endpoint.sampling: got 'request' with", "'run'"
         if takes_logprobs and self.cuts and not self.masked:
             yield (
                 f"algorithm.prev_logprobs: got 'rollout' with {cuts} and rollout.mask_limit={self.mask_limit}, expected"
@@ -70,23 +71,23 @@ class RolloutConfig(EngineKeys):
                     f"rollout.engine={self.engine!r}, expected 'run', or a limit above 0 and the engine hf or vllm"
                 )
             return
-        for key, value, expected in (
+        for key, value, sound in (
             ("top_k", self.top_k, "0 (off) or at least 2"),
             ("mask_limit", self.mask_limit, "0 (off) or at least 2"),
             ("min_p", self.min_p, "below 1"),
         ):
             if value == 1:
                 why = "because it leaves one token, whose log-prob is 0, so that nothing is learned"
-                yield f"rollout.{key}: got 1, expected {expected}, {why}"
+                yield f"rollout.{key}: got 1, expected {sound}, {why}"
         if self.top_k > self.mask_limit:
             yield f"rollout.top_k: got {self.top_k}, expected at most rollout.mask_limit={self.mask_limit}"
         if self.engine == "vllm" and (self.logprobs == "vllm" or "speculative_config" in self.vllm):
             why = "rollout.logprobs='vllm'" if self.logprobs == "vllm" else "rollout.vllm.speculative_config"
-            yield f"{limit} with {cuts} and {why}, expected 0, because log-probs in vLLM's own way come without masks"
+            yield f"{found} {why}, expected {expected}, because log-probs in vLLM's own way come without masks"
         if distils:
             yield (
-                f"{limit} with {cuts} and distillation.teachers, expected 0 or sampling from all tokens, because "
-                "teachers score tokens over the whole vocabulary"
+                f"{found} distillation.teachers, expected {expected} or sampling from all tokens, because teachers "
+                "score tokens over the whole vocabulary"
             )
 
     @field_validator("stop")

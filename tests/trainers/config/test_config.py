@@ -431,6 +431,9 @@ def test_requests_that_say_how_they_are_sampled_need_masks(tmp_path: Path) -> No
     assert sampling(config.rollout, n=1, seed=0).mask_limit == 512
     [problem] = file_problems(tmp_path, text, "rollout.mask_limit=0")
     assert problem.startswith("rollout.endpoint.sampling: got 'request' with rollout.mask_limit=0"), problem
+    problems = file_problems(tmp_path, text, "distillation.teachers=[{model: other}]")
+    sentence = "rollout.endpoint.sampling: got 'request' with distillation.teachers, expected 'run'"
+    assert any(one.startswith(sentence) for one in problems), problems
 
 
 def test_only_training_rollouts_have_masks() -> None:
