@@ -99,6 +99,9 @@ class SamplingParams:
     pictures: tuple[Blob, ...] = ()
     """Pictures of the prompt, in order. Their parts are arguments of the model's forward pass, and the prompt has one
     placeholder token for each of their features."""
+    own_places: tuple[int, ...] = ()
+    """Positions in the prompt of placeholder tokens that the policy sampled in earlier turns, which thus stand for
+    themselves. Those of the sample that the request continues need not be named."""
     continues: CutOff | None = None
     """The sample that this request continues; the sample's tokens so far are the end of the prompt. None for a request
     that begins a sample."""
@@ -117,6 +120,13 @@ class SamplingParams:
         ):
             if not fits:
                 raise ValueError(f"sampling {name}: got {getattr(self, name)}, expected {expected}")
+
+    def own_tokens(self, length: int) -> np.ndarray:
+        """Return which tokens of a prompt with this length are no features of pictures in any case, bool `[length]`."""
+        found = np.zeros(length, np.bool_)
+        found[list(self.own_places)] = True
+        found[length - (0 if self.continues is None else self.continues.tokens) :] = True
+        return found
 
     @property
     def masked(self) -> bool:

@@ -285,13 +285,14 @@ class Episode(Conversation):
         schema: str = "",
         cuts: Mapping[str, Any] | None = None,
         pictures: tuple[Blob, ...] = (),
+        own_places: tuple[int, ...] = (),
     ) -> tuple[Completion, str]:
         """Let the policy continue from `prompt_ids`, and return its tokens with their text, without recording them.
 
         room: number of tokens that may be added. routes_from: index of the first token whose route is wanted, where the
-        engine records routes. adapter, schema, pictures: see `SamplingParams`. cuts: `top_p`, `top_k` and `min_p` if
-        they are not those of the run. saved: state that is recorded with the
-        turn. Raises the errors of `generate`.
+        engine records routes. adapter, schema, pictures, own_places: see `SamplingParams`. cuts: `top_p`, `top_k` and
+        `min_p` if they are not those of the run. saved: state that is recorded with the turn. Raises the errors of
+        `generate`.
         """
         if room < 1:
             self.out_of_tokens = self.out_of_tokens or not adapter
@@ -306,6 +307,7 @@ class Episode(Conversation):
             adapter=adapter,
             schema=schema,
             pictures=pictures,
+            own_places=own_places,
             **(cuts or {}),
         )
         services, request_id = self._services, self.next_request()
@@ -321,6 +323,11 @@ class Episode(Conversation):
                 self.fatal = error
                 raise
         return completion, response_texts(services.tokenizer, [completion], params)[0]
+
+    def own_places(self, row: Transcript, length: int) -> tuple[int, ...]:
+        """Return where the policy sampled placeholders of pictures in the first tokens of a row with pictures."""
+        pool = self._services.pictures
+        return row.own_places(pool.processor.token_ids, length) if pool is not None and row.pictures else ()
 
     async def take_turn(
         self,
@@ -357,6 +364,7 @@ class Episode(Conversation):
         completion, text = await self.sample_turn(
             ids, self.room(len(ids), row.num_prompt), stop=stop, max_new_tokens=max_new_tokens,
             stop_token_ids=stop_token_ids, routes_from=routes_from, saved=saved, pictures=row.blobs,
+            own_places=self.own_places(row, len(ids)),
         )  # fmt: skip
         if len(row) != len(ids):
             raise RuntimeError(

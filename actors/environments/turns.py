@@ -139,6 +139,12 @@ class Transcript:
         """The pictures as engines get them."""
         return tuple(picture.blob for picture in self.pictures)
 
+    def own_places(self, tokens: Sequence[int], length: int) -> tuple[int, ...]:
+        """Return the positions among the first `length` tokens where the policy sampled one of `tokens`."""
+        row = self.row()
+        found = np.isin(row.input_ids[:length], tokens) & (row.response_mask[:length] == 1)
+        return tuple(np.flatnonzero(found).tolist())
+
     def give(self, ids: Sequence[int] | np.ndarray, pictures: Sequence[Prepared] = ()) -> None:
         """Append tokens that the policy did not choose, such as a user's words or the result of a tool. They are not
         trained on. pictures: pictures whose placeholder tokens are among them, in order."""

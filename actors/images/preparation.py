@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import multiprocessing.connection
-import os
+import queue
 import signal
-import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -26,6 +25,9 @@ from ..engines.tokenizer import load_tokenizer
 from .config import ImagesConfig
 from .processor import PictureProcessor, Prepared, Processed
 from .prompt_pictures import BadPicture, Picture, PictureCounts, filled, picture_of, pictures_in
+
+PROCESS_S = 120.0
+"""Longest time in seconds that a process may take to start, or to preprocess a picture."""
 
 
 class PicturePool:
@@ -38,8 +40,11 @@ class PicturePool:
         self.counts = PictureCounts()
         """Counts since the start of the pool."""
         self._taken = PictureCounts()
-        self._workers, self._arguments = config.workers, (config, model, tokenizer_path)
-        self._pool = self._start()
+        self._arguments = config, model, tokenizer_path
+        self._threads = ThreadPoolExecutor(config.workers, "pictures")
+        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._all: set[_Worker] = set()
+        self._closed = False
         self._room = config.cache_mib << 20
         self._kept: OrderedDict[str, Prepared] = OrderedDict()
         self._kept_bytes = 0
@@ -47,8 +52,13 @@ class PicturePool:
 
     def warm_up(self) -> None:
         """Start the processes, so that the first pictures do not wait for them."""
-        for _ in range(self._workers):
-            self._pool.submit(os.getpid)
+        for _ in range(self._arguments[0].workers):
+            self._free.put(self._started())
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Ids of the processes."""
+        return [worker.pid for worker in self._all]
 
     def take_counts(self) -> PictureCounts:
         """Return the counts since the last call."""
@@ -82,14 +92,17 @@ class PicturePool:
 
     async def close(self) -> None:
         """End the processes. Idempotent."""
+        self._closed = True
         for task in list(self._running.values()):
             task.cancel()
-        await asyncio.to_thread(self._pool.shutdown, wait=True, cancel_futures=True)
+        await asyncio.to_thread(self._end)
 
-    def _start(self) -> ProcessPoolExecutor:
-        """Return a new pool. Its processes start when they are needed."""
-        # This process has threads, which a fork would break.
-        return ProcessPoolExecutor(self._workers, multiprocessing.get_context("spawn"), _load, self._arguments)
+    def _end(self) -> None:
+        for worker in list(self._all):
+            worker.kill()  # The thread that waits for it returns.
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in list(self._all):
+            self._discard(worker)
 
     async def _prepare(self, picture: Picture) -> Prepared:
         # The bytes name the picture, as two paths can have the same content and one path can change its content.
@@ -128,40 +141,92 @@ class PicturePool:
         return prepared
 
     async def _run(self, data: bytes) -> Processed:
-        """Preprocess an encoded picture in a process of the pool."""
-        pool = self._pool
-        try:
-            return await asyncio.wrap_future(pool.submit(_process, data))
-        except BrokenProcessPool:
-            # Any picture of the pool can have ended the process, so each is tried once more.
-            if pool is self._pool:
-                self._pool = self._start()
-        try:
-            return await asyncio.wrap_future(self._pool.submit(_process, data))
-        except BrokenProcessPool as error:
-            raise BadPicture("a process died while it preprocessed this picture, twice") from error
+        """Preprocess an encoded picture in a process."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._processed, data)
+
+    def _processed(self, data: bytes) -> Processed:
+        for _ in range(2):  # Something else can have ended the process, such as a lack of memory.
+            if self._closed:
+                break
+            try:
+                worker = self._free.get_nowait()
+            except queue.Empty:
+                worker = self._started()
+            try:
+                answer = worker.process(data)
+            except (EOFError, OSError) as error:
+                self._discard(worker)
+                if isinstance(error, TimeoutError):
+                    raise BadPicture(f"its preprocessing takes more than {PROCESS_S:g} s") from None
+                continue
+            self._free.put(worker)
+            if isinstance(answer, BadPicture):
+                raise answer
+            return answer
+        raise BadPicture("a process died while it preprocessed this picture, twice")
+
+    def _started(self) -> _Worker:
+        worker = _Worker(*self._arguments)
+        self._all.add(worker)
+        return worker
+
+    def _discard(self, worker: _Worker) -> None:
+        worker.kill()
+        self._all.discard(worker)
 
 
-_loaded: PictureProcessor | None = None
-"""Processor of this process, if it is a worker of a pool."""
+class _Worker:
+    """A process that preprocesses one picture after another. It ends with this one.
+
+    It has only a pipe. The queues of a pool would have named semaphores, which stay in /dev/shm if Ray ends an actor.
+    """
+
+    def __init__(self, config: ImagesConfig, model: str, tokenizer_path: str) -> None:
+        context = multiprocessing.get_context("spawn")  # This process has threads, which a fork would break.
+        self._pipe, theirs = context.Pipe()
+        arguments = theirs, config, model, tokenizer_path
+        self._process = context.Process(target=_serve, args=arguments, name="pictures", daemon=True)
+        self._process.start()
+        theirs.close()
+        self._is_ready = False
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the process."""
+        return self._process.pid
+
+    def process(self, data: bytes) -> Processed | BadPicture:
+        """Return the preprocessed picture, or what is wrong with it. Raises EOFError or OSError if the process has
+        died, and TimeoutError if it takes too long."""
+        if not self._is_ready:
+            self._received()
+            self._is_ready = True
+        self._pipe.send_bytes(data)
+        return self._received()
+
+    def _received(self) -> Any:
+        if not self._pipe.poll(PROCESS_S):
+            raise TimeoutError
+        return self._pipe.recv()
+
+    def kill(self) -> None:
+        """End the process. A thread in `process` gets an error. Idempotent."""
+        self._process.kill()
+        self._process.join()
 
 
-def _load(config: ImagesConfig, model: str, tokenizer_path: str) -> None:
-    """Prepare a worker process: load the processor, and end with the process that started this one."""
-    global _loaded
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+def _serve(pipe: Connection, config: ImagesConfig, model: str, tokenizer_path: str) -> None:
+    """Preprocess the pictures that come through a pipe, until its other end is closed. The first answer is None, once
+    this process is ready."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; this one ends with its parent.
     torch.set_num_threads(1)
-    _loaded = PictureProcessor(config, model, load_tokenizer(tokenizer_path))
-
-
-def _process(data: bytes) -> Processed:
-    assert _loaded is not None
-    return _loaded.process(data)
+    processor = PictureProcessor(config, model, load_tokenizer(tokenizer_path))
+    answer: Processed | BadPicture | None = None
+    with suppress(EOFError, ConnectionError):  # The process that started this one has ended.
+        while True:
+            pipe.send(answer)
+            data = pipe.recv_bytes()
+            try:
+                answer = processor.process(data)
+            except BadPicture as error:
+                answer = error

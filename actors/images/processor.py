@@ -10,8 +10,8 @@ import inspect
 import io
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,6 +80,9 @@ class PictureProcessor:
         except Exception as error:  # Damaged or foreign files can make transformers raise any error.
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"{key}: got {path!r}, expected a model with a processor of pictures: {reason}") from error
+        kind = type(self._images)
+        library = "torchvision" if any(base.__name__ == "TorchvisionBackend" for base in kind.__mro__) else "pil"
+        _check(config, self._images, library)
         self._tokenizer = tokenizer
         self._dtype = DTYPES[config.dtype]
         self.placeholder: str = self._whole.image_token
@@ -88,14 +91,15 @@ class PictureProcessor:
         """Token ids of the features of pictures."""
         self.other_ids: tuple[int, ...] = _ids([*self._whole.video_token_ids, *self._whole.audio_token_ids])
         """Token ids of the features of videos and recordings, which no row may have."""
-        kind = type(self._images)
-        library = "torchvision" if any(base.__name__ == "TorchvisionBackend" for base in kind.__mro__) else "pil"
         self.note = (
             f"pictures are preprocessed once, by {kind.__name__} of {path} ({library}, transformers "
             f"{transformers.__version__}, {config.dtype})"
         )
         """Sentence for the log that names the processor."""
-        self.field = self._declared()
+        try:
+            self.field = self._declared()
+        except BadPicture as error:
+            raise ValueError(f"data.images.processor_options: got {config.processor_options}, but {error}") from error
         """Declaration of the column of pictures."""
 
     def expanded(self, text: str, pictures: Sequence[Prepared], place: str) -> str:
@@ -119,8 +123,8 @@ class PictureProcessor:
         for picture in pictures:
             if is_url(picture.address):
                 continue
-            with suppress(OSError, ValueError, PIL.Image.DecompressionBombError):
-                with PIL.Image.open(io.BytesIO(picture.data) if picture.data else picture.address) as image:
+            with suppress(Exception):  # Damaged files make the decoders raise any error.
+                with _opened(io.BytesIO(picture.data) if picture.data else picture.address) as image:
                     turned = image.getexif().get(_ORIENTATION, 1) >= _FIRST_TURNED
                     size = image.size if turned else image.size[::-1]
                 added += self._whole._get_num_multimodal_tokens(image_sizes=[size])["num_image_tokens"][0] - 1
@@ -198,14 +202,40 @@ def as_tensor(values: np.ndarray, dtype: str, shape: tuple[int, ...]) -> torch.T
 def _decoded(data: bytes) -> PIL.Image.Image:
     """Return an encoded picture as an upright RGB image. Raises BadPicture if it is none, or is too large."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
-            with PIL.Image.open(io.BytesIO(data)) as image:
-                return upright_rgb(image)
+        with _opened(io.BytesIO(data)) as image:
+            return upright_rgb(image)
     except PIL.UnidentifiedImageError:
         raise BadPicture(f"got {len(data)} bytes that begin with {data[:12]!r}, expected a picture") from None
     except Exception as error:  # Damaged files make the decoders raise OSError, SyntaxError, struct.error and others.
         raise BadPicture(f"it cannot be decoded: {error}") from error
+
+
+def _check(config: ImagesConfig, images: Any, library: str) -> None:
+    """Raise ValueError if transformers has ignored an option of the image processor, or the library of the config."""
+    known = sorted(inspect.get_annotations(images.valid_kwargs))
+    for name in config.processor_options:
+        if name not in known and not hasattr(images, name):
+            raise ValueError(
+                f"data.images.processor_options: got {name!r}, expected options of {type(images).__name__}: "
+                f"{', '.join(known)}"
+            )
+    if config.backend not in ("auto", library):
+        raise ValueError(
+            f"data.images.backend: got {config.backend!r}, but transformers gives {type(images).__name__}, expected "
+            f"{library!r} or an installed {config.backend}"
+        )
+
+
+@contextmanager
+def _opened(source: Any) -> Iterator[PIL.Image.Image]:
+    """Context manager that opens a picture of any format that PIL reads by itself. For EPS, PIL would start another
+    program, which runs what is in the file."""
+    PIL.Image.init()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # They are on damaged EXIF data and the like, and name no picture.
+        warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
+        with PIL.Image.open(source, formats=[name for name in PIL.Image.OPEN if name != "EPS"]) as image:
+            yield image
 
 
 def _ids(ids: Sequence[int | None]) -> tuple[int, ...]:

@@ -12,12 +12,15 @@ import binascii
 import http.client
 import io
 import os
+import string
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
-from urllib.parse import unquote_to_bytes
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote_to_bytes
 
 import numpy as np
 
@@ -26,7 +29,8 @@ from ..process.user_errors import counted
 T = TypeVar("T")
 MAX_BYTES = 256 << 20
 """Largest number of bytes of an encoded picture."""
-_FETCH_S = 30.0
+FETCH_S = 30.0
+"""Longest time in seconds in which a picture must be fetched."""
 _EXPECTED = "expected a path, bytes, a PIL image, a mapping with `bytes` or `path`, or a data URI"
 
 
@@ -70,25 +74,50 @@ class Picture:
         if self.data:
             return self.data
         try:
-            with self._open() as source:
-                data = source.read(MAX_BYTES + 1)
+            if is_url(self.address):
+                data = _fetched(self.address)
+            else:
+                with open(self.address, "rb") as source:
+                    data = source.read(MAX_BYTES + 1)
         except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: no address, or no path.
             reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
-            raise BadPicture(f"{self.place}: {self.address!r} cannot be read: {reason}") from None
+            said = " ".join(str(reason).split())
+            raise BadPicture(f"{self.place}: {self.address!r} cannot be read: {said}") from None
         if not data or len(data) > MAX_BYTES:
             found = "more" if data else "0 bytes"
             raise BadPicture(f"{self.place}: got {found} from {self.address!r}, expected 1 to {MAX_BYTES} bytes")
         return data
 
-    def _open(self) -> IO[bytes]:
-        return (
-            urllib.request.urlopen(self.address, timeout=_FETCH_S) if is_url(self.address) else open(self.address, "rb")
-        )
-
 
 def is_url(address: str) -> bool:
     """Return whether a text names a picture by its address on the web."""
     return address.lower().startswith(("http://", "https://"))
+
+
+class _OnlyWeb(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        if not is_url(newurl):
+            said = f"it leads to {newurl!r:.80}, expected an address that begins with http:// or https://"
+            raise urllib.error.HTTPError(req.full_url, code, said, headers, fp)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _fetched(url: str) -> bytes:
+    """Return the first MAX_BYTES + 1 bytes behind a URL. Raises TimeoutError after FETCH_S, and urllib's errors."""
+    end, parts, left = time.monotonic() + FETCH_S, list[bytes](), MAX_BYTES + 1
+    # Like browsers, this takes addresses with spaces and letters beyond ASCII.
+    address, opener = quote(url, safe=string.punctuation), urllib.request.build_opener(_OnlyWeb)
+    try:
+        with opener.open(address, timeout=FETCH_S) as source:
+            while left and (part := source.read1(min(left, 1 << 20))):
+                parts.append(part)
+                left -= len(part)
+                if time.monotonic() > end:  # A server that sends a byte now and then would hold up the rollouts.
+                    raise TimeoutError(f"it takes more than {FETCH_S:g} s")
+    except urllib.error.HTTPError as error:
+        error.close()  # It holds the connection.
+        raise
+    return b"".join(parts)
 
 
 def picture_of(value: Any, place: str, *, folder: Path | None, allow_urls: bool) -> Picture:

@@ -39,6 +39,8 @@ class DecodeRequest:
     """Token ids of the prompt, int64 `[L]`, L >= 1."""
     keys: np.ndarray
     """Key of the random-number stream of each of the n samples (from `token_sampling.row_keys`), uint64 `[n]`."""
+    own_tokens: np.ndarray
+    """Tokens of the prompt that are no features of pictures in any case (`SamplingParams.own_tokens`), bool `[L]`."""
     routes_from: int = 0
     """Index of the first token whose route is wanted (`SamplingParams.routes_from`)."""
     pictures: Pictures | None = None
@@ -145,13 +147,13 @@ class Decoding:
         """Compute all keys and values from the start. Before the first decoding step, each prompt is computed once for
         all its rows. Later, the prompt and the tokens of each running row are computed."""
         rows, prompts = self._rows, [request.prompt_ids for request in self._requests]
-        pictures = [request.pictures for request in self._requests]
+        shown = [(request.pictures, request.own_tokens) for request in self._requests]
         owners = np.repeat(np.arange(len(prompts)), [len(request.keys) for request in self._requests])
         if not self._step:
-            return _Window(self._model, prompts, pictures, owners, np.arange(len(owners)))
+            return _Window(self._model, prompts, shown, owners, np.arange(len(owners)))
         live = np.flatnonzero(rows.running)
         known = [np.concatenate([prompts[owners[row]], rows.tokens[row, : self._step]]) for row in live]
-        return _Window(self._model, known, [pictures[owners[row]] for row in live], np.arange(len(live)), live)
+        return _Window(self._model, known, [shown[owners[row]] for row in live], np.arange(len(live)), live)
 
     def end(self, request: int) -> None:
         """Abort the running rows of the request with index `request`. Must not be called during `run`."""
@@ -268,14 +270,14 @@ class _Window:
         self,
         model: Any,
         known: Sequence[np.ndarray],
-        pictures: Sequence[Pictures | None],
+        shown: Sequence[tuple[Pictures | None, np.ndarray]],
         owners: np.ndarray,
         rows: np.ndarray,
     ) -> None:
         """Run a forward pass over the token sequences `known`, each int64 `[L]`. Several rows may share one of them.
 
-        pictures: those of each sequence. owners: index of each row's sequence in `known`, int64 `[B]`. rows: number of
-        each row in its batch, int64 `[B]`.
+        shown: pictures of each sequence, and which tokens of its prompt stand for themselves. owners: index of each
+        row's sequence in `known`, int64 `[B]`. rows: number of each row in its batch, int64 `[B]`.
         """
         self.model = model
         self.cache = DynamicCache(config=model.config)
@@ -289,14 +291,17 @@ class _Window:
         device = model.device
         # Without padding no mask is needed, and attention without one is faster.
         self.mask = None if mask.all() else torch.from_numpy(mask).to(device=device, dtype=torch.int64)
-        tokens, shown = torch.from_numpy(ids).to(device), join_pictures(pictures)
+        tokens, pictures = torch.from_numpy(ids).to(device), join_pictures([one for one, _ in shown])
         positions, arguments = torch.from_numpy(np.maximum(mask.cumsum(axis=1) - 1, 0)), dict[str, Any]()
-        if shown is not None:
-            places, every = feature_places(model, ids, mask, shown, np.zeros_like(mask))
-            spread = picture_positions(model, ids, mask, shown, places)
+        if pictures is not None:
+            sampled = np.ones_like(mask)  # All tokens after the prompt are.
+            for row, first, (_, own) in zip(sampled, width - lengths, shown, strict=True):
+                row[first : first + len(own)] = own
+            places, every = feature_places(model, ids, mask, pictures, sampled)
+            spread = picture_positions(model, ids, mask, pictures, places)
             positions = positions if spread is None else spread  # In time, height and width, `[3, N, L]`.
-            shown = replace(shown, places=None if every else torch.from_numpy(places))
-            arguments = picture_arguments(model, tokens, shown.to(device))
+            pictures = replace(pictures, places=None if every else torch.from_numpy(places))
+            arguments = picture_arguments(model, tokens, pictures.to(device))
         self.next_position = positions.view(-1, *positions.shape[-2:]).amax((0, 2)).to(device)[:, None] + 1
         self.logits = self._forward(tokens, positions.to(device), **arguments)
         self.rows = np.arange(len(known))

@@ -173,11 +173,11 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         params = resolve_stops(params, self._tokenizer)
         prompt = checked_prompt(request_id, prompt_ids, params, context=self._context, vocab_size=self._vocab_size)
         keys = row_keys(self._seed if params.seed is None else params.seed, request_id, params.n)
-        shown = prompt_pictures(params.pictures)
+        shown, own = prompt_pictures(params.pictures), params.own_tokens(len(prompt))
         if shown is not None:
-            every, name = np.ones((1, len(prompt)), np.bool_), f"request {request_id!r}: prompt"
-            feature_places(self._model, prompt[None], every, shown, name=name)
-        request = DecodeRequest(prompt, keys, params.routes_from, shown)
+            name = f"request {request_id!r}: prompt"
+            feature_places(self._model, prompt[None], ~own[None], shown, name=name)
+        request = DecodeRequest(prompt, keys, own, params.routes_from, shown)
         served = self.base if params.adapter == BASE and self._layers is not None else served
         return Pending(request, params, asyncio.get_running_loop().create_future(), served)
 

@@ -234,8 +234,7 @@ class VllmEngine:
         if request_id in self._in_flight:
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
         prompt, params = self._checks.checked(request_id, prompt_ids, params)
-        sampled = 0 if params.continues is None else params.continues.tokens  # A sampled placeholder stands for itself.
-        given = prompt[: len(prompt) - sampled]
+        given = np.where(params.own_tokens(len(prompt)), -1, prompt)  # A sampled placeholder stands for itself.
         pictures = self._process.pictures.shown(request_id, given, params.pictures) if params.pictures else None
         request = self._in_flight[request_id] = RunningRequest(request_id, params.n, self._prefix, pictures)
         try:

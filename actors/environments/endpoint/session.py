@@ -288,6 +288,7 @@ class Session:
             schema=request.schema,
             cuts=cuts,
             pictures=tuple(picture.blob for picture in prompt.pictures),
+            own_places=() if prompt.row is None else episode.own_places(prompt.row, prompt.length),
         )
         ids, tokens = completion.token_ids.tolist(), []
         if request.logprobs:

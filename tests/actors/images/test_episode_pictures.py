@@ -44,22 +44,30 @@ class Inside(PicturePool):
 class Watched(ScriptedEngine):
     """An engine that keeps what it was asked."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda request_id, prompt_ids, sample: [6, 7])
+    def __init__(self, said: Sequence[int]) -> None:
+        super().__init__(lambda request_id, prompt_ids, sample: said)
         self.asked: list[tuple[list[int], list[str]]] = []
+        self.own_places: list[tuple[int, ...]] = []
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         self.asked.append((list(prompt_ids), [picture.name for picture in params.pictures]))
+        self.own_places.append(params.own_places)
         return await super().generate(request_id, prompt_ids, params)
 
 
 def play(
-    environment: Any, folder: str, tokenizer: Any, *, images: bool = True, endpoint: Any = None
+    environment: Any,
+    folder: str,
+    tokenizer: Any,
+    *,
+    images: bool = True,
+    endpoint: Any = None,
+    said: Sequence[int] = (6, 7),
 ) -> tuple[Sample, Watched, RowPictures]:
     """Play an episode of a prompt with one picture."""
     pool = Inside(ImagesConfig(enabled=True), folder, folder, tokenizer)
     pictures = RowPictures(pool, tokenizer, 64)
-    chat, engine = build_chat_format(tokenizer, "template", {}, {}), Watched()
+    chat, engine = build_chat_format(tokenizer, "template", {}, {}), Watched(said)
     config = EnvironmentConfig(max_rows=2)
     host = EpisodeHost(
         environment,
@@ -105,6 +113,23 @@ def test_an_environment_shows_pictures(vision_folder: str, vision_tokenizer: Any
     assert checked is sample, "the rows have a token for each feature"
     # The first request has the tokens that a prompt of the data set has.
     assert engine.asked[0][0] == vision_tokenizer(sample.prompt.text, add_special_tokens=False)["input_ids"]
+
+
+def test_engines_learn_which_placeholders_the_policy_sampled(vision_folder: str, vision_tokenizer: Any) -> None:
+    async def screenshots(episode: Episode) -> float:
+        seen = {"type": "image", "image": draw(57, 200, seed=1)}
+        await episode.say(episode.prompt.messages)
+        await episode.say([{"role": "user", "content": [seen]}])
+        await episode.say([{"role": "user", "content": "b"}])
+        return 1.0
+
+    pad = vision_tokenizer.convert_tokens_to_ids(PAD)
+    sample, engine, pictures = play(screenshots, vision_folder, vision_tokenizer, said=[6, pad])
+    assert not sample.error, sample.error
+    own = np.flatnonzero((sample.input_ids == pad) & (sample.response_mask == 1))
+    assert engine.own_places == [(), (own[0],), (own[0], own[1])] and len(own) == 3
+    [checked], _ = pictures.checked([sample], [Score(1.0, {}, True)])
+    assert checked is sample, "the row is trained on"
 
 
 def test_pictures_that_cannot_be_shown_fail_the_episode(vision_folder: str, vision_tokenizer: Any) -> None:

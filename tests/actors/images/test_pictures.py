@@ -7,6 +7,7 @@ import io
 import json
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from headrace.actors.engines.chat import build_chat_format
 from headrace.actors.engines.tokenizer import load_tokenizer
+from headrace.actors.images import prompt_pictures
 from headrace.actors.images.prompt_pictures import BadPicture, Picture, picture_of, take_pictures, upright_rgb
 from headrace.actors.rollout import prompts
 from headrace.actors.rollout.data_config import DataConfig
@@ -78,22 +80,48 @@ def test_an_empty_file_is_told_as_such(tmp_path: Path) -> None:
         read("a.png", tmp_path)
 
 
-def test_urls_are_fetched_where_they_are_allowed(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(PNG)
+def test_urls_are_fetched_where_they_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_pictures, "FETCH_S", 0.2)
+    for name in ("a.png", "two words ü.png"):
+        (tmp_path / name).write_bytes(PNG)
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, format: str, *_: Any) -> None:  # noqa: A002
             pass
+
+        def do_GET(self) -> None:
+            if self.path == "/slow.png":
+                self.send_response(200)
+                self.end_headers()
+                with suppress(ConnectionError):  # The client leaves.
+                    while not ended.wait(0.02):
+                        self.wfile.write(b"a")
+            elif self.path.startswith("/to/"):
+                self.send_response(302)
+                self.send_header("Location", self.path.removeprefix("/to/"))
+                self.end_headers()
+            else:
+                super().do_GET()
+
+    ended = threading.Event()
 
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
             url = f"http://127.0.0.1:{server.server_port}"
-            assert picture_of(f"{url}/a.png", "p", folder=None, allow_urls=True).read() == PNG
-            with pytest.raises(BadPicture, match="p: '.*/gone.png' cannot be read: File not found"):
-                picture_of(f"{url}/gone.png", "p", folder=None, allow_urls=True).read()
+            for path in ("a.png", "two words ü.png", "two%20words%20%C3%BC.png", f"to/{url}/a.png"):
+                assert picture_of(f"{url}/{path}", "p", folder=None, allow_urls=True).read() == PNG
+            for path, said in (
+                ("gone.png", "File not found"),
+                ("to/ftp://127.0.0.1/a.png", "it leads to 'ftp://127.0.0.1/a.png', expected an address"),
+                ("to/file:///etc/hostname", "Found - Redirection to url 'file:///etc/hostname' is not allowed"),
+                ("slow.png", "it takes more than 0.2 s"),
+            ):
+                with pytest.raises(BadPicture, match=f"p: '.*{path}' cannot be read: {said}"):
+                    picture_of(f"{url}/{path}", "p", folder=None, allow_urls=True).read()
         finally:
+            ended.set()
             server.shutdown()
             thread.join()
 

@@ -15,6 +15,7 @@ import pytest
 from headrace.actors.engines.config import EngineKeys, ModelConfig
 from headrace.actors.engines.factory import EngineConfig
 from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
+from headrace.actors.images import preparation
 from headrace.actors.images.config import ImagesConfig
 from headrace.actors.images.preparation import PicturePool
 from headrace.actors.images.prompt_pictures import BadPicture, Picture, PictureCounts
@@ -31,7 +32,9 @@ def pictures(*seeds: int) -> list[Picture]:
     return [Picture(f"picture {number}", encoded(draw(100, 60, seed))) for number, seed in enumerate(seeds)]
 
 
-def test_a_picture_is_preprocessed_once(vision_folder: str, vision_tokenizer: Any) -> None:
+def test_a_picture_is_preprocessed_once(
+    vision_folder: str, vision_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def run() -> None:
         config = ImagesConfig(enabled=True, workers=1, cache_mib=1)
         pool = PicturePool(config, vision_folder, vision_folder, vision_tokenizer)
@@ -52,11 +55,19 @@ def test_a_picture_is_preprocessed_once(vision_folder: str, vision_tokenizer: An
             results = await asyncio.gather(*map(pool._prepare, bad), return_exceptions=True)
             assert [str(one)[:16] for one in results] == ["picture 0: got 4", "picture 1: got 4"]
             assert all(isinstance(one, BadPicture) for one in results)
-            [child] = map(psutil.Process, pool._pool._processes)
+            [child] = map(psutil.Process, pool.pids)
             child.kill()
             child.wait()
             await pool.prepare(pictures(20))
             assert pool.counts.processed == 12, "another process takes the place of the one that was killed"
+            [child] = map(psutil.Process, pool.pids)
+            shared = [one.path for one in child.memory_maps() if one.path.startswith("/dev/shm")]
+            assert not shared, "Ray ends actors in a way that would leave them there"
+            child.suspend()
+            monkeypatch.setattr(preparation, "PROCESS_S", 0.1)
+            with pytest.raises(BadPicture, match=r"^picture 0: its preprocessing takes more than 0.1 s"):
+                await pool.prepare(pictures(21))
+            assert not child.is_running() and not pool.pids
         finally:
             await pool.close()
         assert not spawned()
@@ -75,7 +86,7 @@ from headrace.tests.actors.images.tiny_vision import draw, encoded
 async def run(folder):
     pool = PicturePool(ImagesConfig(enabled=True, workers=1), folder, folder, load_tokenizer(folder))
     await pool.prepare([Picture("p", encoded(draw(60, 60)))])
-    print(*pool._pool._processes, flush=True)
+    print(*pool.pids, flush=True)
     await asyncio.sleep(3600)
 
 if __name__ == "__main__":

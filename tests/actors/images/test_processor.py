@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.utils.import_utils import is_torchvision_available
 
 from headrace.actors.images.config import ImagesConfig
 from headrace.actors.images.processor import PictureProcessor
@@ -46,10 +47,36 @@ def test_a_model_without_pictures_is_refused(tmp_path: Path, vision_tokenizer: A
         PictureProcessor(ImagesConfig(enabled=True), str(tmp_path), vision_tokenizer)
 
 
-@pytest.mark.parametrize("data", [b"GIF89a", b"not a picture", encoded(draw(40, 40))[:200]])
+DAMAGED_AVIF = encoded(draw(40, 40), "AVIF").replace(b"iloc", b"free")
+"""Makes PIL raise a RuntimeError as soon as it is opened."""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("processor_options", {"longest_edge": 9}, r"got 'longest_edge', expected options of Qwen2VL.*, size"),
+        ("processor_options", {"size": {"shortest_edge": 1}}, r"got \{'size': .*\}, but the processor does"),
+        pytest.param(
+            "backend", "torchvision", "got 'torchvision', but transformers gives Qwen2VLImageProcessorPil",
+            marks=pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed"),
+        ),
+    ],
+)  # fmt: skip
+def test_what_transformers_would_ignore_is_refused(
+    vision_folder: str, vision_tokenizer: Any, key: str, value: Any, said: str
+) -> None:
+    config = ImagesConfig.model_validate({"enabled": True, key: value})
+    with pytest.raises(ValueError, match=rf"^data.images.{key}: {said}"):
+        PictureProcessor(config, vision_folder, vision_tokenizer)
+
+
+@pytest.mark.parametrize(
+    "data", [b"GIF89a", b"not a picture", encoded(draw(40, 40))[:200], encoded(draw(40, 40), "EPS"), DAMAGED_AVIF]
+)
 def test_damaged_pictures_are_one_sentence(processor: PictureProcessor, data: bytes) -> None:
     with pytest.raises(BadPicture, match="expected a picture|cannot be decoded"):
         processor.process(data)
+    processor.added_tokens([Picture("p", data)])
 
 
 def test_placeholders_are_as_many_as_pictures(processor: PictureProcessor) -> None:

@@ -89,12 +89,12 @@ class PictureTaker:
         self._dtype = config.dtype
         self._processor: Any = processor
 
-    def shown(self, request_id: str, prompt: Sequence[int], pictures: Sequence[Blob]) -> ShownPictures:
+    def shown(self, request_id: str, prompt: np.ndarray, pictures: Sequence[Blob]) -> ShownPictures:
         """Return the pictures of a request, placed in its prompt.
 
-        prompt: token ids of the prompt, up to the first token that the policy sampled. Raises ValueError if the model
-        takes no pictures, or no pictures with these parts, or if the prompt has another number of placeholders than the
-        pictures have features.
+        prompt: token ids of the prompt, with -1 for those that the policy sampled, int64 `[L]`. Raises ValueError if
+        the model takes no pictures, or no pictures with these parts, or if the prompt has another number of
+        placeholders than the pictures have features.
         """
         if self._hindrance:
             raise ValueError(
@@ -102,7 +102,7 @@ class PictureTaker:
                 f"{self._hindrance}"
             )
         counts = [int(picture.batch.tensor(NUM_TOKENS)[0]) for picture in pictures]
-        places = _places(request_id, np.flatnonzero(np.asarray(prompt) == self._placeholder), counts)
+        places = _places(request_id, np.flatnonzero(prompt == self._placeholder), counts)
         items = [self._item(request_id, number, picture) for number, picture in enumerate(pictures)]
         return ShownPictures(tuple(one.name for one in pictures), tuple(items), places)
 

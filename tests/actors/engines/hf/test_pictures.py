@@ -19,6 +19,7 @@ from headrace.codecs.schema import Field, Kind
 from headrace.tests.trainers.backends.vision.tiny_vlms import (
     IMAGE,
     MODELS,
+    TWIN,
     Picture,
     PlainVlm,
     Shown,
@@ -76,3 +77,41 @@ def test_logprobs_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             for row, own in zip(rows, logprobs, strict=True)
         ]
     assert max(errors) <= 1e-5
+
+
+async def turns(engine: Any, prompts: Sequence[np.ndarray], shown: Shown) -> list[tuple[Completion, Completion]]:
+    """Return answers to prompts in which the policy has sampled a placeholder, and to those with its twin there."""
+    found = []
+    for index, own in enumerate(shown.pictures[:3]):
+        # An earlier turn is before the pictures, between two of them, and at the end.
+        prompt = np.concatenate([prompts[3], [0], prompts[index], [0], prompts[0], [0]])
+        places = tuple(np.flatnonzero(prompt == 0).tolist())
+        params = replace(PARAMS, n=1, seed=1, pictures=tuple(map(blob, [*own, *shown.pictures[0]])))
+        both = []
+        for token, given in ((IMAGE, replace(params, own_places=places)), (TWIN, params)):
+            ids = np.where(prompt == 0, token, prompt).tolist()
+            both += await engine.generate(f"turn {index}", ids, given)
+            with pytest.raises(ValueError, match=r"placeholders of pictures, expected"):
+                await engine.generate("more", [*ids, IMAGE], given)
+        found.append((both[0], both[1]))
+    return found
+
+
+def expect_twins(found: Sequence[tuple[Completion, Completion]]) -> None:
+    for one, twin in found:
+        assert one.token_ids.tolist() == twin.token_ids.tolist() and len(one.token_ids)
+        assert np.abs(one.logprobs - twin.logprobs).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_placeholder_that_was_sampled_in_an_earlier_turn_stands_for_itself(name: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = HfEngine(save_vlm(tmp_path / name, name, twins=True))
+        try:
+            expect_twins(await turns(engine, prompts, shown))
+        finally:
+            await engine.close()
+
+    shown = shown_rows(name)
+    prompts = [row.ids[row.mask == 0] for row in shown.rows]
+    asyncio.run(run())

@@ -17,7 +17,8 @@ from headrace.codecs.jagged import pack
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.tests.trainers.backends.backend_ranks import COLUMNS, ReferenceTrainer, Row, micro_batch
 
-IMAGE, VIDEO, START, END = 39, 38, 37, 36
+IMAGE, VIDEO, START, END, TWIN = 39, 38, 37, 36, 35
+"""Tokens of pictures. TWIN is an ordinary token, which can have the embedding of IMAGE."""
 TEXT: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
@@ -61,9 +62,10 @@ TOWERS = {"qwen2_5_vl": "model.visual.", "qwen3_vl": "model.visual.", "gemma3": 
 """Beginning of the names of the tower's weights."""
 
 
-def save_vlm(folder: Path, name: str, **text: Any) -> str:
+def save_vlm(folder: Path, name: str, *, twins: bool = False, **text: Any) -> str:
     """Write the random model `name` as a HF folder. Its weights are large, so that log-probs spread by about 1 nat.
-    text: values of the text's configuration that differ from those of MODELS."""
+    twins: whether TWIN has the embedding of IMAGE. text: values of the text's configuration that differ from those of
+    MODELS."""
     made = MODELS[name]
     config = AutoConfig.for_model(name, **{**made, "text_config": {**made["text_config"], **text}})
     model: Any = AutoModelForImageTextToText.from_config(config)
@@ -75,6 +77,8 @@ def save_vlm(folder: Path, name: str, **text: Any) -> str:
             param.copy_(noise * 0.15) if param.ndim >= 2 else param.add_(noise * 0.1)
             if "embed_tokens" in path and not name.startswith("gemma"):
                 param.mul_(2)
+            if twins and "embed_tokens" in path:
+                param[TWIN] = param[IMAGE]
     model.save_pretrained(folder)
     return str(folder)
 

@@ -18,13 +18,14 @@ import torch
 
 from headrace.actors.engines.protocol import Completion, CutOff, SamplingParams
 from headrace.codecs.weights.parameter_digests import DigestTaker
-from headrace.tests.actors.engines.hf.test_pictures import blob
+from headrace.tests.actors.engines.hf.test_pictures import blob, expect_twins, turns
 from headrace.tests.actors.engines.vllm.builder import build
 from headrace.tests.actors.weight_sync.weight_updates import Publisher, close_updated
 from headrace.tests.trainers.backends.vision.tiny_vlms import (
     IMAGE,
     MODELS,
     TOWERS,
+    TWIN,
     PlainVlm,
     Shown,
     picture,
@@ -44,7 +45,7 @@ def save_model(folder: Path, name: str) -> str:
     text: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     if "rope_parameters" in (made := MODELS[name]["text_config"]):
         text["rope_parameters"] = {**made["rope_parameters"], "mrope_section": [4, 6, 6]}
-    return save_vlm(folder, name, **text)
+    return save_vlm(folder, name, twins=True, **text)
 
 
 class Seeing:
@@ -97,6 +98,8 @@ class Seeing:
             for name, parameter in self.model.named_parameters():
                 if name.startswith(begin):
                     parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+            embedding = self.model.get_input_embeddings().weight
+            embedding[TWIN] = embedding[IMAGE]
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def close(self) -> None:
@@ -163,6 +166,9 @@ class TestSeeing:
         with pytest.raises(ValueError, match="placeholders of pictures, expected"):
             seeing.run(seeing.engine.generate("d", prompt, params))
 
+    def test_a_placeholder_of_an_earlier_turn_stands_for_itself(self, seeing: Seeing) -> None:
+        expect_twins(seeing.run(turns(seeing.engine, seeing.prompts, seeing.shown)))
+
     def test_wrong_requests_are_refused_in_a_sentence(self, seeing: Seeing) -> None:
         first, (second, _) = map(blob, seeing.shown.pictures[0]), map(blob, seeing.shown.pictures[2])
         pictures = (*first, second)
@@ -194,14 +200,14 @@ def test_pieces_of_a_picture_may_stand_apart() -> None:
     hf_config = SimpleNamespace(model_type="some", image_token_id=IMAGE)
     config = SimpleNamespace(hf_config=hf_config, dtype=torch.bfloat16, is_mm_prefix_lm=False)
     pictures = [blob(picture("internvl", seed, 2, 1)) for seed in (1, 2)]
-    prompt = [3, *[IMAGE] * 4, 5, *[IMAGE] * 4, 6, *[IMAGE] * 8]
+    prompt = np.array([3, *[IMAGE] * 4, 5, *[IMAGE] * 4, 6, *[IMAGE] * 8])
     shown = PictureTaker(config, Fields()).shown("a", prompt, pictures)
     assert [(one.offset, one.length, one.get_num_embeds()) for one in shown.places] == [(1, 9, 8), (11, 8, 8)]
     pixels = shown.items[1]["pixel_values"].data
     assert torch.equal(pixels, picture("internvl", 2, 2, 1).parts["pixel_values"].bfloat16())
     other = [blob(picture("qwen3_vl", 1, 2, 2))]
     with pytest.raises(ValueError, match="request 'a': picture 0 has the part 'image_grid_thw', which vLLM does not"):
-        PictureTaker(config, Fields()).shown("a", [IMAGE] * 4, other)
+        PictureTaker(config, Fields()).shown("a", np.array([IMAGE] * 4), other)
     config.is_mm_prefix_lm = True  # So it is for Gemma 3.
     with pytest.raises(ValueError, match="request 'a': got 2 pictures, expected none, because in models of type"):
         PictureTaker(config, Fields()).shown("a", prompt, pictures)
