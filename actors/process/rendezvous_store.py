@@ -11,22 +11,20 @@ import contextlib
 import logging
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from torch.distributed import DistNetworkError, DistStoreError, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from ...codecs import messages
 from ...dataplane.listen_address import join_host
 from ...dataplane.rpc.frames import set_up_tcp
 from ...dataplane.security.authenticated_listener import AuthenticatedListener, connect_authenticated, listen
+from .framed_messages import receive_message, send_message
 
-T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 SERVICE = "rendezvous"
@@ -38,7 +36,6 @@ MAX_VALUES_BYTES = 1 << 28
 """Largest number of bytes of all keys and values together."""
 MAX_MEMBERS = 1 << 13
 """Largest number of simultaneous connections of members."""
-_LENGTH = struct.Struct("<I")
 _LOOK_S = 0.5
 """Seconds between two checks of the connection of a member that waits for a key."""
 _GRACE_S = 5.0
@@ -139,7 +136,8 @@ class RendezvousServer:
         try:
             set_up_tcp(connection)
             while True:
-                _send(connection, self._answer(_receive(connection, Request), connection))
+                request = receive_message(connection, Request, MAX_MESSAGE_BYTES)
+                send_message(connection, self._answer(request, connection))
         except ValueError as error:
             _logger.warning("rendezvous: a member's connection is closed: %s", error)
         except OSError:  # The member has disconnected.
@@ -305,8 +303,8 @@ class RendezvousStore(Store):
             raise DistStoreError(f"{what}: another request has used the connection for {bound_s:g} s")
         try:
             self._connection.settimeout(bound_s)
-            _send(self._connection, request)
-            reply = _receive(self._connection, Reply)
+            send_message(self._connection, request)
+            reply = receive_message(self._connection, Reply, MAX_MESSAGE_BYTES)
         except (OSError, ValueError) as error:
             self._connection.close()  # A late answer must not be mistaken for the answer to the next request.
             raise DistNetworkError(f"{what}: the connection is lost: {error}") from error
@@ -315,30 +313,6 @@ class RendezvousStore(Store):
         if reply.error:
             raise DistStoreError(f"{what}: {reply.error}")
         return reply
-
-
-def _send(connection: socket.socket, message: Request | Reply) -> None:
-    body = messages.encode(message)
-    connection.sendall(_LENGTH.pack(len(body)) + body)
-
-
-def _receive(connection: socket.socket, kind: type[T]) -> T:
-    """Receive one message. Raises ValueError when it is too large or is not of type `kind`, and OSError when the
-    connection is broken."""
-    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))
-    if length > MAX_MESSAGE_BYTES:
-        raise ValueError(f"got a message of {length} bytes, expected at most {MAX_MESSAGE_BYTES}")
-    return messages.decode(_receive_exactly(connection, length), kind)
-
-
-def _receive_exactly(connection: socket.socket, nbytes: int) -> bytearray:
-    data = bytearray()
-    while len(data) < nbytes:
-        more = connection.recv(min(nbytes - len(data), 1 << 18))
-        if not more:
-            raise ConnectionResetError("the connection was closed by the other end")
-        data += more
-    return data
 
 
 def _has_gone(connection: socket.socket) -> bool:

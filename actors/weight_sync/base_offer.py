@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,20 +20,18 @@ from types import TracebackType
 
 import torch
 
-from ...codecs import messages
 from ...codecs.memory import flat_bytes
 from ...codecs.schema import DTYPES
 from ...dataplane.listen_address import listening
 from ...dataplane.security.authenticated_listener import AuthenticatedListener, connect_authenticated, listen
+from ..process.framed_messages import receive_message, send_message
 from .pairs.payload_wire import receive_payload, send_payload
 from .plan.regions import Box
 
 SERVICE = "weights to recover"
 """Name of the connections in handshakes."""
 PART_BYTES = 16 << 20
-_LENGTH = struct.Struct("<I")
-_MOST = 1 << 16
-"""Largest number of bytes of a message."""
+_MAX_MESSAGE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,20 +109,19 @@ class WeightServer:
         threading.Thread(target=self._serve, args=(connection,), daemon=True, name="headrace-recovery").start()
 
     def _serve(self, connection: socket.socket) -> None:
-        look = _patience(self._timeout_s, lambda: self._closed)
         with contextlib.suppress(OSError, ValueError), contextlib.closing(connection):
-            while True:
-                wanted = messages.decode(_receive_message(connection, look), _Part)
+            while not self._closed:
+                connection.settimeout(self._timeout_s)
+                wanted = receive_message(connection, _Part, _MAX_MESSAGE_BYTES)
                 try:
                     box = tuple(slice(*ends) for ends in wanted.box)
                     part = self._read(wanted.weight)[box].detach().cpu().contiguous()
                 except (LookupError, AttributeError) as error:
-                    _send_message(connection, messages.encode(_Reply("", 0, f"no such weight ({error})")), look)
+                    send_message(connection, _Reply("", 0, f"no such weight ({error})"))
                     continue
                 payload = flat_bytes(part)
-                reply = _Reply(str(part.dtype).removeprefix("torch."), len(payload))
-                _send_message(connection, messages.encode(reply), look)
-                send_payload(connection, payload.numpy().data, look)
+                send_message(connection, _Reply(str(part.dtype).removeprefix("torch."), len(payload)))
+                send_payload(connection, payload.numpy().data, _patience(self._timeout_s, lambda: self._closed))
 
 
 class WeightReader:
@@ -159,9 +155,12 @@ class WeightReader:
             yield place, self._part(weight, part, dtype)
 
     def _part(self, weight: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        look = _patience(self._timeout_s, lambda: False)
-        _send_message(self._connection, messages.encode(_Part(weight, box)), look)
-        reply = messages.decode(_receive_message(self._connection, look), _Reply)
+        self._connection.settimeout(self._timeout_s)
+        send_message(self._connection, _Part(weight, box))
+        try:
+            reply = receive_message(self._connection, _Reply, _MAX_MESSAGE_BYTES)
+        except TimeoutError as error:
+            raise ConnectionError(f"no bytes for {self._timeout_s:g} s") from error
         if reply.error:
             raise OSError(f"{weight}: {reply.error}")
         kept, shape = DTYPES[reply.dtype], tuple(stop - start for start, stop in box)
@@ -170,7 +169,7 @@ class WeightReader:
         if reply.nbytes != math.prod(shape) * kept.itemsize:
             raise OSError(f"{weight}: got {reply.nbytes} bytes, expected the shape {shape}")
         payload = torch.empty(reply.nbytes, dtype=torch.uint8)
-        receive_payload(self._connection, payload.numpy().data, look)
+        receive_payload(self._connection, payload.numpy().data, _patience(self._timeout_s, lambda: False))
         return payload.view(kept).view(shape).to(dtype)
 
 
@@ -185,18 +184,3 @@ def _patience(timeout_s: float, is_over: Callable[[], bool]) -> Callable[[bool],
             raise ConnectionError(f"no bytes for {timeout_s:g} s")
 
     return look
-
-
-def _send_message(connection: socket.socket, message: bytes, look: Callable[[bool], None]) -> None:
-    send_payload(connection, memoryview(_LENGTH.pack(len(message)) + message), look)
-
-
-def _receive_message(connection: socket.socket, look: Callable[[bool], None]) -> bytes:
-    head = bytearray(_LENGTH.size)
-    receive_payload(connection, memoryview(head), look)
-    [length] = _LENGTH.unpack(head)
-    if length > _MOST:
-        raise ConnectionError(f"got a message of {length} bytes, expected at most {_MOST}")
-    body = bytearray(length)
-    receive_payload(connection, memoryview(body), look)
-    return bytes(body)

@@ -99,7 +99,6 @@ class Link:
     def __init__(self, connection: socket.socket, timeout_s: float, max_bytes: int) -> None:
         """Take ownership of a connected socket after its handshake. timeout_s: seconds after which `send` fails if
         the other end does not read. max_bytes: largest number of bytes of a message from the other end."""
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(timeout_s)
         self._socket = connection
         self._max_bytes = max_bytes
