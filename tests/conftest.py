@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from headrace.tests import example_counts, process_pool, socket_origins
+from headrace.tests import example_counts, forks, process_pool, socket_origins
 
 TESTS = Path(__file__).parent
 MAY_START = ("processes", "vllm", "gpu", "drill")
@@ -85,6 +85,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     yield
     _refuse_processes(item)
 
+
+forks.fork_modules()
 
 # ---------------------------------------------------------------- how many examples, and whose socket
 

@@ -2,7 +2,8 @@
 
 Importing these takes 4 seconds of a core. A run through the command line does so in its driver and in each of its
 actors, which are workers of Ray. Ray starts this file in place of its own `setup_worker.py`, and the server below forks
-a process that continues with Ray's `default_worker.py`, as a worker that Ray starts does.
+a process that continues with Ray's `default_worker.py`, as a worker that Ray starts does. In these processes and in
+that of the tests, the processes of the data plane without Ray are forked, too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +34,8 @@ _IMPORTED = (
     "transformers.models.llama.modeling_llama",
     "headrace.actors.engines.hf.engine",
     "headrace.trainers.backends.fsdp.backend",
+    "headrace.dataplane.directory_process",
+    "headrace.dataplane.stores.tcp.unit",
 )
 """Names of the modules that the server imports. None imports Ray, which reads the environment as it is imported."""
 
@@ -96,11 +100,55 @@ def run(argv: Sequence[str], folder: Path, env: Mapping[str, str], timeout_s: fl
         return code, output.read().decode()
 
 
-def _request(argv: list[str], env: dict[str, str], folder: str, files: list[int]) -> socket.socket:
+def _request(argv: list[str], env: dict[str, str], folder: str, files: list[int], **more: Any) -> socket.socket:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.connect(os.environ[_ADDRESS])
-    socket.send_fds(link, [json.dumps({"argv": argv, "env": env, "folder": folder}).encode()], files)
+    socket.send_fds(link, [json.dumps({"argv": argv, "env": env, "folder": folder, **more}).encode()], files)
     return link
+
+
+class ForkedModule:
+    """A forked process that runs a module in a session of its own, with what `ChildProcess` uses of
+    `subprocess.Popen`."""
+
+    def __init__(self, module: str) -> None:
+        """Fork it. It finds the modules that this process finds, and goes on when this process ends."""
+        (theirs, written), (read, their_output) = os.pipe(), os.pipe()
+        sys.audit("subprocess.Popen", sys.executable, [module], None, None)  # for the look after tests' processes
+        start_server()
+        files, path = [theirs, their_output, 2], [path or os.getcwd() for path in sys.path]
+        self._link = _request([module], dict(os.environ), os.getcwd(), files, path=path)
+        os.close(theirs)
+        os.close(their_output)
+        self.stdin, self.stdout = open(written, "wb"), open(read, "rb")
+        self.pid = int(self._link.recv(32))
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._link.settimeout(timeout)
+            try:
+                self.returncode = int(self._link.recv(32) or -signal.SIGKILL)  # no code from a server that has died
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0) from None
+            self._link.close()
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def fork_modules() -> None:
+    """Have the processes of the data plane that this process starts from now on forked."""
+    from headrace.dataplane.rpc import child_process
+
+    child_process.start_module = ForkedModule  # type: ignore[assignment]
 
 
 # ---------------------------------------------------------------- Ray's worker command
@@ -138,22 +186,27 @@ def serve(address: str) -> None:
             if key.fileobj is server:
                 link, _ = server.accept()
                 try:
-                    message, files, _, _ = socket.recv_fds(link, 1 << 20, 2)
+                    message, files, _, _ = socket.recv_fds(link, 1 << 20, 3)
                 except ConnectionError:
                     message, files = b"", []
                 if not message:  # who asked has gone
                     link.close()
                     continue
+                request = json.loads(message)
                 if (pid := os.fork()) == 0:
                     selector.close()
                     server.close()
                     link.close()
-                    return _become(json.loads(message), files)
+                    return _become(request, files)
                 for file in files:
                     os.close(file)
                 end = os.pidfd_open(pid)
                 selector.register(end, selectors.EVENT_READ, (pid, end, link))
-                selector.register(link, selectors.EVENT_READ, (pid, end, link))
+                if "path" in request:  # a module, which goes on when who asked has gone
+                    with contextlib.suppress(ConnectionError):
+                        link.send(str(pid).encode())
+                else:
+                    selector.register(link, selectors.EVENT_READ, (pid, end, link))
                 continue
             pid, end, link = key.data
             if key.fileobj is link:  # who asked has gone
@@ -166,15 +219,19 @@ def serve(address: str) -> None:
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if link in selector.get_map():
                 selector.unregister(link)
-                with contextlib.suppress(ConnectionError):  # who asked goes at this moment
-                    link.send(str(code).encode())
+            with contextlib.suppress(ConnectionError):  # who asked goes at this moment
+                link.send(str(code).encode())
             link.close()
 
 
 def _become(request: dict[str, Any], files: list[int]) -> None:
     """Continue as the main process of a request: run its script or module."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    for target, file in enumerate([null, *files]):
+    if "path" in request:
+        os.setsid()
+        sys.path[:] = request["path"]
+    else:
+        files.insert(0, os.open(os.devnull, os.O_RDONLY))
+    for target, file in enumerate(files):
         os.dup2(file, target)
         os.close(file)
     os.chdir(request["folder"])
@@ -186,10 +243,24 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
         del os.environ[name]
     os.environ.update(request["env"])
     sys.argv = request["argv"]
-    if main.endswith(".py"):
-        runpy.run_path(main, run_name="__main__")
-    else:
-        runpy.run_module(main, run_name="__main__", alter_sys=True)
+    fork_modules()
+    code = 0
+    try:
+        if main.endswith(".py"):
+            runpy.run_path(main, run_name="__main__")
+        else:
+            sys.modules.pop(main, None)  # as in a new interpreter
+            runpy.run_module(main, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    # What follows is what the interpreter does at its end but for the deletion of all modules, which takes a second.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,18 @@ PARENT_LOOK_S = 1.0
 _ERRORS = (ValueError, StoreLost)
 
 
+def start_module(module: str) -> subprocess.Popen[bytes]:
+    """Start a Python process that runs a module. It finds the modules that this process finds, such as samplers next to
+    the user's script."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+    )
+
+
 class ChildProcess:
     """A process that runs one module of Headrace, in a separate session, so that Ctrl-C does not reach it."""
 
@@ -40,14 +52,7 @@ class ChildProcess:
         """
         started = time.monotonic()
         self.name = module.rpartition(".")[2]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            # The child finds the modules that this process finds, such as samplers next to the user's script.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-        )
+        self._process = start_module(module)
         _children.add(self)
         try:
             self.pid = self._process.pid

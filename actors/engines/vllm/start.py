@@ -211,9 +211,9 @@ class EngineStandby:
     """A child process that imports modules and then waits for the function that it is to run. If this process ends
     before that, the child ends, too."""
 
-    def __init__(self, modules: Sequence[str] = MODULES) -> None:
-        """Start the process, which imports `modules`."""
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, modules: Sequence[str] = MODULES, method: str = "spawn") -> None:
+        """Start the process, which imports `modules`. method: start method of multiprocessing."""
+        context: Any = multiprocessing.get_context(method)
         self._orders, orders = context.Pipe()
         self._process = context.Process(target=_stand_by, args=(orders, modules), name="EngineCore")
         with engine_environment(cpu=False, tp=1):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from headrace.actors.engines.vllm import start
 from headrace.tests.actors.weight_sync.weight_updates import receiver
 
 if TYPE_CHECKING:
@@ -20,15 +23,29 @@ VOCAB_SIZE = 41
 EOS = 2
 
 
+_forks = multiprocessing.forkserver.ForkServer()
+"""Server that has imported vLLM, which takes five seconds, and forks engine processes."""
+_forks.set_forkserver_preload(list(start.MODULES))
+
+
 def build(model_folder: str, **options: Any) -> VllmEngine:
     """An engine on a CPU; `options` are VllmEngine's own. Close it."""
+    if start._standby is None and not Path("/dev/nvidiactl").exists():  # importing vLLM touches a GPU
+        with (
+            start.engine_environment(cpu=True, tp=options.get("tp", 1)),
+            mock.patch("multiprocessing.forkserver.connect_to_new_process", _forks.connect_to_new_process),
+        ):
+            start._standby = start.EngineStandby(method="forkserver")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what vLLM imports
         from headrace.actors.engines.vllm.engine import VllmEngine
 
-        return VllmEngine(
-            model_folder, **{"receiver": receiver(), "kv_cache_bytes": 64 << 20, "max_num_seqs": 64, **options}
-        )
+        try:
+            return VllmEngine(
+                model_folder, **{"receiver": receiver(), "kv_cache_bytes": 64 << 20, "max_num_seqs": 64, **options}
+            )
+        finally:
+            start.take_standby()  # an engine that is refused leaves it
 
 
 def save_model(folder: Path, kind: str, context: int = CONTEXT) -> str:
