@@ -108,8 +108,7 @@ def _request(argv: list[str], env: dict[str, str], folder: str, files: list[int]
 
 
 class ForkedModule:
-    """A forked process that runs a module in a session of its own, with what `ChildProcess` uses of
-    `subprocess.Popen`."""
+    """A forked process that runs a module, with what `ChildProcess` uses of `subprocess.Popen`."""
 
     def __init__(self, module: str) -> None:
         """Fork it. It finds the modules that this process finds, and goes on when this process ends."""

@@ -43,9 +43,9 @@ from headrace.tests.drills.chaos.memory import MOST_GROWTH, SETTLED_S, SLACK_BYT
 from headrace.tests.drills.chaos.surgeon import RECOVERY_S, SLOW_S
 from headrace.trainers.cluster.gpu_bundles import GPU_SHARE as ACTOR_GPU_SHARE
 from headrace.trainers.cluster.transport_choice import POOL_BUCKET_MIB
-from headrace.trainers.config.checks import LOGPROB_BYTES, ROLLOUT_TOKEN_BYTES
 from headrace.trainers.config.config import RunConfig
 from headrace.trainers.config.staleness import Mode
+from headrace.trainers.config.store_demand import LOGPROB_BYTES, ROLLOUT_TOKEN_BYTES
 from headrace.trainers.grpo.gpu_turns import FALL_S
 from headrace.trainers.grpo.train_workers import STALL_S
 from headrace.trainers.grpo.training_modes import MOST_SKIPPED

@@ -19,8 +19,8 @@ from ...codecs.tokens.routes import RouteSpec
 from ..backends.lora_config import LoraConfig
 from ..backends.model_split import check_split
 from ..backends.vision.tower_costs import pixels_of_token
-from ..config.checks import StoreDemand
 from ..config.config import Config, WarmupConfig
+from ..config.store_demand import StoreDemand
 from ..errors import UserError
 from ..observe.progress import Progress
 from ..observe.run_folder import RunFolder

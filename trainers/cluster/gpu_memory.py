@@ -21,8 +21,8 @@ from ..backends.lora_config import ROUNDED_BYTES
 from ..backends.vision.tower_costs import most_patches, patch_budget, tower_shape
 from ..backends.vocab.logprobs import GPU_LOGIT_ELEMENTS
 from ..base_model.prepare import model_config
-from ..config.checks import switch_obstacles
 from ..config.config import Config, ResourcesConfig
+from ..config.gpu_checks import switch_obstacles
 from ..errors import UserError
 from ..losses.distillation_config import DistillationConfig
 from .engine_specs import neighbour_bytes

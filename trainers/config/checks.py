@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
-from ...actors.engines.config import ModelConfig, precision_lines, precision_problems
+from ...actors.engines.config import precision_lines, precision_problems
 from ...actors.environments.config import EnvironmentConfig
 from ...actors.images.image_checks import image_problems
 from ...actors.rewards.config import RewardConfig
@@ -15,7 +13,7 @@ from ...actors.rollout.data_config import DataConfig
 from ...actors.rollout.evaluation_metrics import find_figure, needs_answers
 from ...actors.train.topology import Topology
 from ...actors.weight_sync.config import SyncConfig
-from ...codecs.integers import ceil_div, round_up
+from ...codecs.integers import round_up
 from ..advantages.config import AdvantageConfig
 from ..backends.config import ROUNDED_MESH, TrainerConfig
 from ..backends.model_split import mesh_problems
@@ -23,20 +21,13 @@ from ..losses.config import LossConfig
 from .config import AlgorithmConfig, Config, ResourcesConfig, RunConfig
 from .distillation_checks import reward_problems, teacher_problems
 from .evaluation_sets import EvaluationConfig, ValidationConfig
-from .staleness import Mode, Overlap
+from .gpu_checks import elastic_problems, gpu_map_problems, pool_problems, switch_obstacles
+from .staleness import Overlap
+from .store_demand import StoreDemand
 from .supervised_runs import supervised_problems, warmup_problems
 
-MASK_BYTES = 32
-"""Number of bytes of a token's sampling mask, which is about twice what sets of eight tokens take."""
-ROLLOUT_TOKEN_BYTES = 9
-"""Bytes that a rollout writes per token: input_ids int32, response_mask uint8, rollout_logprobs float32."""
 WHOLE_STEP_ADVANTAGES = ("gdpo", "reinforce_pp")
 """Values of `advantage.kind` that need all rows of a step at once. Their estimators set `whole_step`."""
-ROLLOUT_ROW_BYTES = 64
-"""Assumed bytes of a row's version_spans: a few pairs (first token, version) of int32."""
-LOGPROB_BYTES = 4
-"""Bytes per token of each float32 log-prob column that the train workers write. One column is for the reference model,
-another for the policy before a step with several updates, others for teachers."""
 
 
 def contradictions(config: Config) -> list[str]:
@@ -94,67 +85,6 @@ def _adapter_lines(trainer: TrainerConfig) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class StoreDemand:
-    """The size of a run's rows in the data plane's store if every row has the maximum length."""
-
-    rows: int
-    """Number of rows of a step."""
-    longest: int
-    """Largest number of tokens of a row."""
-    step_bytes: int
-    """Number of bytes of a step's rows, and of the pictures of its prompts."""
-    steps: float
-    """Number of steps for which the store must hold all rows at the same time. It is above 1 if rollouts run ahead or
-    oversample, and can be a fraction."""
-    pictures: str = ""
-    """Part of a sentence about the pictures; "" without any."""
-
-    @classmethod
-    def of(cls, config: Config, route_bytes: int = 0, pixel_bytes: int = 0) -> StoreDemand:
-        """Return the demand of the run that `config` describes. route_bytes, pixel_bytes: bytes of the routes of one
-        token, and of the pixels of one token of a picture, from the model's config; 0 without router replay, and
-        without pictures. All tokens of a prompt can be those of pictures."""
-        (_, longest), algorithm = config.longest_row, config.algorithm
-        columns = config.with_reference + (algorithm.prev_logprobs == "recompute" and algorithm.updates_per_step > 1)
-        columns += bool(config.distillation.teachers) + 2 * config.distillation.top_k  # A top token has its id, too.
-        token = ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns + route_bytes + MASK_BYTES * config.rollout.masked
-        row = longest * token + ROLLOUT_ROW_BYTES
-        rows = config.rows_per_step * config.environment.max_rows
-        ordered = algorithm.sampler != "ready_first" and (algorithm.sampler != "auto" or config.run.deterministic)
-        frozen = config.with_reference or bool(config.distillation.teachers)
-        chunks = config.overlap.by_chunk and not ordered and not frozen
-        steps = _steps_in_store(config.overlap, algorithm.dynamic_sampling.oversample, chunks_suffice=chunks)
-        shown = algorithm.prompts_per_step * config.data.max_prompt_tokens * pixel_bytes
-        pictures = f", and pictures of up to {config.data.max_prompt_tokens} tokens for each prompt" if shown else ""
-        return cls(rows, longest, rows * row + shown, steps, pictures)
-
-    def problems(self, capacity_mib: int) -> list[str]:
-        """Return one sentence in a list if a store of `capacity_mib` MiB can fill up, and [] otherwise. That would stop
-        the run."""
-        needed = math.ceil(self.step_bytes * self.steps)
-        if needed <= capacity_mib << 20:
-            return []
-        return [
-            f"dataplane.store.capacity_mib: got {capacity_mib}, expected at least {ceil_div(needed, 1 << 20)}, the "
-            f"size of {math.ceil(self.rows * self.steps)} rows of up to {self.longest} tokens{self.pictures}"
-        ]
-
-
-def _steps_in_store(overlap: Overlap, oversample: float, *, chunks_suffice: bool) -> float:
-    """Return the number of steps for which the store must hold all rows at the same time. If a step is trained on by
-    chunk and a chunk can consist of any groups, room for two chunks suffices: the one in training and the next one.
-    Further groups then wait until a chunk is cleared. This does not work if groups have an order, because a group that
-    is needed next could be waiting. It does not work with a reference model or teachers either, because their log-probs
-    need room, too.
-    """
-    if overlap.window:
-        return 1 + overlap.window
-    if chunks_suffice:
-        return min(1.0, 2 * overlap.chunk / overlap.groups) + oversample - 1
-    return oversample
-
-
 def size_problems(
     algorithm: AlgorithmConfig, trainer: TrainerConfig, rollout: RolloutConfig, row: tuple[str, int], needed: int
 ) -> Iterator[str]:
@@ -189,36 +119,6 @@ def size_problems(
             f"trainer.tokens_per_microbatch: got {trainer.tokens_per_microbatch}, expected at least {padded}, "
             f"the length of the longest row ({keys}{rounded})"
         )
-
-
-def gpu_map_problems(
-    resources: ResourcesConfig, rollout: RolloutConfig, trainer: TrainerConfig, teachers: int
-) -> Iterator[str]:
-    """Yield one sentence for each mistake in `resources.trainer_gpus` and `resources.rollout_gpus`. They must give
-    each train worker one GPU and each engine as many as it has processes. teachers: number of teachers in engines."""
-    engines, tp = rollout.num_engines + teachers, rollout.tp
-    each = f"rollout.num_engines={rollout.num_engines}" + f" and {teachers} teacher(s)" * (teachers > 0)
-    maps = {"trainer_gpus": resources.trainer_gpus, "rollout_gpus": resources.rollout_gpus}
-    if None in maps.values():
-        missing = [name for name, gpus in maps.items() if gpus is None]
-        if len(missing) == len(maps):
-            return
-        yield f"resources.{missing[0]}: not set, expected GPU numbers, because the other map of GPUs is set"
-        return
-    wanted = {
-        "trainer_gpus": (trainer.topology.world, "one for each train worker of the mesh in section trainer"),
-        "rollout_gpus": (engines * tp, f"rollout.tp={tp} for each of {each}"),
-    }
-    for name, gpus in maps.items():
-        assert gpus is not None
-        count, what = wanted[name]
-        if len(gpus) != count:
-            yield f"resources.{name}: got {len(gpus)} GPU(s), expected {count}, {what}"
-        elif len(set(gpus)) != count:
-            yield (
-                f"resources.{name}: got {list(gpus)}, expected each GPU once, because two processes of one role cannot "
-                "share a GPU"
-            )
 
 
 def meaning_problems(config: Config) -> Iterator[str]:
@@ -323,19 +223,6 @@ def shard_problems(count: int) -> Iterator[str]:
         )
 
 
-def elastic_problems(resources: ResourcesConfig, sync: SyncConfig, store: str) -> Iterator[str]:
-    """Yield one sentence for each setting that prevents a run from using hosts that join later. store: kind of the
-    store."""
-    if not resources.elastic:
-        return
-    because = "with resources.elastic=true"
-    if resources.ray_address is None:
-        yield f"resources.ray_address: not set {because}, expected the address of a Ray cluster that hosts can join"
-    if sync.transport == "ipc" or store == "shm":
-        key = "sync.transport: got 'ipc'" if sync.transport == "ipc" else "dataplane.store.kind: got 'shm'"
-        yield f"{key} {because}, expected 'auto', because that is shared memory of one host"
-
-
 def sync_problems(sync: SyncConfig, resources: ResourcesConfig, lora_rank: int) -> Iterator[str]:
     """Yield one sentence for each setting of the weight sync that contradicts another setting or a time limit."""
     if sync.transport == "pairs" and lora_rank and sync.adapter == "merged":
@@ -357,47 +244,6 @@ def sync_problems(sync: SyncConfig, resources: ResourcesConfig, lora_rank: int) 
         yield (
             "sync.delta: got true with sync.staging='none', expected false, because an engine applies a delta to a "
             "copy of the last version"
-        )
-
-
-def switch_obstacles(
-    mode: Mode,
-    sync: SyncConfig,
-    validation: ValidationConfig,
-    evaluation: Mapping[str, EvaluationConfig],
-    replay: str | None,
-    teachers: Collection[str] = (),
-) -> Iterator[str]:
-    """Yield one clause for each setting that prevents engines and train workers from taking turns on their GPUs. The
-    clause names the setting, the necessary value and the reason. replay: the folder in `run.replay`. teachers: names of
-    the teachers in engines."""
-    if mode != "sync":
-        yield (
-            f"algorithm.mode={mode!r}, expected algorithm.mode='sync', because in other modes both roles are busy at "
-            "the same time"
-        )
-    if validation.every and validation.background:
-        yield (
-            "validation.background=true, expected false, because the engines would answer while the trainer computes"
-        )
-    for name, one in evaluation.items():
-        if one.every and one.background:
-            yield (
-                f"evaluation.{name}.background=true, expected false, because the engines would answer while the "
-                "trainer computes"
-            )
-    if sync.delta:
-        yield (
-            "sync.delta=true, expected false, because a sleeping engine keeps no version that a delta could refer to"
-        )
-    if sync.staging == "full":
-        yield "sync.staging='full', expected 'auto', because the engine's second copy would take the trainer's place"
-    if replay is not None:
-        yield "run.replay set, expected it unset, because a replay has no engine"
-    if teachers:
-        yield (
-            f"distillation.teachers with where='engine' ({', '.join(teachers)}), expected where='train', because a "
-            "teacher in an engine answers while the trainer holds the GPUs"
         )
 
 
@@ -607,111 +453,3 @@ def objective_problems(
             f"advantage.kind: got 'gdpo' with {len(counting)} reward functions whose weight is not 0, expected at "
             "least two, because it normalises each of them separately"
         )
-
-
-# ---------------- These functions check a run that borrows its GPUs from a pool.
-
-
-def pool_problems(config: Config) -> Iterator[str]:
-    """Yield one sentence for each setting that prevents a run from borrowing its GPUs. Without a pool, yield none."""
-    if config.pool.address is None:
-        return
-    because = "with pool.address set"
-    if config.shares_engines:
-        base = "model" if config.trainer.lora.rank == 0 else config.trainer.lora.base
-        yield from _shared_engine_problems(config.resources, config.model, base, sends_adapter=config.sends_adapter)
-    else:
-        yield from _map_problems(config.resources, config.rollout.num_engines, config.engine_gpus, because)
-    if not config.overlap.window:
-        yield (
-            f"algorithm.mode: got {config.algorithm.mode!r} {because}, expected 'async' or 'async_streaming' with "
-            "algorithm.max_staleness above 0, because in other modes no engine generates while the run trains"
-        )
-    if config.rollout.num_actors is None:
-        yield (
-            f"rollout.num_actors: not set {because}, expected a number, because an engine inside a rollout actor "
-            "cannot sleep while the actor goes on"
-        )
-    given = config.resources.ray_address
-    if given not in (None, config.pool.address):
-        yield (
-            f"resources.ray_address: got {given!r} {because}, expected it unset, because a run joins the cluster "
-            "of its pool"
-        )
-    if config.resources.switch_roles == "always":
-        yield f"resources.switch_roles: got 'always' {because}, expected 'auto', because the pool grants the GPUs"
-    if config.sync.in_flight == "wait":
-        yield (
-            f"sync.in_flight: got 'wait' {because}, expected 'keep' or 'abort', because training would keep its GPUs "
-            "until the longest request of the engines that are awake has ended"
-        )
-    if config.sync.delta and not config.shares_engines:
-        yield (
-            f"sync.delta: got true {because}, expected false, because a sleeping engine keeps no version that a delta "
-            "could refer to"
-        )
-    if config.run.replay is not None:
-        yield f"run.replay: got a folder {because}, expected it unset, because a replay has no engine"
-    background = [("validation", config.validation.every and config.validation.background)]
-    background += [(f"evaluation.{name}", one.every and one.background) for name, one in config.evaluation.items()]
-    yield from [
-        f"{key}.background: got true {because}, expected false, because training waits for it with GPUs in its hands"
-        for key, is_background in background
-        if is_background
-    ]
-
-
-def _shared_engine_problems(
-    resources: ResourcesConfig, model: ModelConfig, base: str, *, sends_adapter: bool
-) -> Iterator[str]:
-    because = "with pool.engines=shared"
-    if not sends_adapter:
-        yield (
-            f"trainer.lora.rank: got 0 {because}, expected an adapter and sync.adapter=only, because the engines keep "
-            "the base model for all their runs"
-        )
-    if base != "model":
-        yield f"trainer.lora.base: got {base!r} {because}, expected 'model', because each run rounds its base by itself"
-    if model.builtin:
-        yield (
-            f"model.path: got {model.path!r} {because}, expected a folder or hub id, because all runs need the same "
-            "weights"
-        )
-    train, rollout = resources.trainer_gpus, resources.rollout_gpus
-    if train is None or rollout is None:
-        yield (
-            f"resources.trainer_gpus: not set {because}, expected it and resources.rollout_gpus: GPUs of the pool, and "
-            "those of its engines"
-        )
-    elif both := sorted(set(train).intersection(rollout)):
-        yield (
-            f"resources.trainer_gpus: got GPU {both[0]} {because}, expected none of resources.rollout_gpus, because "
-            "the engines of the pool never sleep"
-        )
-
-
-def _map_problems(
-    resources: ResourcesConfig, engines: int, shards: Sequence[Sequence[int]], because: str
-) -> Iterator[str]:
-    if resources.trainer_gpus is None or resources.rollout_gpus is None:
-        yield f"resources.trainer_gpus: not set {because}, expected it and resources.rollout_gpus: GPUs of the pool"
-        return
-    train, rollout = set(resources.trainer_gpus), resources.rollout_gpus
-    if beyond := sorted(train.difference(rollout)):
-        yield (
-            f"resources.trainer_gpus: got GPU {beyond[0]} {because}, expected GPUs of resources.rollout_gpus, because "
-            "engines use the GPUs of training in the meantime"
-        )
-    if engines < 2:
-        yield (
-            f"rollout.num_engines: got {engines} {because}, expected at least 2, because one engine "
-            "alone would have to sleep whenever the run trains"
-        )
-    elif all(train.intersection(shard) for shard in shards):
-        yield (
-            f"resources.trainer_gpus: got {sorted(train)} {because}, expected that one engine of "
-            "resources.rollout_gpus has none of them, because it goes on generating while the run trains"
-        )
-    for shard in shards:
-        if list(shard) != list(range(shard[0], shard[0] + len(shard))):
-            yield f"resources.rollout_gpus: got {list(shard)} for one engine {because}, expected neighbouring GPUs"

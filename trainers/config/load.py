@@ -24,10 +24,10 @@ from .checks import contradictions
 from .config import Config
 from .effects import idle_key_problems
 from .object_files import read_objects
-from .overrides import apply_override
 from .peers import NO_COUNTERPART, leaves, meant_keys
 from .supervised_runs import supervised_sections
-from .yaml_values import NEEDS_QUOTES, parse_yaml, section_at
+from .values.overrides import apply_override
+from .values.yaml_values import NEEDS_QUOTES, parse_yaml, section_at
 
 SHOWN_CHARS = 80
 SectionT = TypeVar("SectionT", bound=Section)

@@ -21,9 +21,10 @@ from headrace.trainers.cluster.rollout_specs import (
     mask_rules,
     sampling,
 )
-from headrace.trainers.config.checks import StoreDemand, contradictions
+from headrace.trainers.config.checks import contradictions
 from headrace.trainers.config.config import Config, resolved_yaml, with_run_dir
 from headrace.trainers.config.load import build_config, load_config
+from headrace.trainers.config.store_demand import StoreDemand
 from headrace.trainers.config.tracker_options import options_section
 from headrace.trainers.errors import ConfigError, UserError
 

@@ -16,9 +16,9 @@ from headrace.trainers.cluster.places.placement import Host
 from headrace.trainers.cluster.places.placement_plan import PlacementRequest, plan_placement
 from headrace.trainers.cluster.rollout_specs import fingerprint, teacher_sources
 from headrace.trainers.cluster.worker_specs import backend_config, teacher_setups
-from headrace.trainers.config.checks import StoreDemand
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
+from headrace.trainers.config.store_demand import StoreDemand
 
 TWO = [{"model": "a", "data_source": "math"}, {"model": "b", "name": "coder", "weight": 2, "data_source": "code"}]
 ALL = {"model": "x"}

@@ -36,8 +36,9 @@ from ...cluster.gpu_memory import (
 from ...cluster.places.placement import Host, Placement
 from ...cluster.places.placement_plan import PlacementRequest, plan_placement
 from ...cluster.transport_choice import WeightRoute
-from ...config.checks import ROLLOUT_TOKEN_BYTES, StoreDemand, cautions
+from ...config.checks import cautions
 from ...config.config import Config, PoolConfig, ResourcesConfig
+from ...config.store_demand import ROLLOUT_TOKEN_BYTES, StoreDemand
 from ...errors import UserError
 
 

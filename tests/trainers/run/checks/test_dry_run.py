@@ -14,9 +14,9 @@ from headrace.actors.rollout.config import RolloutConfig
 from headrace.trainers.base_model.prepare import TINY_QWEN3, check_model, sizes_in_store
 from headrace.trainers.cluster.gpu_memory import host_bytes, trained_bytes
 from headrace.trainers.cluster.places.placement_plan import PlacementRequest
-from headrace.trainers.config.checks import StoreDemand
 from headrace.trainers.config.config import AlgorithmConfig, Config
 from headrace.trainers.config.load import build_config
+from headrace.trainers.config.store_demand import StoreDemand
 from headrace.trainers.errors import UserError
 from headrace.trainers.losses.config import LossConfig
 from headrace.trainers.run.checks import dry_run

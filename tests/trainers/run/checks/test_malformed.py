@@ -23,8 +23,8 @@ import yaml
 
 from headrace.cli import main
 from headrace.trainers.config.config import Config
-from headrace.trainers.config.overrides import override_value
-from headrace.trainers.config.yaml_values import annotation_at, is_text, section_at
+from headrace.trainers.config.values.overrides import override_value
+from headrace.trainers.config.values.yaml_values import annotation_at, is_text, section_at
 
 GOOD = {
     "model": {"path": "./model"},

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from ...dataplane.config import encodable
-from ..errors import ConfigError
+from ....dataplane.config import encodable
+from ...errors import ConfigError
 from .yaml_values import Loader, annotation_at, can_be_unset, is_text, parse_yaml
 
 NULLS = ("null", "Null", "NULL", "~")

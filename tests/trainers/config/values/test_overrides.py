@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from headrace.tests.trainers.config.refusals import file_problems
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import load_config, read_sections
-from headrace.trainers.config.overrides import override_value
-from headrace.trainers.config.yaml_values import can_be_unset, is_text, parse_yaml, section_at
+from headrace.trainers.config.values.overrides import override_value
+from headrace.trainers.config.values.yaml_values import can_be_unset, is_text, parse_yaml, section_at
 from headrace.trainers.errors import ConfigError
 
 LOOKS = (

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel
 
-from ...dataplane.config import encodable
-from ..errors import ConfigError
+from ....dataplane.config import encodable
+from ...errors import ConfigError
 
 NEEDS_QUOTES = "in a YAML file, text that begins with '#', contains ' #' or ends with ':' needs quotes"
 

@@ -1,0 +1,1 @@
+"""Reads values of config keys from YAML and from the command line."""
