@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 GROUPS, ROWS = 8, 8
 """Prompts per step, and samples per prompt."""
-EVERY = 5
+EVERY = 3
 """Steps between checkpoints: the kill comes two steps behind the second, so that it has steps to take again, and has
 trimmed before."""
 OPTIONS = ("validation.every=0", f"run.checkpoint_every={EVERY}", f"algorithm.group_size={ROWS}")

@@ -114,7 +114,7 @@ def test_requests_are_made_in_the_order_in_which_tools_answer() -> None:
 @pytest.mark.parametrize("kind, most", [("plain", 38_000), ("endpoint", 80_000)])
 def test_an_episode_that_waits_takes_little_memory(kind: str, most: int) -> None:
     """Ten turns of 64 tokens are behind it. They take 10 KB; texts and tokens of each call would take 200 KB."""
-    number, turns = 10, 10
+    number, turns = 7, 10
 
     async def main() -> float:
         engine = waiting.Answers()

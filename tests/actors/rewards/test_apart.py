@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from headrace.actors.process.user_function_timeouts import UserFunctionFailed, UserProcesses
 from headrace.actors.protocols import Prompt, Sample
@@ -22,7 +21,7 @@ from headrace.actors.rewards.rubric import build_rubric, check_rewards
 from headrace.tests.process_pool import has_ended
 from headrace.tests.waiting import wait_until
 
-HERE = "headrace.tests.actors.rewards.test_apart"
+THERE = "headrace.tests.actors.rewards.own_functions"
 calls = 0
 
 
@@ -43,34 +42,6 @@ def ranks(prompt: Any, responses: list[str], finish_reasons: list[str]) -> list[
     if "odd" in responses:
         return [1.0]
     return [float(sorted(responses).index(response)) for response in responses]
-
-
-def blocking(prompt: Any, response: str, finish_reason: str) -> float:
-    if response == "hang":
-        time.sleep(3600)
-    if response == "die":
-        os._exit(3)
-    if response == "wrong":
-        raise KeyError(prompt.fields["level"])
-    print("this does not disturb the answers")
-    return float(response == prompt.answer) + os.getpid() / 1e9
-
-
-async def returns(prompt: Any, response: str, finish_reason: str) -> Any:
-    return {"none": None, "text": "1", "nan": float("nan"), "dict": {}}.get(response, 1.0)
-
-
-def returns_blocking(prompt: Any, response: str, finish_reason: str) -> Any:
-    return asyncio.run(returns(prompt, response, finish_reason))
-
-
-def group_returns(prompt: Any, responses: list[str], finish_reasons: list[str], kind: str = "list") -> Any:
-    made: dict[str, Any] = {
-        "list": [1.0, 0.0], "tuple": (1, 0), "array": np.array([1.0, 0.0]), "tensor": torch.tensor([1.0, 0.0]),
-        "set": {0.0, 1.0}, "dict": {1.0: 1.0, 0.0: 0.0}, "str": "10", "bytes": b"10", "none": [1.0, None],
-        "matrix": np.ones((2, 1)),
-    }  # fmt: skip
-    return made[kind]
 
 
 def sample(text: str, uid: str = "p", index: int = 0) -> Sample:
@@ -121,13 +92,13 @@ def test_a_group_is_scored_in_one_call() -> None:
 
 @pytest.mark.processes
 def test_a_blocking_function_runs_in_processes_that_are_killed() -> None:
-    function = {"kind": f"{__name__}:blocking", "runs": "process", "timeout_s": 60.0}
+    function = {"kind": f"{THERE}:blocking", "runs": "process", "timeout_s": 60.0}
     samples = [sample(text, index=at) for at, text in enumerate(["good", "die", "wrong", "bad"])]
     good, died, wrong, bad = (known.values["blocking"] for known in values_of(samples, function)[0])
     assert 1.0 < float(good) < 1.1 and 0.0 < float(bad) < 0.1
     assert int(float(good) % 1 * 1e9) != os.getpid()
     assert "the process of 'blocking' died" in str(died)
-    assert wrong == "raised UserFunctionFailed: KeyError: 3 (test_apart.py line 54)"
+    assert wrong == "raised UserFunctionFailed: KeyError: 3 (own_functions.py line 17)"
     [hung], _ = values_of([sample("hang")], function | {"timeout_s": 1.0})
     assert "'blocking' did not return within 1 s" in str(hung.values["blocking"])
 
@@ -135,8 +106,8 @@ def test_a_blocking_function_runs_in_processes_that_are_killed() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        {"kind": f"{__name__}:returns"},
-        pytest.param({"kind": f"{HERE}:returns_blocking", "runs": "process"}, marks=pytest.mark.processes),
+        {"kind": f"{THERE}:returns"},
+        pytest.param({"kind": f"{THERE}:returns_blocking", "runs": "process"}, marks=pytest.mark.processes),
     ],
 )
 def test_what_is_not_a_number_costs_its_row(function: dict[str, Any]) -> None:
@@ -150,16 +121,15 @@ def test_what_is_not_a_number_costs_its_row(function: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("runs", ["thread", pytest.param("process", marks=pytest.mark.processes)])
 def test_a_group_gets_values_in_order(runs: str) -> None:
-    def values(kind: str) -> list[Any]:
-        function = {"kind": f"{HERE}:group_returns", "name": "g", "per": "group", "options": {"kind": kind}}
-        found, _ = values_of([sample("a"), sample("b")], function | ({"runs": runs} if runs == "process" else {}))
-        return [one.values["g"] for one in found]
-
-    assert all(values(kind) == [1.0, 0.0] for kind in ("list", "tuple", "array", "tensor"))
-    for kind in ("set", "dict", "str", "bytes", "matrix"):
-        failed = values(kind)
-        assert all(isinstance(one, Failure) and " returned " in one for one in failed), kind
-    one, other = values("none")
+    kinds = ("list", "tuple", "array", "tensor", "set", "dict", "str", "bytes", "matrix", "none")
+    function = {"kind": f"{THERE}:group_returns", "name": "g", "per": "group"}
+    samples = [sample(kind, kind, at) for kind in kinds for at in range(2)]
+    found, _ = values_of(samples, function | ({"runs": runs} if runs == "process" else {}))
+    values = {kind: [one.values["g"] for one in found[2 * at : 2 * at + 2]] for at, kind in enumerate(kinds)}
+    assert all(values[kind] == [1.0, 0.0] for kind in kinds[:4])
+    for kind in kinds[4:-1]:
+        assert all(isinstance(one, Failure) and " returned " in one for one in values[kind]), kind
+    one, other = values["none"]
     assert one == 1.0 and "'g' returned None, expected a finite number" in other
 
 
@@ -208,11 +178,11 @@ def test_a_limit_that_no_call_obeys_is_refused(key: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="has no effect on a function that is called for one sample"):
         RewardFunctionConfig(kind="exact_match", **key)
     with pytest.raises(ValueError, match="has no effect on a function that is called for one sample"):
-        check_rewards([RewardFunctionConfig(kind=f"{HERE}:blocking", **key)])
-    check_rewards([RewardFunctionConfig(kind=f"{HERE}:blocking", runs="process", **key)])
-    check_rewards([RewardFunctionConfig(kind=f"{HERE}:ranks", per="group", **key)])
+        check_rewards([RewardFunctionConfig(kind=f"{THERE}:blocking", **key)])
+    check_rewards([RewardFunctionConfig(kind=f"{THERE}:blocking", runs="process", **key)])
+    check_rewards([RewardFunctionConfig(kind=f"{__name__}:ranks", per="group", **key)])
     check_rewards(
-        [RewardFunctionConfig(kind=f"{HERE}:judge", **key), RewardFunctionConfig(kind=f"{HERE}:Judge", **key)]
+        [RewardFunctionConfig(kind=f"{__name__}:judge", **key), RewardFunctionConfig(kind=f"{__name__}:Judge", **key)]
     )
 
 

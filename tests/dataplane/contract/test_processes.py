@@ -38,7 +38,7 @@ def open_apart(kind: str, **settings: Any) -> DataPlane:
 @pytest.fixture(scope="module")
 def apart(kind: str, ray_session: None) -> Iterator[DataPlane]:
     """One for most tests. Its end leaves no process and no file."""
-    plane = open_apart(kind, integrity="verify", lease_s=3, reserve_s=3, block_rows=32)
+    plane = open_apart(kind, integrity="verify", lease_s=2, reserve_s=2, block_rows=32)
     yield plane
     client = connect(plane.handle)
     pids = [directory_pid(plane), store_process(plane)[0]]
@@ -185,7 +185,7 @@ def test_rows_outlive_their_producer_and_return_from_a_dead_consumer(
     kill_worker(victim)
     assert_rows(driver.get(receipt), keys, FIRST)
     again = driver.claim(partition, "train", FIRST, 32, timeout_s=10)
-    assert 2.5 < time.monotonic() - leased_at < 6.0, "the lease was of 3 s"
+    assert 1.5 < time.monotonic() - leased_at < 5.0, "the lease was of 2 s"
     assert sorted(again.keys) == sorted(leased.keys) == sorted(keys)
     assert_rows(driver.get(again), list(again.keys), FIRST)
     driver.clear(partition)

@@ -29,8 +29,11 @@ def every(subjects: list[tuple[str, int]]) -> list[object]:
 @pytest.mark.parametrize(
     "subject",
     [
-        *every([("tied", 1), ("moe", 1), ("moe", 2)]),
-        *(pytest.param(one, id=f"{one[0]}-tp2", marks=pytest.mark.slow) for one in (("untied", 2), ("tied", 2))),
+        *every([("tied", 1), ("moe", 2)]),
+        *(
+            pytest.param(one, id=f"{one[0]}-tp{one[1]}", marks=pytest.mark.slow)
+            for one in (("moe", 1), ("untied", 2), ("tied", 2))
+        ),
     ],
     indirect=True,
     scope="module",
