@@ -17,6 +17,7 @@ import torch
 from headrace.actors.weight_sync.transports.ends import Sender, SenderUpdate
 from headrace.actors.weight_sync.transports.protocol import BucketFrame
 from headrace.dataplane.security.authenticated_listener import listen
+from headrace.tests import example_counts
 from headrace.tests.actors.weight_sync.transports.sample_weights import plan_of, publish, weights
 from headrace.tests.actors.weight_sync.transports.transport_peers import (
     GRACE_S,
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.processes
 
 ROWS = 20_000
 BUCKET_BYTES = 1 << 16
-TIMES = 10
+TIMES = 10 if os.environ.get(example_counts.LONG) else 4
 LASTING = ("ipc", "store", "disk")
 
 
@@ -153,7 +154,7 @@ def test_a_sender_that_comes_late_names_the_receiver_that_is_missing(group: Call
 def test_the_sender_is_killed(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
     """Receivers say so and continue with the next sender, which finds nothing of the last one in its way."""
     # With store and disk nothing but time tells that a sender is dead.
-    _kill_senders(group(kind, 1.5), kind, dice, 3 if kind in ("store", "disk") else TIMES)
+    _kill_senders(group(kind, 1.5), kind, dice, 2 if kind in ("store", "disk") else TIMES)
 
 
 @pytest.mark.drill
@@ -280,7 +281,7 @@ def test_a_byte_is_flipped_on_the_way_to_one_worker(
 
 def test_a_receiver_is_stopped(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
     """Longer than the bound: the error names it, the others have the next version, and so has it once it continues."""
-    _stop(group(kind, 2.5 if kind == "collective" else 20.0), kind, dice, 3)
+    _stop(group(kind, 2.5 if kind == "collective" else 20.0), kind, dice, 2)
 
 
 @pytest.mark.drill
