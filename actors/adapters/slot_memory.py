@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...codecs.weights.conversion import as_integers, convert
 from .spec import PARTS
 
 _copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
@@ -32,7 +33,7 @@ def layout_of(named: Mapping[str, torch.Tensor]) -> Layout:
 
 @dataclass(slots=True)
 class _Part:
-    """Some layers' slots: what a slot has, and what it should have."""
+    """Some layers' slots: what a slot has, and what it should have. Copies are made between integers."""
 
     stacks: list[torch.Tensor]
     has: list[torch.Tensor]
@@ -62,31 +63,34 @@ class AdapterMemory:
         self._scaled = [tensor for name, tensor in self._own.items() if name.endswith(PARTS[1])]
         self._stacks, self._copies = note(self._own)
         memory = {tensor.untyped_storage().data_ptr() for tensor in self._own.values()}
-        self.repeatable = all(source.untyped_storage().data_ptr() in memory for _, _, source in self._copies)
-        """False if vLLM copies from other memory than this, so that it has to do so itself each time."""
+        self.repeatable = all(
+            source.untyped_storage().data_ptr() in memory and source.dtype == self._stacks[number].dtype
+            for number, _, source in self._copies
+        )
+        """False if vLLM copies from other memory than this, or converts, so that it has to do so itself each time."""
         self.proven: set[int] = set()
         """Slots into which the copies were compared with vLLM's own way."""
         self._views: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._sources = [source for _, _, source in self._copies]
+        self._sources = [as_integers(source) for _, _, source in self._copies]
         self._parts: list[_Part] = []
         self._scratch: tuple[torch.Tensor, ...] = ()
         """Memory in which a part of what a slot should have and of what it has are compared."""
 
     def take(self, named: Mapping[str, torch.Tensor], scaling: float) -> None:
         """Copy an adapter's tensors into this memory. scaling: factor of its matrices B."""
-        _copy_all(list(self.sent.values()), [named[name] for name in self.sent])
+        convert(list(self.sent.values()), [named[name] for name in self.sent])
         self.scale(scaling)
 
     def scale(self, scaling: float) -> None:
         """Make the tensors of the slots of those that were sent."""
-        _copy_all(list(self._own.values()), list(self.sent.values()))
+        convert(list(self._own.values()), list(self.sent.values()))
         if scaling != 1 and self._scaled:
             _scale_all(self._scaled, scaling)
 
     def write(self, slot: int) -> None:
         """Fill a slot, and clear the rest of it."""
         if slot not in self._views:
-            targets = [self._stacks[number][(slot, *place)] for number, place, _ in self._copies]
+            targets = [as_integers(self._stacks[number][(slot, *place)]) for number, place, _ in self._copies]
             self._views[slot] = [stack[slot] for stack in self._stacks], targets
         whole, targets = self._views[slot]
         _zero_all(whole)
@@ -100,7 +104,7 @@ class AdapterMemory:
         for part in self._parts:
             wanted[: part.size].zero_()
             _copy_all(part.targets, part.sources)
-            _copy_all(part.has, [stack[slot] for stack in part.stacks])
+            convert(part.has, [stack[slot] for stack in part.stacks])
             found.append((wanted[: part.size] != has[: part.size]).any())
         return bool(torch.stack(found).any())
 
@@ -122,7 +126,11 @@ class AdapterMemory:
         for group, size in zip(groups, sizes, strict=True):
             stacks = [self._stacks[number] for number in group]
             places = dict(zip(group, _views(wanted, stacks), strict=True))
-            mine = [(places[number][place], source) for number, place, source in self._copies if number in places]
+            mine = [
+                (as_integers(places[number][place]), source)
+                for (number, place, _), source in zip(self._copies, self._sources, strict=True)
+                if number in places
+            ]
             parts.append(
                 _Part(stacks, _views(has, stacks), [target for target, _ in mine], [one for _, one in mine], size)
             )

@@ -29,6 +29,12 @@ def wire_dtype(own: torch.dtype, engine: torch.dtype) -> torch.dtype:
     return engine if (own, engine) in WIRE_PAIRS else own
 
 
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor whose elements are integers with the same bits. Torch copies many bfloat16 tensors on a
+    GPU by way of float32, which changes the bits of NaN, and copies integers as they are."""
+    return tensor.view(_BITS[tensor.dtype.itemsize])
+
+
 def convert(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each tensor of `sources` into that of `targets`, which has its shape, converted to the target's dtype. On a
     GPU the copies are only queued. Raises ValueError for a pair of dtypes that is not in `PAIRS`."""
@@ -37,9 +43,7 @@ def convert(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) ->
     with torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
             if source.dtype == target.dtype:
-                # Torch copies many bfloat16 tensors on a GPU by way of float32, which changes the bits of NaN.
-                bits = _BITS[source.dtype.itemsize]
-                target, source = target.view(bits), source.view(bits)
+                target, source = as_integers(target), as_integers(source)
             elif (source.dtype, target.dtype) not in PAIRS:
                 raise ValueError(f"weights: got {source.dtype}, expected a dtype that can be sent as {target.dtype}")
             into.append(target)

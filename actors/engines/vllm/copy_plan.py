@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ....codecs.weights.conversion import as_integers
 from ....codecs.weights.parameter_digests import ParameterDigest
 
 _ATEN = torch.ops.aten
@@ -49,7 +50,7 @@ class _Copy:
     """One copy that the loaders make, from a sent weight into a parameter."""
 
     target: torch.Tensor
-    """View of the live parameter that the copy writes to."""
+    """View of the live parameter that the copy writes to, as integers."""
     part: _Part | None
     """The part of the weight that is copied; None when the whole weight is copied in its own shape."""
 
@@ -85,11 +86,12 @@ class CopyPlan:
             dtype, shape = self.specs.get(name, (None, ()))
             if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
                 return False
+            bits = as_integers(tensor)
             for copy in self.copies.get(name, ()):
                 # Equal addresses mean that the weight was written to `targets` already.
                 if tensor.data_ptr() != copy.target.data_ptr():
                     targets.append(copy.target)
-                    sources.append(tensor if copy.part is None else copy.part.of(tensor))
+                    sources.append(bits if copy.part is None else copy.part.of(bits))
         if targets:
             _copy_all(targets, sources, non_blocking=True)
         return True
@@ -98,23 +100,29 @@ class CopyPlan:
         """Return, by weight name, the parameter memory of each weight that fills one contiguous piece of a parameter.
         Writing the weight there loads it."""
         whole = {name: copies[0] for name, copies in self.copies.items() if len(copies) == 1}
-        return {name: copy.target for name, copy in whole.items() if copy.part is None and copy.target.is_contiguous()}
+        return {
+            name: copy.target.view(self.specs[name][0])
+            for name, copy in whole.items()
+            if copy.part is None and copy.target.is_contiguous()
+        }
 
     def read(self, weight: ParameterDigest) -> list[torch.Tensor]:
         """Return the weight as the parameters hold it: each whole copy, or its parts joined. Joining takes memory of
         the weight's size. Returns nothing if this worker does not have all of its elements."""
-        dtype, shape = self.specs.get(weight.name, (None, ()))
-        copies = self.copies.get(weight.name, ())
-        if not copies or shape != weight.shape or str(dtype) != f"torch.{weight.dtype}":
+        copies = self.copies.get(weight.name)
+        if not copies:
+            return []
+        dtype, shape = self.specs[weight.name]
+        if shape != weight.shape or str(dtype) != f"torch.{weight.dtype}":
             return []
         if all(copy.part is None for copy in copies):
-            return [copy.target for copy in copies]
+            return [copy.target.view(dtype) for copy in copies]
         if sum(copy.target.numel() for copy in copies) != math.prod(shape):
             return []
-        whole = torch.empty(shape, dtype=dtype, device=copies[0].target.device)
+        whole = torch.empty(shape, dtype=copies[0].target.dtype, device=copies[0].target.device)
         for copy in copies:
             (whole if copy.part is None else copy.part.of(whole)).copy_(copy.target)
-        return [whole]
+        return [whole.view(dtype)]
 
 
 class PlanRecorder:
@@ -174,7 +182,7 @@ class PlanRecorder:
             weight = weights[origin[0]]
             whole = origin[1] == 0 and source.shape == weight.shape and source.is_contiguous()
             part = None if whole else _Part(origin[1], tuple(source.shape), source.stride())
-            self._copies[origin[0]].append(_Copy(target.detach(), part))
+            self._copies[origin[0]].append(_Copy(as_integers(target.detach()), part))
 
     def _note_fill(self, target: torch.Tensor) -> None:
         """Record that a parameter was filled with a constant, which the plan need not repeat."""

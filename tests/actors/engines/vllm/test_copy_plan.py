@@ -98,6 +98,22 @@ def test_a_plan_does_what_the_loaders_did(rank: int) -> None:
             assert torch.equal(parameter, dict(model.named_parameters())[name]), name
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_bit_pattern_of_a_dtype_is_copied_as_it_is(device: str) -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32, device=device).to(torch.int16).view(256, 256)
+    model = torch.nn.Linear(256, 256, bias=False, dtype=torch.bfloat16, device=device)
+
+    def load(sent: dict[str, torch.Tensor]) -> None:
+        if sent:
+            model.weight.data.copy_(sent["w"])
+
+    plan = record(model, load, {"w": every.view(torch.bfloat16)})
+    assert isinstance(plan, CopyPlan)
+    model.weight.data.zero_()
+    assert plan.load([("w", every.view(torch.bfloat16))])
+    assert torch.equal(model.weight.data.view(torch.int16), every)
+
+
 def test_weights_in_one_storage_are_told_apart() -> None:
     """As they lie in a bucket, one behind the other."""
     sent = weights(0)
