@@ -183,7 +183,7 @@ def listen(host: str) -> socket.socket:
         try:
             if port:  # The port may have old connections that are not over yet.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Connections inherit it. Without it, the second of two small messages waits 40 ms for a receipt of the first.
+            # Connections inherit it. Without it, the second of two small messages waits 40 ms for a receipt.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             listener.bind((host, port))
             listener.listen(_BACKLOG)
