@@ -183,7 +183,7 @@ def test_every_engine_has_the_trainers_weights_after_every_sync(tmp_path: Path, 
                 answers = runs.engine_logprobs(engine, f"{number}")
                 assert all(set(versions) == {number} for _, _, versions in answers)
                 if run.config.rollout.scheme and "vllm" in name:  # It rounds activations, too.
-                    assert runs.difference(model, answers) < 0.2
+                    assert runs.difference(model, answers) < (0.2 if "in int8" in name else 0.6)
                 elif "model.dtype=bfloat16" not in overrides:
                     assert runs.difference(model, answers) < 1e-3
                     assert runs.difference(before, answers) > 1e-3, "the step moved the weights"

@@ -49,6 +49,8 @@ def test_a_choice_of_the_user_stays() -> None:
          "rollout.vllm.quantization: got 'awq' with rollout.quantization='fp8', expected it unset"),
         ({"rollout": {"engine": "vllm", "kv_cache_dtype": "fp8", "vllm": {"kv_cache_dtype": "fp8_e5m2"}}},
          "rollout.vllm.kv_cache_dtype: got 'fp8_e5m2' with rollout.kv_cache_dtype='fp8', expected it unset"),
+        ({"rollout": {"engine": "vllm", "kv_cache_dtype": "fp8_e5m2"}},
+         "rollout.kv_cache_dtype: got 'fp8_e5m2', expected one of auto, fp8"),
         ({"rollout": {"kv_cache_dtype": "fp8"}}, "rollout.kv_cache_dtype: got 'fp8' with rollout.engine='hf'"),
         ({"rollout": {"engine": "scripted", "quantization": "fp8"}, "trainer": {"backend": "fsdp"}},
          "rollout.quantization: got 'fp8' with rollout.engine='scripted', expected 'none'"),

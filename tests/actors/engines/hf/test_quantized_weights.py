@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,29 @@ def test_rounded_weights_are_served_and_every_byte_is_compared(
         await engine.commit_weights(3)
         with pytest.raises(ValueError, match=f"'{name}' came without its scales"):
             await engine.prepare_weights(publisher.publish(4, {n: t for n, t in sent.items() if n != name + "_scale"}))
+        for damage in (float("nan"), 0.0, -1.0):
+            damaged = {**sent, f"{name}_scale": sent[f"{name}_scale"].clone().index_fill_(0, torch.tensor(2), damage)}
+            with pytest.raises(ValueError, match=f"'{name}_scale' has numbers that are not finite and positive"):
+                await engine.prepare_weights(publisher.publish(4, damaged))
+        assert (await engine.generate("a", [5], PARAMS))[0].versions[0] == 3, "the old version stays"
+        later = dict(plan.stream(scaled(model_folder, 1.2).items()))
+        taker = DigestTaker(4, frozenset(later))
+        for one, tensor in later.items():
+            taker.take(one, tensor)
+        await engine.prepare_weights(publisher.publish(4, {**later, f"{name}_scale": sent[f"{name}_scale"]}))
+        await engine.commit_weights(4)
+        with pytest.raises(EngineBroken, match=f"version 4: '{name}_scale' has digest"):
+            await engine.verify_weights(taker.result())
+        waiting = asyncio.create_task(engine.generate("a", [5], PARAMS))  # Nothing is served until the next version.
+        await engine.prepare_weights(publisher.publish(5, later))
+        await engine.commit_weights(5)
+        assert {int(version) for one in await waiting for version in one.versions} == {5}
+        for version, level in ((6, 2), (7, 1)):
+            await engine.sleep(level)
+            await engine.wake()
+            await engine.prepare_weights(publisher.publish(version, later))
+            await engine.commit_weights(version)
+            assert await engine.verify_weights(replace(taker.result(), version=version)) == len(later)
         await engine.close()
         publisher.close()
 

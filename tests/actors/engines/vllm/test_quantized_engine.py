@@ -109,8 +109,16 @@ def test_what_was_sent_is_what_kernels_compute_with(
                 await engine.prepare_weights(publisher.publish(4, left))
             with pytest.raises(ValueError, match=r"has dtype torch.float32, expected torch\.(int8|float8_e4m3fn)"):
                 await engine.prepare_weights(publisher.publish(4, scaled(folder, 1.0)))
+            scales = f"{DAMAGED}.weight_scale"
+            with pytest.raises(ValueError, match=f"'{scales}' has numbers that are not finite and positive"):
+                await engine.prepare_weights(publisher.publish(4, {**sent, scales: sent[scales] * 0}))
             answers = await engine.generate("third", PROMPT, PARAMS)
             assert all((one.versions == 3).all() for one in answers)
+            later = dict(plan.stream(scaled(folder, 0.9).items()))
+            await engine.prepare_weights(publisher.publish(4, {**later, scales: sent[scales]}))
+            await engine.commit_weights(4)
+            with pytest.raises(EngineBroken, match=f"version 4: '{scales}' has digest"):
+                await engine.verify_weights(digests_of(4, later))
         finally:
             await engine.close()
             publisher.close()

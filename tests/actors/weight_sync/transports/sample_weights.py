@@ -25,6 +25,8 @@ def weights(seed: int, rows: int = 50) -> Named:
         "count": torch.arange(7) + seed,
         "scalar": torch.tensor(float(seed)),
         "byte": torch.full((1,), seed % 256, dtype=torch.uint8),
+        "eight": torch.randn(5, 7, generator=generator).to(torch.float8_e4m3fn),
+        "eight_scale": torch.rand(5, 1, generator=generator),
         "head": torch.randn(rows, 8, generator=generator),
     }
 
