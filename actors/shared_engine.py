@@ -169,6 +169,8 @@ def misfit(engine: EngineConfig, wanted: EngineConfig) -> str:
         "model.path": (_place(wanted.model.path), _place(engine.model.path)),
         "model.dtype": (wanted.model.dtype, engine.model.dtype),
         "rollout.engine": (wanted.rollout.engine, engine.rollout.engine),
+        "rollout.quantization": (wanted.rollout.quantization, engine.rollout.quantization),
+        "rollout.kv_cache_dtype": (wanted.rollout.kv_cache_dtype, engine.rollout.kv_cache_dtype),
         "router_replay.enabled": (wanted.routes, engine.routes),
         "trainer.lora.experts": (asked.experts, room.experts),
     }

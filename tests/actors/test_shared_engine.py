@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,20 @@ def test_the_first_of_two_runs_gets_the_only_place(model_folder: str, monkeypatc
             await actor._seats["b"].build()
         await actor._seats["a"].build()
         assert await actor.runs() == ["a"]
+
+    share(main, model_folder, monkeypatch)
+
+
+def test_a_run_must_know_in_how_many_bits_the_engine_computes(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It corrects for the engine's probabilities, or does not."""
+
+    async def main(actor: Any, setup: EngineSetup) -> None:
+        other = replace(setup.engine, rollout=EngineKeys(engine="hf", quantization="int8"))
+        await actor._configure("a", replace(setup, engine=other))
+        with pytest.raises(ValueError, match="rollout.quantization: got int8, expected none, because pool.engines=sha"):
+            await actor._seats["a"].build()
 
     share(main, model_folder, monkeypatch)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...actors.engines.config import ModelConfig, engine_batch, engine_dtype, memory_share
+from ...actors.engines.config import EngineKeys, ModelConfig, engine_batch, engine_dtype, memory_share
 from ...actors.engines.vllm.options import most_on_gpu, token_bytes
 from ...actors.process.memory import assumed_machine, gpu_sizes
 from ...actors.rollout.config import RolloutConfig
@@ -225,7 +225,7 @@ def engine_parts(
             share = memory_share(rollout, shared=shared, kept_free=kept_free, gpu_bytes=gpu_bytes or 0)
         except ValueError as error:
             raise UserError(str(error)) from error
-        per_token = token_bytes(size.shape, value_bytes=value_bytes(model), tp=rollout.tp)
+        per_token = token_bytes(size.shape, value_bytes=cached_bytes(rollout, model), tp=rollout.tp)
         most = most_on_gpu(per_token, length, engine_batch(rollout, gpu=True), rollout.vllm)
         left = None if gpu_bytes is None else max(0, int(share * gpu_bytes) - weights - ENGINE_WORKSPACE_BYTES)
         cache = min((known for known in (most, left) if known is not None), default=0)
@@ -359,12 +359,20 @@ def teacher_bytes(trainer: TrainerConfig, distillation: DistillationConfig) -> i
 
 def engine_bytes(rollout: RolloutConfig, model: ModelConfig, params: int) -> float:
     """Return the number of bytes that the weights take in one engine process."""
-    return params * value_bytes(model) / rollout.tp
+    size: float = value_bytes(model)
+    if rollout.engine == "vllm" and rollout.scheme is not None:  # Only the tables stay as they are.
+        size = TABLES * size + 1 - TABLES
+    return params * size / rollout.tp
 
 
 def value_bytes(model: ModelConfig) -> int:
     """Return the number of bytes per weight in the engines on this machine."""
     return {"float32": 4, "bfloat16": 2}[engine_dtype(model, gpu=has_gpus())]
+
+
+def cached_bytes(rollout: EngineKeys, model: ModelConfig) -> int:
+    """Return the number of bytes of one number in the engines' cache of keys and values."""
+    return 1 if rollout.kv_cache_dtype == "fp8" else value_bytes(model)
 
 
 def has_gpus() -> bool:

@@ -148,6 +148,16 @@ def test_nothing_is_decided_where_nothing_is_shared(tmp_path: Path) -> None:
     assert not useless.take_turns and "has no effect" in useless.why
 
 
+def test_an_engine_in_8_bits_takes_about_half(tmp_path: Path) -> None:
+    def of(**rollout: Any) -> int:
+        memory = estimate(config(tmp_path, rollout=rollout))
+        assert memory is not None
+        return memory.engine["weights"]
+
+    assert of(quantization="fp8") == pytest.approx(0.575 * of(), rel=1e-3), "tables of tokens stay in bfloat16"
+    assert of(quantization="fp8", engine="hf") == of()
+
+
 def test_keys_and_values_take_what_a_batch_can_use_and_no_more_than_the_engines_share(tmp_path: Path) -> None:
     def of(gpu_bytes: int | None, **rollout: Any) -> int:
         memory = estimate(config(tmp_path, rollout={"kv_cache": "auto", **rollout}), gpu_bytes)
@@ -156,6 +166,7 @@ def test_keys_and_values_take_what_a_batch_can_use_and_no_more_than_the_engines_
 
     per_token, short = 112 << 10, {"max_batch": 64, "max_model_len": 1024}
     assert of(None, **short) == 1.25 * per_token * (64 * 1024 + 64) == of(80 * GIB, **short)
+    assert 2 * of(None, **short, kv_cache_dtype="fp8") == of(None, **short)
     full = estimate(config(tmp_path, rollout={"kv_cache": "auto", "max_model_len": 8192}), 80 * GIB)
     assert full is not None and sum(full.engine.values()) == pytest.approx(0.45 * 80 * GIB, rel=1e-6)
     assert sum(full.engine_in_turns.values()) == pytest.approx(0.9 * 80 * GIB, rel=1e-6)

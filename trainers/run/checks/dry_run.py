@@ -23,6 +23,7 @@ from ....dataplane.config import StoreConfig
 from ...backends.config import TrainerConfig
 from ...base_model.prepare import check_model, model_config, route_spec, sizes_in_store
 from ...cluster.gpu_memory import (
+    cached_bytes,
     decide_roles,
     engine_bytes,
     estimate,
@@ -31,7 +32,6 @@ from ...cluster.gpu_memory import (
     parameters,
     teacher_bytes,
     trained_bytes,
-    value_bytes,
 )
 from ...cluster.places.placement import Host, Placement
 from ...cluster.places.placement_plan import PlacementRequest, plan_placement
@@ -285,7 +285,7 @@ def _route_lines(rollout: RolloutConfig, model: ModelConfig, longest: int, route
     lines = [f"  routes           {routes.token_bytes} bytes per token, beside {ROLLOUT_TOKEN_BYTES} without them"]
     if rollout.engine != "vllm":
         return lines
-    per_token = token_bytes(model_config(model), value_bytes=value_bytes(model), tp=rollout.tp)
+    per_token = token_bytes(model_config(model), value_bytes=cached_bytes(rollout, model), tp=rollout.tp)
     slot = routes.hidden_layers * routes.top_k * (1 if routes.num_experts <= VLLM_BYTE_EXPERTS else 2)
     if per_token is None:
         return lines

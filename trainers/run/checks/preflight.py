@@ -21,12 +21,12 @@ from ....dataplane.store_choice import check_store, check_trust
 from ...backends.config import TrainerConfig
 from ...base_model.prepare import check_model, model_config
 from ...cluster.gpu_memory import (
+    cached_bytes,
     engine_bytes,
     has_gpus,
     parameters,
     teacher_bytes,
     trained_bytes,
-    value_bytes,
 )
 from ...cluster.places.placement_plan import PlacementRequest
 from ...cluster.rollout_specs import EvaluationDefaults, evaluation_plans
@@ -214,8 +214,7 @@ def _check_kv_cache(rollout: RolloutConfig, model: ModelConfig, longest: int) ->
     is not on this machine, only the engine checks it."""
     if rollout.engine != "vllm" or rollout.kv_cache == "auto" or "kv_cache_dtype" in rollout.vllm:
         return
-    size = 1 if rollout.kv_cache_dtype == "fp8" else value_bytes(model)
-    per_token = token_bytes(model_config(model), value_bytes=size, tp=rollout.tp)
+    per_token = token_bytes(model_config(model), value_bytes=cached_bytes(rollout, model), tp=rollout.tp)
     check_cache(rollout.kv_cache << 20, per_token, longest)
 
 
