@@ -171,7 +171,7 @@ def test_every_engine_has_the_trainers_weights_after_every_sync(tmp_path: Path, 
             if run.config.rollout.scheme and not run.config.sends_adapter:
                 weights = [*before.parameters()]
                 assert report.num_bytes < sum(2.5 * one.numel() for one in weights), "most are sent in one byte"
-                if "sync.verify=full" in overrides:
+                if name != "fsdp dp2 -> vllm tp2 in int8, pairs":  # Of the parts that it sends, there are no digests.
                     scales = len(quantization_of(str(folder), run.config.rollout.scheme).names)
                     assert report.verified >= report.engines * (len(weights) + scales - 2 * ("vllm" in name))
             if run.config.sends_adapter:

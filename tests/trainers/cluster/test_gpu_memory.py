@@ -155,7 +155,6 @@ def test_an_engine_in_8_bits_takes_about_half(tmp_path: Path) -> None:
         return memory.engine["weights"]
 
     assert of(quantization="fp8") == pytest.approx(0.575 * of(), rel=1e-3), "tables of tokens stay in bfloat16"
-    assert of(quantization="fp8", engine="hf") == of()
 
 
 def test_keys_and_values_take_what_a_batch_can_use_and_no_more_than_the_engines_share(tmp_path: Path) -> None:
