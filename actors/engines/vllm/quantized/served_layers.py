@@ -124,13 +124,13 @@ class ServedLayers:
         A part has the trainer's digest if another weight than the trainer's has arrived, so that it is found to differ.
         A weight of which no digest was taken, or one of another kind, stays, and cannot be compared.
         """
-        whole, own = (taker.result().weights for taker in self._arrived)
-        pairs = {one.name: (one, part) for one, part in zip(whole, own, strict=True)}
+        whole, own = ({one.name: one for one in taker.result().weights} for taker in self._arrived)
 
         def in_part(weight: ParameterDigest) -> ParameterDigest:
-            arrived, part = pairs.get(weight.name, (weight, weight))
-            if arrived.kind != weight.kind:
+            arrived = whole.get(weight.name)
+            if arrived is None or arrived.kind != weight.kind:
                 return weight
+            part = own[weight.name]
             return part if arrived.digest == weight.digest else replace(part, digest=weight.digest)
 
         return replace(expected, weights=tuple(in_part(weight) for weight in expected.weights))
