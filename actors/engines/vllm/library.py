@@ -425,13 +425,16 @@ def in_place_hindrance(model: torch.nn.Module) -> str:
 
 
 def plain_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return, by name, the parameters that no kernel repacks, because their modules have no quantisation method."""
-    return {
-        f"{prefix}.{name}" if prefix else name: parameter
-        for prefix, module in model.named_modules()
-        if getattr(module, "quant_method", None) is None and not hasattr(module, "process_weights_after_loading")
-        for name, parameter in module.named_parameters(recurse=False)
-    }
+    """Return, by name, the parameters that no kernel repacks: those of modules without a quantisation method, or with
+    one that leaves them as the loader made them, such as that of embeddings."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        kept = method is None or (_is_plain(method) and not _changed_layout(module))
+        if kept and not hasattr(module, "process_weights_after_loading"):
+            for name, parameter in module.named_parameters(recurse=False):
+                found[f"{prefix}.{name}" if prefix else name] = parameter
+    return found
 
 
 def mend_int8_on_cpus() -> None:

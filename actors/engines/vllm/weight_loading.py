@@ -141,7 +141,8 @@ class ModelLoader:
 
         If the copies were recorded, it can read the weights that are complete in this worker; with tensor parallelism,
         these are the weights that are not split. If the model was loaded layer by layer, there are no recorded copies,
-        and it can read only weights in 8 bits (`ServedLayers`), and parameters that no kernel repacks, such as norms.
+        and it can read only weights in 8 bits (`ServedLayers`), and parameters that no kernel repacks, such as norms and
+        embeddings.
         If the loaders convert weights, it can read none.
         """
         plan = self._plan
@@ -152,6 +153,8 @@ class ModelLoader:
 
         def read(weight: ParameterDigest) -> list[torch.Tensor]:
             found = [own[name] for name in self._own_names(weight.name) if name in own]
+            # vLLM pads the rows of embeddings.
+            found = [one[: weight.shape[0]] if weight.shape and one.ndim else one for one in found]
             return [one for one in found if weight.fits(one)] or in_8_bits(weight)
 
         return read
