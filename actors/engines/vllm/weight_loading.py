@@ -141,8 +141,7 @@ class ModelLoader:
 
         If the copies were recorded, it can read the weights that are complete in this worker; with tensor parallelism,
         these are the weights that are not split. If the model was loaded layer by layer, there are no recorded copies,
-        and it can read only weights in 8 bits (`ServedLayers`), and parameters that no kernel repacks, such as norms and
-        embeddings.
+        and it can read only weights in 8 bits (`ServedLayers`), and parameters that no kernel repacks, such as norms.
         If the loaders convert weights, it can read none.
         """
         plan = self._plan
