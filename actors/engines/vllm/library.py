@@ -425,8 +425,10 @@ def in_place_hindrance(model: torch.nn.Module) -> str:
 
 
 def plain_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return, by name, the parameters that no kernel repacks: those of modules without a quantisation method, or with
-    one that leaves them as the loader made them, such as that of embeddings."""
+    """Return, by name, the parameters that no kernel repacks.
+
+    Their modules have no quantisation method, or one that leaves them as the loader made them, such as embeddings.
+    """
     found: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
         method = getattr(module, "quant_method", None)
