@@ -95,7 +95,11 @@ def run(argv: Sequence[str], folder: Path, env: Mapping[str, str], timeout_s: fl
         link = _request(list(argv), dict(env), str(folder), [output.fileno()] * 2)
         link.settimeout(timeout_s)
         with link:  # the server kills the process when this closes before its end
-            code = int(link.recv(32))
+            try:
+                code = int(link.recv(32))
+            except TimeoutError:
+                output.seek(0)
+                raise TimeoutError(f"it takes longer than {timeout_s:g} s:\n{output.read().decode()}") from None
         output.seek(0)
         return code, output.read().decode()
 

@@ -429,18 +429,19 @@ def asked_in(path: str, text: str = "hi", **more: Any) -> dict[str, Any]:
 def test_a_repeat_joins_its_call_and_a_client_that_went_away_is_not_recorded(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "LINGER_S", 0.1)
+    monkeypatch.setattr(session, "LINGER_S", 0.3)
 
     async def drops(episode: Episode) -> float:
         headers, url = {"x-api-key": episode.endpoint.secret}, f"{episode.endpoint.url}/{path}"
+        soon = httpx.Timeout(30.0, read=0.05)  # A busy machine may need longer to connect.
         async with httpx.AsyncClient(headers=headers) as client:
             with pytest.raises(httpx.ReadTimeout):
-                await client.post(url, json=asked_in(path), timeout=0.05)
+                await client.post(url, json=asked_in(path), timeout=soon)
             again = await client.post(url, json=asked_in(path), headers={"x-stainless-retry-count": "1"})
             assert again.status_code == 200 and len(engine.seen) == 1
             with pytest.raises(httpx.ReadTimeout):
-                await client.post(url, json=asked_in(path, "lost"), timeout=0.05)
-            await asyncio.sleep(0.3)
+                await client.post(url, json=asked_in(path, "lost"), timeout=soon)
+            await asyncio.sleep(0.6)
             key = {"idempotency-key": "k"}
             both = await asyncio.gather(*(client.post(url, json=asked_in(path, "x"), headers=key) for _ in range(2)))
             assert both[0].json()["id"] == both[1].json()["id"]

@@ -410,7 +410,7 @@ def test_a_put_waits_once_for_a_directory_that_stands_still(
             far.put("p", ["b.0"], {"y": torch.ones(1)}, timeout_s=0.1)
         waited = time.monotonic() - started
     assert waited < 2.2, "0.1 s, the grace, and half a second for the attempt to undo it"
-    assert caught.value.elapsed_s is not None and 0 <= waited - caught.value.elapsed_s < 0.3
+    assert caught.value.elapsed_s is not None and 0 <= waited - caught.value.elapsed_s < 0.9, "it counts the grace, too"
 
 
 def test_a_late_answer_meets_no_other_request(
