@@ -14,20 +14,15 @@ import itertools
 import os
 import select
 import socket
-import ssl
 import threading
 import time
 import weakref
-from dataclasses import dataclass, field
-from typing import cast
 
 from ..directory.requests import CANCELLED, UNKNOWN, repeated
 from ..errors import DataPlaneError, DataPlaneTimeout, DirectoryLost
-from ..listen_address import join_host
 from ..security.handshake import HandshakeError
-from ..security.tls import context, is_encrypted, server_name, tls_error
 from .cancellation import CallCancelled, Cancellation
-from .connecting import connected, connected_async
+from .connecting import connected
 from .frames import (
     CANCEL,
     HEADER_BYTES,
@@ -35,7 +30,6 @@ from .frames import (
     TOKEN,
     Damaged,
     DirectoryAddress,
-    FrameReader,
     check,
     frame,
     head,
@@ -44,7 +38,8 @@ from .frames import (
     other_number,
     read_header,
 )
-from .links import Undo, call_s, lasting_effect, take_back_s, undoing, unknown_outcome, wait_out
+from .links import Undo, call_s, lasting_effect, take_back_s, undoing, unknown_outcome
+from .shared_channel import ChannelEnded, SharedChannel, SharedRequest
 
 _READ_BYTES = 1 << 16
 _JOIN_BYTES = 1 << 14
@@ -81,7 +76,7 @@ class SocketLink:
         """Connections over which the token has not been sent yet."""
         self._idle: list[socket.socket] = []
         self._numbers = itertools.count()
-        self._channels: dict[asyncio.AbstractEventLoop, _Channel] = {}
+        self._channels: dict[asyncio.AbstractEventLoop, SharedChannel] = {}
         # The idle connections are closed even if `detach` is never called.
         self._finalizer = weakref.finalize(self, _close_all, self._idle)
         if connect_s is not None:
@@ -151,20 +146,20 @@ class SocketLink:
 
     async def call_async(self, op: str, payload: bytes, timeout_s: float, undo: Undo | None = None) -> bytes:
         started = time.monotonic()
-        request = _Request(op, (op, payload), undo)
+        request = SharedRequest(op, (op, payload), undo)
         try:
             async with asyncio.timeout(call_s(timeout_s)):
                 return await self._ask(request)
         except OSError as error:  # TimeoutError and ConnectionError are OSErrors, too.
             raise self._lost(op, error, started, unknown_outcome(op) if request.is_open else request.lasting) from None
 
-    async def _ask(self, request: _Request) -> bytes:
+    async def _ask(self, request: SharedRequest) -> bytes:
         """Send a request and return the reply. It is sent again when its connection breaks."""
         broken: OSError | None = None
         for _ in range(MOST_REPEATS + 1):
             try:
                 reply = await self._channel(request.op).ask(request)
-            except _Ended as error:  # The connection ended before the request was sent.
+            except ChannelEnded as error:  # The connection ended before the request was sent.
                 broken = broken or error
             except OSError as error:
                 if not request.is_open or not _is_break(error):
@@ -281,7 +276,7 @@ class SocketLink:
             raise self._lost(op, error, started) from None
         return connection
 
-    def _channel(self, op: str) -> _Channel:
+    def _channel(self, op: str) -> SharedChannel:
         """Return the connection of the running event loop. A new one is made when there is none or it has ended."""
         self._check_open(op)
         loop = asyncio.get_running_loop()
@@ -289,7 +284,7 @@ class SocketLink:
             channel = self._channels.get(loop)
             if channel is None or channel.ended:
                 self._channels = {at: other for at, other in self._channels.items() if not at.is_closed()}
-                channel = self._channels[loop] = _Channel(loop, self._address, self._key)
+                channel = self._channels[loop] = SharedChannel(loop, self._address, self._key)
         return channel
 
     def _check_open(self, op: str) -> None:
@@ -421,181 +416,3 @@ def _more(connection: socket.socket, data: bytes, deadline: float) -> bytes:
 def _close_all(connections: list[socket.socket]) -> None:
     while connections:
         connections.pop().close()
-
-
-# ---------------- All calls of an event loop share one connection.
-
-
-class _Ended(ConnectionError):
-    """The connection ended before the request was sent."""
-
-
-@dataclass(slots=True)
-class _Request:
-    """One request of an asyncio call, which may be tried on several connections until it is sent."""
-
-    op: str
-    """Operation, for errors."""
-    sent: tuple[str, bytes]
-    """Op and payload to send."""
-    undo: Undo | None
-    started: float = field(default_factory=time.monotonic)
-    """Time (`time.monotonic()`) at which the call began."""
-    identity: bytes = b""
-    """Identity of the request when it was sent last."""
-    is_open: bool = False
-    """Whether the request was sent, has no reply yet and has not been undone."""
-    lasting: str = ""
-    """Text that `lasting_effect` returns for a request that was interrupted."""
-
-
-class _Channel(asyncio.BufferedProtocol):
-    """Connection of one event loop to the directory. Requests carry numbers, and replies come in any order."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, address: DirectoryAddress, key: bytes) -> None:
-        self.ended = False
-        """True once the connection has ended, so that nothing can be sent any more."""
-        self._loop = loop
-        self._address = address
-        self._key = key
-        self._end = f"the directory at {join_host(address.host, address.port)}"
-        self._ready: asyncio.Task[None] | None = None
-        self._transport: asyncio.Transport | None = None
-        self._waiting: dict[int, asyncio.Future[bytes]] = {}
-        self._undoing: set[asyncio.Task[None]] = set()
-        """Tasks that cancel or undo interrupted requests. They are kept here because the event loop itself keeps no
-        reference."""
-        self._reader = FrameReader()
-        self._token = new_token()
-        self._buffer = memoryview(bytearray(_READ_BYTES))
-        self._poll = select.poll()
-        """Poll object that shows whether the directory has closed the connection."""
-        self._next = 1
-        self._damage: ConnectionError | None = None
-        """Error by which this end gave the connection up; None if it did not."""
-
-    async def ask(self, request: _Request) -> bytes:
-        """Send a request and return the reply. Raises _Ended when the request was not sent because the connection has
-        ended, and ConnectionError when the connection ends before the reply."""
-        if self._ready is None:
-            self._ready = self._loop.create_task(self._open())
-            self._ready.add_done_callback(_seen)
-        await asyncio.shield(self._ready)
-        if self._poll.poll(0):  # The event loop has not noticed the end of the connection yet.
-            self.abort()
-        if self.ended or self._transport is None:
-            raise _Ended
-        number, self._next = self._next, self._next % LAST_NUMBER + 1
-        future: asyncio.Future[bytes] = self._loop.create_future()
-        self._waiting[number] = future
-        request.is_open, request.identity = True, identity(self._token, number)
-        try:
-            greeting = frame(0, self._token, TOKEN) if number == 1 else b""
-            self._transport.writelines((greeting + head(number, request.sent[1], request.sent[0]), request.sent[1]))
-            reply = await future
-        except asyncio.CancelledError:
-            await self._abandon(number, future, request)
-            raise
-        except BaseException:
-            self._waiting.pop(number, None)
-            raise
-        del self._waiting[number]
-        request.is_open = False
-        return reply
-
-    async def _abandon(self, number: int, future: asyncio.Future[bytes], request: _Request) -> None:
-        """Cancel a request, or undo it if it has been carried out. Waits `take_back_s` seconds at most for the
-        directory's answer; an answer that arrives later is still handled."""
-        if self._waiting[number] is not future:  # The reply came between the cancellation and this moment.
-            future = self._waiting[number]
-        elif future.cancelled() and self._transport is not None:
-            future = self._waiting[number] = self._loop.create_future()
-            if self.ended:
-                future.set_exception(ConnectionResetError())
-            else:
-                self._transport.write(head(number, b"", CANCEL))
-        task = self._loop.create_task(self._take_back(number, future, request))
-        self._undoing.add(task)
-        task.add_done_callback(self._undoing.discard)
-        await wait_out(task, take_back_s())
-
-    async def _take_back(self, number: int, future: asyncio.Future[bytes], request: _Request) -> None:
-        try:
-            reply = await future
-            undo = undoing(request.undo, reply)
-            request.lasting = lasting_effect(request.op, request.undo, reply)
-            if undo is not None:
-                await self.ask(_Request(undo[0], undo, None))
-            request.is_open = False
-        except ConnectionError:
-            pass  # A granted lease expires because it is not renewed, and reserved space expires, too.
-        finally:
-            self._waiting.pop(number, None)
-
-    async def _open(self) -> None:
-        try:
-            connection = await connected_async(self._address, self._key)
-            if connection.family == socket.AF_UNIX:
-                await self._loop.create_unix_connection(lambda: self, sock=connection)
-            elif is_encrypted(self._key):
-                settings, name = context(self._key, server=False), server_name(self._key)
-                await self._loop.create_connection(lambda: self, sock=connection, ssl=settings, server_hostname=name)
-            else:
-                await self._loop.create_connection(lambda: self, sock=connection)
-        except ssl.SSLError as error:
-            self.ended = True
-            raise tls_error(error, self._end, ready=False) from None
-        except BaseException:
-            self.ended = True
-            raise
-
-    def abort(self) -> None:
-        """Close the connection at once. Must run on the channel's event loop."""
-        self.ended = True
-        if self._transport is not None:
-            self._transport.abort()
-        elif self._ready is not None:
-            self._ready.cancel()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Ray uses uvloop if it is installed, and uvloop's transports have a class outside asyncio.
-        self._transport = cast(asyncio.Transport, transport)
-        if self.ended:  # The client was closed in the meantime.
-            self._transport.abort()
-        else:
-            self._poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self.data_received(bytes(self._buffer[:nbytes]))
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for number, _, reply in self._reader.feed(data):
-                future = self._waiting.get(number)
-                if future is None:
-                    raise other_number(number, reply)
-                if future.cancelled():  # The task that waits has not run yet. It needs the reply to undo the request.
-                    future = self._waiting[number] = self._loop.create_future()
-                if not future.done():
-                    future.set_result(reply)
-        except Damaged as error:
-            self._damage = error
-            self.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.ended = True
-        if isinstance(exc, ssl.SSLError):
-            self._damage = tls_error(exc, self._end, ready=True)
-        self._poll = select.poll()  # The number of the file descriptor may be reused from now on.
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(self._damage or ConnectionResetError())
-
-
-def _seen(task: asyncio.Task[None]) -> None:
-    """Retrieve the error of a finished task, so that asyncio does not log it as an error that was never retrieved."""
-    if not task.cancelled():
-        task.exception()

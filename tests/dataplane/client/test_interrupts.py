@@ -19,7 +19,7 @@ from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.client.shielded_calls import Shielded, _Threads, _threads, can_be_interrupted
 from headrace.dataplane.factory import DataPlane, connect, connect_async
 from headrace.dataplane.rpc.cancellation import Cancellation
-from headrace.dataplane.rpc.socket_link import _Channel
+from headrace.dataplane.rpc.shared_channel import SharedChannel
 from headrace.tests.dataplane.client.local_plane import SCHEMA, ids
 from headrace.tests.dataplane.interrupted_calls import OPERATIONS, Interrupter, OwnError, alarms
 from headrace.tests.dataplane.rpc.served import Served
@@ -83,9 +83,9 @@ def test_a_signal_while_a_receipt_is_decoded(
 
 def test_a_reply_that_comes_between_a_cancellation_and_its_task_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks: list[asyncio.Task[Any]] = []
-    real = _Channel.data_received
+    real = SharedChannel.data_received
 
-    def cancelled_before(channel: _Channel, data: bytes) -> None:
+    def cancelled_before(channel: SharedChannel, data: bytes) -> None:
         if tasks:
             tasks.pop().cancel()
         real(channel, data)
@@ -102,7 +102,7 @@ def test_a_reply_that_comes_between_a_cancellation_and_its_task_is_undone(monkey
             status = await client.status()
             assert not tasks and status.leases == 0
 
-    monkeypatch.setattr(_Channel, "data_received", cancelled_before)
+    monkeypatch.setattr(SharedChannel, "data_received", cancelled_before)
     with contextlib.closing(Served()) as served:
         asyncio.run(use(served))
 

@@ -23,6 +23,7 @@ from headrace.dataplane.factory import connect, connect_async, open_data_plane
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.rpc import links, socket_link
 from headrace.dataplane.rpc.frames import SERVICE, frame
+from headrace.dataplane.rpc.shared_channel import SharedChannel
 from headrace.dataplane.security.handshake import prove_to_server
 from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.dataplane.rpc.served import Served, config
@@ -193,7 +194,7 @@ def test_what_was_granted_to_a_cancelled_call_is_given_back(
     far.put("p", [f"old.{n}" for n in range(4)], {"y": torch.zeros(4)})
     call, has_acted = OPS[op]
     held: list[tuple[Any, bytes]] = []
-    is_held, asked, received = False, socket_link._Channel.ask, socket_link._Channel.data_received
+    is_held, asked, received = False, SharedChannel.ask, SharedChannel.data_received
 
     def ask(channel: Any, *request: Any) -> Any:
         nonlocal is_held
@@ -206,8 +207,8 @@ def test_what_was_granted_to_a_cancelled_call_is_given_back(
         else:
             received(channel, data)
 
-    monkeypatch.setattr(socket_link._Channel, "ask", ask)
-    monkeypatch.setattr(socket_link._Channel, "data_received", receive)
+    monkeypatch.setattr(SharedChannel, "ask", ask)
+    monkeypatch.setattr(SharedChannel, "data_received", receive)
     if late:
         monkeypatch.setattr(links, "GRACE_S", 0.25)
         monkeypatch.setattr("headrace.dataplane.client.operations.ABORT_TIMEOUT_S", 0.1)
