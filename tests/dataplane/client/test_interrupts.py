@@ -36,6 +36,7 @@ def interrupter() -> Iterator[Interrupter]:
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a signal can come in a finalizer
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OwnError])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_signals_at_random_moments_leave_nothing(
