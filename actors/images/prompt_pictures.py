@@ -82,7 +82,7 @@ class Picture:
         except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: no address, or no path.
             reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
             said = " ".join(str(reason).split())
-            raise BadPicture(f"{self.place}: {self.address!r} cannot be read: {said}") from None
+            raise BadPicture(f"{self.place}: {self.address!r:.200} cannot be read: {said}") from None
         if not data or len(data) > MAX_BYTES:
             found = "more" if data else "0 bytes"
             raise BadPicture(f"{self.place}: got {found} from {self.address!r}, expected 1 to {MAX_BYTES} bytes")
@@ -143,10 +143,11 @@ def picture_of(value: Any, place: str, *, folder: Path | None, allow_urls: bool)
         if not allow_urls:
             raise BadPicture(f"{place}: got the URL {value!r:.80}, expected none (data.images.allow_urls=false)")
         return Picture(place, address=value)
-    if folder is None or "://" in value:
+    path = value.removeprefix("file://").removeprefix("file:")
+    if folder is None or "://" in path:
         expected = "bytes, a PIL image or a data URI" if folder is None else "a data URI or a path"
         raise BadPicture(f"{place}: got {value!r:.80}, expected {expected}")
-    return Picture(place, address=str(folder / os.path.expanduser(value.removeprefix("file:"))))
+    return Picture(place, address=str(folder / os.path.expanduser(path)))
 
 
 def _encoded(image: Any, place: str) -> bytes:
@@ -189,7 +190,9 @@ def _data_of(uri: str, place: str) -> bytes:
 
 
 PICTURE_TYPES = ("image", "image_url")
-"""Types of the parts of a chat message that are pictures."""
+"""Types of the parts of a chat message that are pictures, and keys of these parts that have a picture."""
+TAG = "<image>"
+"""Text in whose place data sets for verl and LLaVA show a picture of the column."""
 OTHER_TYPES = ("video", "video_url", "audio", "input_audio", "audio_url")
 """Types of parts that no row can have yet."""
 
@@ -209,20 +212,42 @@ def take_pictures(
 ) -> Illustrated:
     """Take the pictures out of a prompt. column: the pictures beside the prompt, one or a list; None if there are none.
 
-    Parts of the messages without a picture of their own take those of the column, in order. Raises BadPicture, naming
-    the place, if a value is no picture, or if these parts and the pictures of the column differ in number.
+    Parts of the messages without a picture of their own take those of the column, in order; in texts, TAG can be in
+    the place of such parts. Raises BadPicture, naming the place, if a value is no picture, or if these parts and the
+    pictures of the column differ in number.
     """
     given = [] if column is None else list(column) if isinstance(column, list | tuple) else [column]
     if isinstance(prompt, str):
         values, messages = given, prompt
     else:
-        messages, found = pictures_in(prompt, place)
+        messages, found = pictures_in(_without_tags(prompt, len(given)), place)
         values = filled(found, given, f"{place}: the messages have", "the row has {} beside them")
     named = (f"{place}, picture {number}" for number in range(len(values)))
     pictures = [
         picture_of(v, name, folder=folder, allow_urls=allow_urls) for v, name in zip(values, named, strict=True)
     ]
     return Illustrated(messages, tuple(pictures))
+
+
+def parts_of(text: str, count: int) -> list[Mapping[str, Any]]:
+    """Return the parts of a message with a text and `count` pictures. They stand where the text has TAG, if it has one
+    for each of them, else first."""
+    pieces = text.split(TAG)
+    if len(pieces) != count + 1:
+        return [*[{"type": "image"}] * count, {"type": "text", "text": text}]
+    first, *rest = ([{"type": "text", "text": piece}] if piece else [] for piece in pieces)
+    return [*first, *(part for after in rest for part in ({"type": "image"}, *after))]
+
+
+def _without_tags(messages: list[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """Return chat messages with parts of type image in place of TAG, if these are texts with `count` of them."""
+    texts = [message.get("content") or "" for message in messages]
+    if not all(isinstance(text, str) for text in texts) or sum(text.count(TAG) for text in texts) != count:
+        return messages
+    return [
+        {**one, "content": parts_of(text, text.count(TAG))} if TAG in text else one
+        for one, text in zip(messages, texts, strict=True)
+    ]
 
 
 def pictures_in(messages: Iterable[Mapping[str, Any]], place: str) -> tuple[list[Mapping[str, Any]], list[Any]]:
@@ -259,6 +284,10 @@ def _value_of(part: Mapping[str, Any], place: str) -> tuple[Any, bool]:
     if kind in OTHER_TYPES:
         raise BadPicture(f"{place}: got a part of type {kind!r}, expected text and pictures")
     if kind not in PICTURE_TYPES:
+        if any(part.get(key) is not None for key in PICTURE_TYPES):
+            raise BadPicture(
+                f"{place}: got a part of type {kind!r} with a picture, expected the type image or image_url"
+            )
         return None, False
     value = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
     if isinstance(value, Mapping) and "url" in value:  # This is OpenAI's form.

@@ -16,7 +16,7 @@ from ..engines.chat import text_of
 from ..engines.chat_template import apply_chat_template
 from ..engines.tokenizer import count_tokens
 from ..images.config import IMAGES
-from ..images.prompt_pictures import OTHER_TYPES, PICTURE_TYPES, Picture, is_url, take_pictures
+from ..images.prompt_pictures import OTHER_TYPES, PICTURE_TYPES, Picture, is_url, parts_of, take_pictures
 from ..protocols import Prompt, PromptRow, PromptSource
 from .data_config import DataConfig, indexed_fields
 from .difficulty import success_rates, wanted_prompts
@@ -152,8 +152,8 @@ class TableSource:
         text = self._formatted(row, prompt, index)
         config = self._config
         if config.chat_template == "all":
-            parts = [*[{"type": "image"}] * num_pictures, {"type": "text", "text": text}]
-            messages = self._with_system([{"role": "user", "content": parts if num_pictures else text}])
+            content = parts_of(text, num_pictures) if num_pictures else text
+            messages = self._with_system([{"role": "user", "content": content}])
             return self._chat(messages, index), messages
         for key in ("system_prompt", "chat_template_kwargs"):
             if getattr(config, key):
