@@ -158,8 +158,9 @@ _REQUEST = struct.Struct("<BQQ")
 class TcpServer:
     """Keeps the last stream that it received, and sends ranges of its bytes. Each connection has a thread."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        """Listen at a free port of the IP address `host`."""
+    def __init__(self, host: str = "127.0.0.1", buffer_bytes: int = 0) -> None:
+        """Listen at a free port of the IP address `host`. buffer_bytes: as for `TcpEndpoint`."""
+        self._buffer_bytes = buffer_bytes
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = self._listener.getsockname()
         self._held = np.empty(0, np.uint8)
@@ -183,7 +184,7 @@ class TcpServer:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _set_up(connection, self._buffer_bytes)
         request = bytearray(_REQUEST.size)
         with connection:
             while _receive(connection, memoryview(request)):
@@ -200,24 +201,32 @@ class TcpServer:
 class TcpEndpoint:
     """The TCP baseline in a worker process, with one connection to the server."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
+    def __init__(self, address: tuple[str, int], buffer_bytes: int = 0) -> None:
+        """buffer_bytes: size of the kernel's buffers of the connection; 0 leaves it to the kernel."""
         self._socket = socket.create_connection(address, timeout=TIMEOUT_S)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _set_up(self._socket, buffer_bytes)
         self._parts: list[np.ndarray] = []
         self._buffer = np.empty(0, np.uint8)
 
     def put(self, load: Load, values: TensorDict, keys: Sequence[str]) -> int:
         self._parts = self._parts or parts_of(load)
-        nbytes = sum(map(len, self._parts))
+        return self.send(self._parts)
+
+    def send(self, parts: Sequence[np.ndarray]) -> int:
+        """Put arrays of bytes, end to end, and return their number of bytes."""
+        nbytes = sum(map(len, parts))
         self._socket.sendall(_REQUEST.pack(_PUT, 0, nbytes))
-        for part in self._parts:
+        for part in parts:
             self._socket.sendall(part.data)
         if self._socket.recv(1) != b"\1":
             raise ConnectionError("the TCP baseline's server closed the connection")
         return nbytes
 
     def get(self, token: int, share: Share, fields: Sequence[str] | None) -> np.ndarray:
-        start, stop = share.byte_range(token)
+        return self.read(*share.byte_range(token))
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Get a range of the bytes that were put last, into memory that the next call of equal size uses again."""
         if len(self._buffer) != stop - start:
             self._buffer = np.ones(stop - start, np.uint8)
         self._socket.sendall(_REQUEST.pack(_GET, start, stop))
@@ -236,6 +245,12 @@ class TcpEndpoint:
     def close(self) -> None:
         self._socket.close()
         self._parts, self._buffer = [], np.empty(0, np.uint8)
+
+
+def _set_up(connection: socket.socket, buffer_bytes: int) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF) if buffer_bytes else ():
+        connection.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)
 
 
 def _receive(connection: socket.socket, into: memoryview) -> bool:

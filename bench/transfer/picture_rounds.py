@@ -14,10 +14,12 @@ from ...dataplane.config import DataPlaneConfig, StoreConfig
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.factory import open_data_plane
 from .baselines import TransferQueueContender
+from .byte_baselines import TcpServer
 from .pictures import (
     QUEUE_KEYS,
     QUEUE_ROWS,
     RANKS,
+    RAW,
     RAY,
     TOGETHER_BYTES,
     UNSHARED,
@@ -26,9 +28,10 @@ from .pictures import (
     PictureEndpoint,
     PictureSpec,
     QueueEndpoint,
+    RawEndpoint,
     RayEndpoint,
 )
-from .processes import PRODUCER, ProcessLost, ProcessPool, Span, call, consumer
+from .processes import PRODUCER, PoolHost, ProcessLost, ProcessPool, Span, call, consumer
 from .results import Result
 
 _logger = logging.getLogger(__name__)
@@ -47,6 +50,8 @@ class PictureCase:
     seconds: dict[str, list[float]] = field(default_factory=lambda: {op: [] for op in OPS})
     wire_bytes: int = 0
     failure: str = ""
+    joined: bool = False
+    """Whether the processes have endpoints of the contender."""
 
 
 def measure_pictures(
@@ -60,12 +65,13 @@ def measure_pictures(
 ) -> tuple[list[Result], dict[str, float]]:
     """Measure the stores with pictures that are stored once and with pixels in each row, and the baselines.
 
-    baselines: those of `transferqueue` and `ray` that are measured. in_process: whether the stores run in this process.
-    Every byte of a first, untimed step is compared. Returns the results and the summary.
+    baselines: those of `transferqueue`, `ray` and `tcp` that are measured. in_process: whether the stores run in this
+    process. Every byte of a first, untimed step is compared. Returns the results and the summary.
     """
     names = [kind + suffix for kind in stores for suffix in ("", UNSHARED)]
     names += [QUEUE_KEYS, QUEUE_ROWS] if "transferqueue" in baselines else []
     names += [RAY] if "ray" in baselines else []
+    names += RAW if "tcp" in baselines else []
     cases: list[PictureCase] = []
     for together in [names] if spec.row_bytes <= TOGETHER_BYTES else [[name] for name in names]:
         cases += _measure(pool, spec, together, repeats, in_process, tell)
@@ -115,25 +121,30 @@ def _measure(
 ) -> list[PictureCase]:
     with ExitStack() as stack:
         queue: list[Any] = []
-        cases = [PictureCase(name, _opened(stack, name, spec, queue, in_process)) for name in names]
+        cases = [PictureCase(name, _opened(stack, pool, name, spec, queue, in_process)) for name in names]
         stack.callback(lambda: pool.gather([pool.start(name, "leave") for name in pool.names]))
         for case in cases:
             tell(f"{VLM}/{case.name}: warm-up and verification")
-            _attempt(pool, case, lambda case=case: _first(pool, case, spec))
+            _attempt(pool, case, cases, lambda case=case: _first(pool, case, spec))
         for number in range(repeats):
             tell(f"{VLM}: round {number + 1} of {repeats}")
             for case in cases:
-                _attempt(pool, case, lambda case=case: _step(pool, case, spec, verify=False))
+                _attempt(pool, case, cases, lambda case=case: _step(pool, case, spec, verify=False))
     return cases
 
 
 def _opened(
-    stack: ExitStack, name: str, spec: PictureSpec, queue: list[Any], in_process: bool
+    stack: ExitStack, pool: ProcessPool, name: str, spec: PictureSpec, queue: list[Any], in_process: bool
 ) -> Callable[[], PictureEndpoint]:
     """Start a contender, and return the function that makes its endpoint in a process. queue: TransferQueue, once it is
     started."""
     if name == RAY:
         return RayEndpoint
+    if name in RAW:
+        host = PoolHost(pool)
+        address = host.serve(name, functools.partial(TcpServer, buffer_bytes=RAW[name]))
+        stack.callback(host.stop, name)
+        return functools.partial(RawEndpoint, address, RAW[name])
     if name in (QUEUE_KEYS, QUEUE_ROWS):
         if not queue:
             queue.append(TransferQueueContender())
@@ -149,7 +160,7 @@ def _opened(
     return functools.partial(OwnEndpoint, handle, shared)
 
 
-def _attempt(pool: ProcessPool, case: PictureCase, run: Callable[[], None]) -> None:
+def _attempt(pool: ProcessPool, case: PictureCase, cases: Sequence[PictureCase], run: Callable[[], None]) -> None:
     if case.failure:
         return
     try:
@@ -157,11 +168,22 @@ def _attempt(pool: ProcessPool, case: PictureCase, run: Callable[[], None]) -> N
     except (DataPlaneError, ValueError, RuntimeError, OSError, TimeoutError, ProcessLost) as error:
         case.failure = f"{type(error).__name__}: {error}".splitlines()[0]
         _logger.warning("%s failed", case.name, exc_info=True)
+        if isinstance(error, ProcessLost):
+            # A process may be stuck in the failed contender's call, so the others get new processes.
+            pool.restart()
+            for other in cases:
+                if other.joined:
+                    _attempt(pool, other, (), lambda other=other: _join(pool, other))
+
+
+def _join(pool: ProcessPool, case: PictureCase) -> None:
+    case.joined = True
+    for name in (PRODUCER, *map(consumer, range(RANKS))):
+        call(pool, name, "join", case.name, case.factory)
 
 
 def _first(pool: ProcessPool, case: PictureCase, spec: PictureSpec) -> None:
-    for name in (PRODUCER, *map(consumer, range(RANKS))):
-        call(pool, name, "join", case.name, case.factory)
+    _join(pool, case)
     _step(pool, case, spec, verify=True)
     case.wire_bytes = call(pool, PRODUCER, "bytes_put", case.name)
     case.seconds = {op: [] for op in OPS}

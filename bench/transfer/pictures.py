@@ -2,7 +2,8 @@
 
 Each prompt has one picture of 1024 x 1024 pixels, as Qwen2.5-VL's processor makes it. All samples of a prompt have the
 same picture. Headrace stores it once. It is compared with its own storage of pixels in each row, with TransferQueue
-(pixels in each row, and pictures under keys of their own that rows name), and with Ray's objects (one per picture).
+(pixels in each row, and pictures under keys of their own that rows name), with Ray's objects (one per picture), and
+with plain sockets, which move the same bytes without rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from ...codecs.memory import as_bytes
 from ...codecs.schema import Field, Kind, Schema
 from ...dataplane.factory import connect
 from ...dataplane.handle import DataPlaneHandle
+from ...dataplane.stores.tcp.wire import LOCAL_BUFFER_BYTES
 from .baselines import TransferQueueEndpoint
+from .byte_baselines import Server, TcpEndpoint
 from .contenders import Mismatch
 from .processes import Span
 
@@ -40,6 +43,8 @@ TOGETHER_BYTES = 1 << 30
 """Bytes of the pixels of all rows up to which all contenders are measured in turns. Beyond, they are measured one after
 another, so that their copies fit into memory."""
 QUEUE_ROWS, QUEUE_KEYS, RAY, UNSHARED = "transferqueue, per row", "transferqueue, by key", "ray put", ", unshared"
+RAW = {"raw tcp": 0, f"raw tcp, buffers of {LOCAL_BUFFER_BYTES >> 10} KiB": LOCAL_BUFFER_BYTES}
+"""Names of the contenders with plain sockets, and the size of the kernel's buffers; 0 leaves it to the kernel."""
 TEXT = (
     Field("input_ids", Kind.PER_TOKEN, torch.int32),
     Field("mask", Kind.PER_TOKEN, torch.uint8),
@@ -84,7 +89,9 @@ class Rows:
         rng = np.random.default_rng(49)
         self.spec = spec
         numbers = rng.integers(0, 1 << 15, (spec.prompts, spec.side**2, DIM), dtype=np.int16)
-        self.pictures = [torch.from_numpy(one).view(torch.bfloat16) for one in numbers]
+        self.pixels = torch.from_numpy(numbers).view(torch.bfloat16)
+        """The pictures as the model's processor returns them, `[prompts, patches, DIM]`."""
+        self.pictures = list(self.pixels)
         self.lengths = spec.side**2 // MERGE**2 + rng.integers(64, 1024, spec.num_rows)
         tokens = int(self.lengths.sum())
         self.text: dict[str, Jagged] = {
@@ -194,7 +201,7 @@ class QueueEndpoint:
         spec, keys, columns = rows.spec, _keys(rows.spec, run), rows.nested()
         if self._by_key:
             names = [f"{run}p{number}" for number in range(spec.prompts)]
-            self._pictures.write(names, TensorDict({"pixels": torch.stack(rows.pictures)}, [spec.prompts]), None)
+            self._pictures.write(names, TensorDict({"pixels": rows.pixels}, [spec.prompts]), None)
         else:
             columns["pixels"] = _nested(rows.pixels_of_rows, np.full(spec.num_rows, spec.side**2))
         return self._rows.write(keys, TensorDict(columns, [spec.num_rows]), None)
@@ -258,6 +265,44 @@ class RayEndpoint:
         """Do nothing."""
 
 
+class RawEndpoint:
+    """Plain sockets, which move the bytes of the rows over one connection for the put, and over one for each rank."""
+
+    def __init__(self, address: tuple[str, int], buffer_bytes: int) -> None:
+        self._stream = TcpEndpoint(address, buffer_bytes)
+
+    def put(self, rows: Rows, run: str) -> Any:
+        ends, parts, token = np.concatenate(([0], np.cumsum(rows.lengths))), [], []
+        for rank in range(RANKS):
+            mine, before = rows.spec.rows_of(rank), sum(map(len, parts))
+            ids, mask, logprobs = [column.values[ends[mine[0]] : ends[mine[-1] + 1]] for column in rows.text.values()]
+            pixels = rows.pixels[mine[0] // rows.spec.samples : mine[-1] // rows.spec.samples + 1].reshape(-1)
+            parts += map(as_bytes, (ids, logprobs, pixels, mask))  # In this order, each begins at whole values.
+            token.append((before, sum(map(len, parts)), rows.lengths[mine], ids.nbytes + logprobs.nbytes))
+        self._stream.send(parts)
+        return token
+
+    def get(self, token: Any, spec: PictureSpec, rank: int) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        start, stop, lengths, at = token[rank]
+        got = torch.from_numpy(self._stream.read(start, stop))
+        ids = got[: 4 * int(lengths.sum())].view(torch.int32).split(lengths.tolist())
+        num_pictures = len(lengths) // spec.samples
+        pictures = got[at : at + num_pictures * spec.picture_bytes].view(torch.bfloat16).split(spec.picture_bytes // 2)
+        return ids, [pictures[row // spec.samples] for row in range(len(lengths))]
+
+    def write(self, token: Any, spec: PictureSpec, rank: int, column: Jagged) -> None:
+        """Do nothing, because there are no rows."""
+
+    def clear(self, token: Any, spec: PictureSpec) -> None:
+        """Do nothing, because the next put replaces the bytes."""
+
+    def bytes_put(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self._stream.close()
+
+
 def _keys(spec: PictureSpec, run: str) -> list[str]:
     return [f"{run}p{row // spec.samples}.{row % spec.samples}" for row in range(spec.num_rows)]
 
@@ -273,12 +318,21 @@ class PictureProcess:
         torch.set_num_threads(1)
         self._rows: Rows | None = None
         self._open: dict[str, PictureEndpoint] = {}
+        self._servers: dict[str, Server] = {}
 
     def leave(self) -> None:
         """Close every endpoint and drop all rows. Idempotent."""
         opened, self._open, self._rows = self._open, {}, None
         for endpoint in opened.values():
             endpoint.close()
+
+    def serve(self, name: str, start: Callable[[], Server]) -> tuple[str, int]:
+        """Start a server in this process, and return its address."""
+        self._servers[name] = start()
+        return self._servers[name].address
+
+    def stop(self, name: str) -> None:
+        self._servers.pop(name).close()
 
     def join(self, name: str, factory: Callable[[], PictureEndpoint]) -> None:
         self._open[name] = factory()

@@ -352,6 +352,7 @@ class ThreadPool:
     def __init__(self, num_consumers: int, process: type[Any] = BenchProcess) -> None:
         """process: as for `RayPool`."""
         self.names = process_names(num_consumers)
+        self._process = process
         self._processes = {name: process() for name in self.names}
         self._pools = {name: ThreadPoolExecutor(1, f"bench-{name}") for name in self.names}
 
@@ -365,9 +366,9 @@ class ThreadPool:
             raise ProcessLost(f"a benchmark process did not answer within {timeout_s:g} s") from None
 
     def restart(self) -> None:
-        for name in self.names:
+        for name in (name for name in self.names if name != SERVING):
             self._pools[name].shutdown(wait=False, cancel_futures=True)
-            self._processes[name] = BenchProcess()
+            self._processes[name] = self._process()
             self._pools[name] = ThreadPoolExecutor(1, f"bench-{name}")
 
     def close(self) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from headrace.bench.transfer.benchmark import TransferOptions, run_transfer
 from headrace.bench.transfer.picture_rounds import picture_summary
-from headrace.bench.transfer.pictures import QUEUE_KEYS, QUEUE_ROWS, RAY, UNSHARED, OwnEndpoint
+from headrace.bench.transfer.pictures import QUEUE_KEYS, QUEUE_ROWS, RAW, RAY, UNSHARED, OwnEndpoint
+from headrace.bench.transfer.processes import ProcessLost
 from headrace.bench.transfer.report import failures, tables, write_report
 from headrace.bench.transfer.results import Result
 
@@ -48,7 +49,7 @@ def test_a_damaged_picture_fails_its_case_alone(tmp_path: Path, monkeypatch: pyt
     report = run_transfer(small(tmp_path), lambda line: None)
     assert [line.split(":")[0] for line in failures(report)] == ["vlm, local", "vlm, shm"]
     assert "differ from those that were put" in failures(report)[0]
-    assert {one.contender for one in report.results if one.seconds} == {"local" + UNSHARED, "shm" + UNSHARED}
+    assert {one.contender for one in report.results if one.seconds} == {"local" + UNSHARED, "shm" + UNSHARED, *RAW}
 
 
 def test_transferqueue_counts_with_its_quicker_way() -> None:
@@ -56,3 +57,19 @@ def test_transferqueue_counts_with_its_quicker_way() -> None:
     results = [Result("vlm", "put", name, 1, (took,), wire_bytes=10) for name, took in seconds.items()]
     expected = {"vlm.put.shm.vs_transferqueue": 2.0, "vlm.put.shm.vs_ray": 4.0, "vlm.put_bytes_over_once": 2.0}
     assert picture_summary(results, ("shm",), 5) == expected
+
+
+def test_a_process_that_is_lost_fails_its_case_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = OwnEndpoint.put
+
+    def lost(self: OwnEndpoint, *arguments: Any) -> Any:
+        if not self._shared:
+            raise ProcessLost("a benchmark process did not answer within 120 s")
+        return put(self, *arguments)
+
+    monkeypatch.setattr(OwnEndpoint, "put", lost)
+    report = run_transfer(small(tmp_path), lambda line: None)
+    assert {line.split(":")[0] for line in failures(report)} == {f"vlm, {kind}{UNSHARED}" for kind in ("local", "shm")}
+    assert {one.contender for one in report.results if one.seconds} == {"local", "shm", *RAW}
