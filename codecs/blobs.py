@@ -156,7 +156,7 @@ def references_of(field: Field, value: Any) -> tuple[References, dict[str, Blob]
         if wrong is not None:
             raise ValueError(f"field {field.name!r}, row {row}: got a {type(wrong).__name__}, expected a list of Blobs")
         for blob in listed:
-            if blob.batch.schema != declared:
+            if blob.name not in blobs and blob.batch.schema != declared:  # The digest covers the declaration, too.
                 raise ValueError(f"field {field.name!r}, row {row}: got a blob of other parts than {list(declared)}")
             blobs[blob.name] = blob
             names.append(blob.name)
