@@ -7,6 +7,7 @@ checksum covers the head. Checksums of the raw bytes are part of requests and re
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -39,6 +40,9 @@ _MOST_VIEWS = 1024
 _SUMMED_BYTES = 512 << 10
 """Number of bytes whose checksum is computed between two system calls, while the network carries others. So many fit
 into the cache of a core."""
+LOCAL_BUFFER_BYTES = 512 << 10
+"""Size of the kernel's buffers of a connection within one host. They would otherwise grow to tens of MiB, so that the
+bytes would leave the caches of the cores between the sender's copy and the receiver's."""
 
 
 @dataclass(slots=True)
@@ -73,6 +77,7 @@ class Connection:
     def __init__(self, connection: socket.socket) -> None:
         """Take ownership of a connected TCP socket."""
         set_up_tcp(connection)
+        _keep_in_cache(connection)
         # The socket blocks, and the kernel limits the time. One system call can then move all bytes of a request. With
         # a timeout of Python's, the interpreter would run in between.
         connection.settimeout(None)
@@ -267,6 +272,15 @@ class Connection:
             microseconds = max(1, int((limit_s - seconds) * 1e6)) if limit_s else 0
             self.socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, microseconds))
             self._limits_s[option] = limit_s
+
+
+def _keep_in_cache(connection: socket.socket) -> None:
+    """Limit the bytes that the kernel holds of a connection within this host. Others need large buffers, because bytes
+    are on their way for longer."""
+    with contextlib.suppress(OSError):  # The other end may have disconnected.
+        if connection.getsockname()[0] == connection.getpeername()[0]:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_BUFFER_BYTES)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOCAL_BUFFER_BYTES)
 
 
 def _parts(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:

@@ -29,6 +29,7 @@ from headrace.dataplane.stores.tcp.link import UnitDied, UnitLink
 from headrace.dataplane.stores.tcp.unit import StorageUnit
 from headrace.dataplane.stores.tcp.wire import (
     ENDING,
+    LOCAL_BUFFER_BYTES,
     STILL,
     Connection,
     Cut,
@@ -527,3 +528,16 @@ def test_rows_that_share_tokens_are_read_in_ranges_or_as_a_part() -> None:
                 found = np.split(column.values.numpy(), np.cumsum(column.lengths)[:-1])
                 for row, values in zip(asked, found, strict=True):
                     np.testing.assert_array_equal(values, rows[row])
+
+
+def test_only_connections_within_a_host_have_small_buffers() -> None:
+    """A connection between hosts keeps the kernel's own, because a window of a fixed size would slow it down."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for source, small in (("127.0.0.1", True), ("127.0.0.2", False)):
+            plain = socket.create_connection(server.getsockname(), source_address=(source, 0))
+            connection = Connection(plain)
+            options = (socket.SO_SNDBUF, socket.SO_RCVBUF)
+            sizes = [connection.socket.getsockopt(socket.SOL_SOCKET, option) for option in options]
+            connection.close()
+            # Linux reports twice what was set, for its bookkeeping.
+            assert (sizes == [2 * LOCAL_BUFFER_BYTES] * 2) == small, (source, sizes)
