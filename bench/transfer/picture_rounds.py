@@ -73,7 +73,8 @@ def measure_pictures(
     names += [RAY] if "ray" in baselines else []
     names += RAW if "tcp" in baselines else []
     cases: list[PictureCase] = []
-    for together in [names] if spec.row_bytes <= TOGETHER_BYTES else [[name] for name in names]:
+    apart = [name for name in names if _is_per_row(name)] if spec.row_bytes > TOGETHER_BYTES else []
+    for together in [[name for name in names if name not in apart], *([name] for name in apart)]:
         cases += _measure(pool, spec, together, repeats, in_process, tell)
     once = spec.prompts * spec.picture_bytes + call(pool, PRODUCER, "text_bytes", spec)
     results = []

@@ -40,8 +40,8 @@ SIDE, DIM, MERGE = 74, 1176, 2
 (two frames of 14 x 14 pixels in three colours), and patches on each side of those that become one token."""
 RANKS = 2
 TOGETHER_BYTES = 1 << 30
-"""Bytes of the pixels of all rows up to which all contenders are measured in turns. Beyond, they are measured one after
-another, so that their copies fit into memory."""
+"""Bytes of the pixels of all rows up to which all contenders are measured in turns. Beyond, those with pixels in each
+row are measured one after another, so that their copies fit into memory."""
 QUEUE_ROWS, QUEUE_KEYS, RAY, UNSHARED = "transferqueue, per row", "transferqueue, by key", "ray put", ", unshared"
 RAW = {"raw tcp": 0, f"raw tcp, buffers of {LOCAL_BUFFER_BYTES >> 10} KiB": LOCAL_BUFFER_BYTES}
 """Names of the contenders with plain sockets, and the size of the kernel's buffers; 0 leaves it to the kernel."""

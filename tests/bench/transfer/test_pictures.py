@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.bench.transfer import picture_rounds
 from headrace.bench.transfer.benchmark import TransferOptions, run_transfer
 from headrace.bench.transfer.picture_rounds import picture_summary
 from headrace.bench.transfer.pictures import QUEUE_KEYS, QUEUE_ROWS, RAW, RAY, UNSHARED, OwnEndpoint
@@ -46,6 +47,7 @@ def test_a_damaged_picture_fails_its_case_alone(tmp_path: Path, monkeypatch: pyt
         return ids, pixels
 
     monkeypatch.setattr(OwnEndpoint, "get", damaged)
+    monkeypatch.setattr(picture_rounds, "TOGETHER_BYTES", 0)  # As for more pictures than fit into memory for all.
     report = run_transfer(small(tmp_path), lambda line: None)
     assert [line.split(":")[0] for line in failures(report)] == ["vlm, local", "vlm, shm"]
     assert "differ from those that were put" in failures(report)[0]
