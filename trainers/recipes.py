@@ -140,7 +140,8 @@ _LEFT_OUT = (
     "rollout.gpu_memory_utilization", "rollout.vllm", "trainer.dp", "trainer.tp", "trainer.pp", "trainer.cp",
     "trainer.ep", "trainer.sequence_parallel", "trainer.distributed_optimizer", "trainer.offload", "trainer.recompute",
     "trainer.mixed_precision", "trainer.packing", "trainer.warmup_steps", "trainer.warmup_ratio", "trainer.head",
-    "trainer.offload_optimizer", "algorithm.chunk_groups", "algorithm.minibatches", "validation.max_new_tokens",
+    "trainer.offload_optimizer", "trainer.fp8", "algorithm.chunk_groups", "algorithm.minibatches",
+    "validation.max_new_tokens",
 )  # fmt: skip
 """Keys about GPUs and sizes that the scaled-down form leaves at their defaults."""
 

@@ -159,11 +159,13 @@ def precision_problems(rollout: EngineKeys, transport: str, tp: int) -> Iterator
         )
 
 
-def precision_lines(rollout: EngineKeys, correction: str) -> list[str]:
-    """Return a line about engines that compute with fewer bits than `model.dtype`, in a list; [] for other engines.
-    correction: value of `loss.correction`."""
+def precision_lines(rollout: EngineKeys, correction: str, training: str) -> list[str]:
+    """Return a line about engines or trainers that compute with few bits, in a list; [] for others.
+
+    correction, training: values of `loss.correction` and `trainer.fp8`."""
     keys = [f"rollout.quantization={rollout.quantization}"] if rollout.scheme else []
     keys += [f"rollout.kv_cache_dtype={rollout.kv_cache_dtype}"] if rollout.kv_cache_dtype != "auto" else []
+    keys += [f"trainer.fp8={training}"] if training != "none" else []
     if not keys:
         return []
     found = f"with {' and '.join(keys)} engines give tokens other probabilities than the trainer"

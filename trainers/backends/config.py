@@ -177,6 +177,13 @@ class TrainerConfig(Section):
     mixed_precision: bool = False
     """If true, forward and backward passes compute in bfloat16. Weights, sums of gradients and optimizer state stay in
     float32."""
+    fp8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    """Recipe by which the linear layers of the policy compute their matrix products in fp8, by the names of torchao
+    (extra `quantized`). `tensorwise` has one scale for each tensor, which is fastest, but a token's log-prob then
+    depends on the other tokens of its microbatch. `rowwise` has one for each token and each row of a weight;
+    `rowwise_with_gw_hp` is the same, but gradients of weights are computed in the format of the passes. Only for the
+    backend `fsdp`, without an adapter. It needs GPUs that compute in fp8; CPUs compute the same numbers, which saves
+    nothing. Embeddings, output layer, routers, stacked experts, vision towers and the reference model are left out."""
 
     export_dtype: Literal["source", "float32", "bfloat16", "float16"] = "source"
     """Number format of the weights in exported models, such as `model/` and `best/` in the run folder. `source` gives
@@ -281,7 +288,7 @@ class BackendConfig:
         stay in host memory between passes if there are several ranks.
         """
         changes = {"backend": "fsdp", "ep": 1, "recompute": "none", "compile": False, "entropy_metric": False}
-        changes |= {"lora": LoraConfig(), "moe": MoeConfig(), "offload": offload or self.trainer.offload}
+        changes |= {"lora": LoraConfig(), "moe": MoeConfig(), "offload": offload or self.trainer.offload, "fp8": "none"}
         trainer = self.trainer.model_copy(update=changes)
         return BackendConfig(model, trainer, attention=self.attention, context=self.context, trains=False)
 

@@ -41,6 +41,11 @@ def mesh_problems(trainer: TrainerConfig) -> list[str]:
             "trainer.recompute: got 'selective' with trainer.compile=true, expected 'none' or 'full', because compiled "
             "layers compute their cheap operations again by themselves"
         )
+    if trainer.fp8 != "none" and trainer.lora.rank:
+        problems.append(
+            f"trainer.fp8: got {trainer.fp8!r} with trainer.lora.rank={trainer.lora.rank}, expected 'none', because "
+            "torchao would compute the gradients of the adapter's base, too, which costs more than fp8 saves"
+        )
     megatron = trainer.backend == "megatron"
     if megatron and trainer.sequence_parallel and trainer.tp == 1:
         problems.append(

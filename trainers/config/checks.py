@@ -58,7 +58,7 @@ def cautions(
 ) -> list[str]:
     """Return one line for each allowed setting with an effect on training that users may not expect. window: largest
     number of versions by which a row can be older than the policy being trained."""
-    lines = _adapter_lines(trainer) + precision_lines(rollout, loss.correction)
+    lines = _adapter_lines(trainer) + precision_lines(rollout, loss.correction, trainer.fp8)
     if trainer.backend == "scripted" or loss.kind != "reinforce" or loss.correction != "none":
         return lines
     if window:

@@ -252,7 +252,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     **{
         f"trainer.{name}": (_is("trainer.backend", "fsdp"),)
         for name in (
-            "offload", "head", "reshard_after_forward", "optimizer", "offload_optimizer",
+            "offload", "head", "reshard_after_forward", "optimizer", "offload_optimizer", "fp8",
         )
     },
     **{f"trainer.{name}": (MODEL_BACKENDS,) for name in ("freeze", "groups")},

@@ -253,13 +253,17 @@ def _with_kind_of_advantage(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_correction(data: dict[str, Any]) -> dict[str, Any]:
-    """Return `data` with a correction for engines that compute with fewer bits, and with the log-probs that it needs.
-    Returns `data` itself without such engines, or if it has one of the keys that this function sets."""
-    rollout, sft, loss, algorithm = (data.get(name, {}) for name in ("rollout", "sft", "loss", "algorithm"))
-    if not all(isinstance(section, dict) for section in (rollout, sft, loss, algorithm)):
+    """Return `data` with a correction for engines or trainers that compute with few bits, and its log-probs.
+
+    Returns `data` itself without such engines and trainers, or if it has one of the keys that this function sets."""
+    sections = [data.get(name, {}) for name in ("rollout", "sft", "loss", "algorithm", "trainer")]
+    if not all(isinstance(section, dict) for section in sections):
         return data  # The mistake is reported when the sections are validated.
-    exact = rollout.get("quantization", "none") == "none" and rollout.get("kv_cache_dtype", "auto") == "auto"
-    if exact or sft.get("train") or "correction" in loss or "prev_logprobs" in algorithm:
+    rollout, sft, loss, algorithm, trainer = sections
+    exact = rollout.get("quantization", "none") == trainer.get("fp8", "none") == "none"
+    if exact and rollout.get("kv_cache_dtype", "auto") == "auto":
+        return data
+    if sft.get("train") or "correction" in loss or "prev_logprobs" in algorithm:
         return data
     changed = {"loss": {**loss, "correction": "tis"}, "algorithm": {**algorithm, "prev_logprobs": "recompute"}}
     return {**data, **changed}

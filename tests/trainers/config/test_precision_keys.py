@@ -20,13 +20,15 @@ def lines(config: Config) -> list[str]:
     return cautions(config.algorithm, config.loss, config.trainer, config.rollout, window=config.overlap.window)
 
 
-@pytest.mark.parametrize("rollout", [INT8["rollout"], {"engine": "vllm", "kv_cache_dtype": "fp8"}])
-def test_a_correction_is_switched_on_and_said(rollout: dict[str, Any]) -> None:
-    config = build_config({"rollout": rollout, "loss": {"clip_low": 0.1}})
+@pytest.mark.parametrize(
+    "data", [INT8, {"rollout": {"engine": "vllm", "kv_cache_dtype": "fp8"}}, {"trainer": {"fp8": "rowwise"}}]
+)
+def test_a_correction_is_switched_on_and_said(data: dict[str, Any]) -> None:
+    config = build_config({**data, "loss": {"clip_low": 0.1}})
     assert (config.loss.correction, config.algorithm.prev_logprobs, config.loss.clip_low) == ("tis", "recompute", 0.1)
     [line] = lines(config)
     assert "give tokens other probabilities than the trainer, which loss.correction=tis corrects" in line
-    assert build_config(yaml.safe_load(resolved_yaml(build_config({"rollout": rollout})))).loss.correction == "tis"
+    assert build_config(yaml.safe_load(resolved_yaml(build_config(data)))).loss.correction == "tis"
 
 
 def test_a_choice_of_the_user_stays() -> None:
@@ -52,6 +54,11 @@ def test_a_choice_of_the_user_stays() -> None:
         ({"rollout": {"engine": "vllm", "kv_cache_dtype": "fp8_e5m2"}},
          "rollout.kv_cache_dtype: got 'fp8_e5m2', expected one of auto, fp8"),
         ({"rollout": {"kv_cache_dtype": "fp8"}}, "rollout.kv_cache_dtype: got 'fp8' with rollout.engine='hf'"),
+        ({"trainer": {"fp8": "e4m3"}}, "trainer.fp8: got 'e4m3', expected one of none, tensorwise, rowwise,"),
+        ({"trainer": {"fp8": "rowwise", "backend": "megatron"}},
+         "trainer.fp8: got 'rowwise' with trainer.backend='megatron', expected 'none'"),
+        ({"trainer": {"fp8": "rowwise", "lora": {"rank": 4}}},
+         "trainer.fp8: got 'rowwise' with trainer.lora.rank=4, expected 'none', because torchao would"),
         ({"rollout": {"engine": "scripted", "quantization": "fp8"}, "trainer": {"backend": "fsdp"}},
          "rollout.quantization: got 'fp8' with rollout.engine='scripted', expected 'none'"),
     ],

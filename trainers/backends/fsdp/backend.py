@@ -19,7 +19,7 @@ from ..layers import compile_layers, recompute_layers
 from ..lora.adapted_layers import LoraSwitch, add_adapter, expect_gradients, matrix_names
 from ..lora.rounded_layers import fill_rounded, round_layers
 from ..model_backend import ModelBackend
-from ..model_split import check_split, resolved_packing
+from ..model_split import check_split, mesh_problems, resolved_packing
 from ..optimizers.optimizer import build_optimizer
 from ..router_replay import RouterReplay, route_spec
 from ..rows.packed_rows import sum_rows, whole_counts
@@ -73,6 +73,8 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         self._packed = False
         self._switch: LoraSwitch | None = None
         policy = self._build(source, trained=config.trains)
+        if config.trainer.fp8 != "none":
+            policy.use_fp8(config.trainer.fp8, self._device, config.topology.tp, trained=config.trains)
         self._replay = self._route_replay(policy)
         flops = flop_model(policy.model.config, frozen=self._adapter is not None)
         self._reference: CausalLM | None = None
@@ -89,17 +91,8 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         group = None if self._mesh is None else self._mesh["dp"].get_group()
         if config.trainer.moe.active:
             self._balance = balance_experts(self._policy.model, config, self._device, group)
-        check_rows(
-            self._policy,
-            self._device,
-            self._precision(self._policy),
-            packed=self._packed and self._cp is None,  # Split rows have attention of their own.
-            half=self._half,
-            longest=min(config.context or 0, config.trainer.tokens_per_microbatch),
-            budget=config.trainer.tokens_per_microbatch,
-        )
-        if self._cp is not None:
-            self._split_rows(self._cp)
+        with self._policy.exact():
+            self._check_rows()
         if config.trainer.compile:
             compile_layers(layers)
         recompute_layers(layers, config.trainer.recompute, config.trainer.recompute_layers)
@@ -116,6 +109,22 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         replay = RouterReplay(self._config.router_replay, spec, range(len(spec.layers)), self._device)
         replay_routers(policy.model, replay)
         return replay
+
+    def _check_rows(self) -> None:
+        """Check that rows do not affect each other, and split them over context-parallel ranks from now on.
+        Collective."""
+        config = self._config
+        check_rows(
+            self._policy,
+            self._device,
+            self._precision(self._policy),
+            packed=self._packed and self._cp is None,  # Split rows have attention of their own.
+            half=self._half,
+            longest=min(config.context or 0, config.trainer.tokens_per_microbatch),
+            budget=config.trainer.tokens_per_microbatch,
+        )
+        if self._cp is not None:
+            self._split_rows(self._cp)
 
     def _split_rows(self, group: dist.ProcessGroup) -> None:
         """Split rows over the context-parallel ranks `group` from now on. Collective."""
@@ -223,6 +232,8 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         """Build the whole model on the meta device, where its weights have no values and need no memory. With mixed
         precision the weights of a model that is not trained are in bfloat16."""
         model = source.empty_model(torch.float32)
+        for problem in mesh_problems(self._config.trainer):
+            raise ValueError(problem)
         check_split(self._config.trainer, model.config)
         if self._topology.cp > 1:
             require_splittable(model, self._topology.cp)

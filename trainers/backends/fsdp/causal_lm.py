@@ -16,7 +16,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +36,7 @@ from ..vision.picture_layout import expect_computable, with_pictures
 from ..vision.shared_features import SharedFeatures, encodes_alike
 from ..vocab.candidates import candidate_logprobs, most_likely
 from ..vocab.logprobs import Entropy, VocabShard, token_logprobs
+from .fp8_layers import exact, use_fp8
 
 
 class TokenValues(NamedTuple):
@@ -73,6 +74,8 @@ class CausalLM(nn.Module):
         """Group of the ranks over which rows are split by tokens; None for whole rows."""
         self.features: SharedFeatures | None = None
         """Gets the features of pictures from the rank that runs the vision tower; None if this rank runs it itself."""
+        self.fp8: list[nn.Module] = []
+        """Linear layers that compute in fp8."""
 
     def forward(
         self,
@@ -137,6 +140,14 @@ class CausalLM(nn.Module):
         """
         if encodes_alike(self.model):
             self.features = SharedFeatures(group, device)
+
+    def use_fp8(self, recipe: str, device: torch.device, tp: int, *, trained: bool) -> None:
+        """Make the linear layers of the decoder compute in fp8, see `fp8_layers.use_fp8`."""
+        self.fp8 = use_fp8(self.model, recipe, device, tp, trained=trained)
+
+    def exact(self) -> AbstractContextManager[None]:
+        """Context in which no layer computes in fp8, see `fp8_layers.exact`."""
+        return exact(self.fp8)
 
     def layers(self) -> list[nn.Module]:
         """Return the decoder layers. Raises ValueError when there are none.

@@ -31,6 +31,7 @@ from ....codecs.integers import ceil_div
 from ..lora.adapted_layers import with_adapter
 from ..vocab.logprobs import VocabShard
 from .causal_lm import CausalLM
+from .fp8_layers import product
 
 _PARTIAL = "_gradients_are_of_own_heads"
 """Attribute that marks modules whose weights every rank has whole but applies to its own heads only."""
@@ -287,12 +288,12 @@ def _with_local(forward: Any, module: nn.Module, names: set[str], *inputs: Any, 
 
 
 def _columns(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    bias = None if linear.bias is None else local_part(linear.bias)
-    return with_adapter(linear, F.linear(hidden, local_part(linear.weight), bias), hidden)
+    out = product(linear, hidden, local_part(linear.weight), None if linear.bias is None else local_part(linear.bias))
+    return with_adapter(linear, out, hidden)
 
 
 def _rows(linear: nn.Linear, group: dist.ProcessGroup, hidden: torch.Tensor) -> torch.Tensor:
-    own = with_adapter(linear, F.linear(hidden, local_part(linear.weight)), hidden)
+    own = with_adapter(linear, product(linear, hidden, local_part(linear.weight)), hidden)
     total: Any = _Sum.apply(own, group)
     return total if linear.bias is None else total + linear.bias
 

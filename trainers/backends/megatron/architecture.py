@@ -25,7 +25,7 @@ def check_fits(config: BackendConfig, model: Any) -> None:
 
 
 def _check_model(config: BackendConfig, model: Any) -> None:
-    for name in ("offload", "offload_optimizer", "optimizer"):
+    for name in ("offload", "offload_optimizer", "optimizer", "fp8"):
         value, plain = getattr(config.trainer, name), TrainerConfig.model_fields[name].default
         if value != plain:
             raise ValueError(f"trainer.{name}: got {value!r}, expected {plain!r} with trainer.backend = 'megatron'")

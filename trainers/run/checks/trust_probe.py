@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 SOUND_RATIO, SOUND_IN_HALF, SOUND_IN_8_BITS = 1.02, 1.06, 1.4
 """Largest acceptable mean factor between the trainer's and the engine's probability of a token (`logprob/ratio_error`),
-first if both sides compute in float32, then if one of them computes in bfloat16, then if the engine has 8-bit weights.
+first if both sides compute in float32, then if one of them computes in bfloat16, then if one of them does in 8 bits.
 
 Above it, the probability ratio of a policy update reflects more than rounding. Two correct computations of
 SmolLM2-135M in bfloat16 differ by a factor of 1.042, because its logits reach 40, where the values of bfloat16 are 0.25
@@ -53,10 +53,10 @@ of 1.27 with `fp8` and 1.36 with `int8`, while its weights are proved to be the 
 def sound_ratio(model: ModelConfig, trainer: TrainerConfig, rollout: EngineKeys, *, gpu: bool) -> float:
     """Return the largest acceptable mean factor between the trainer's and the engine's probability of a token.
 
-    It is SOUND_IN_8_BITS if the engine has weights or keys and values in 8 bits, SOUND_IN_HALF if one of both computes
-    in bfloat16, else SOUND_RATIO. gpu: whether they are on GPUs.
+    It is SOUND_IN_8_BITS if the engine has weights or keys and values in 8 bits, or the trainer computes in fp8,
+    SOUND_IN_HALF if one of both computes in bfloat16, else SOUND_RATIO. gpu: whether they are on GPUs.
     """
-    if rollout.scheme is not None or rollout.kv_cache_dtype != "auto":
+    if rollout.scheme is not None or rollout.kv_cache_dtype != "auto" or trainer.fp8 != "none":
         return SOUND_IN_8_BITS
     half = trainer.mixed_precision or engine_dtype(model, gpu=gpu) == "bfloat16"
     return SOUND_IN_HALF if half else SOUND_RATIO
