@@ -28,6 +28,8 @@ from .prompt_pictures import BadPicture, Picture, PictureCounts, filled, picture
 
 PROCESS_S = 120.0
 """Longest time in seconds that a process may take to start, or to preprocess a picture."""
+READERS = 16
+"""Number of pictures that a pool reads or fetches at the same time."""
 
 
 class PicturePool:
@@ -42,6 +44,8 @@ class PicturePool:
         self._taken = PictureCounts()
         self._arguments = config, model, tokenizer_path
         self._threads = ThreadPoolExecutor(config.workers, "pictures")
+        # Slow servers and disks hold up only these threads, and not others of this process.
+        self._readers = ThreadPoolExecutor(READERS, "picture-files")
         self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._all: set[_Worker] = set()
         self._closed = False
@@ -100,13 +104,14 @@ class PicturePool:
     def _end(self) -> None:
         for worker in list(self._all):
             worker.kill()  # The thread that waits for it returns.
+        self._readers.shutdown(wait=False, cancel_futures=True)
         self._threads.shutdown(wait=True, cancel_futures=True)
         for worker in list(self._all):
             self._discard(worker)
 
     async def _prepare(self, picture: Picture) -> Prepared:
         # The bytes name the picture, as two paths can have the same content and one path can change its content.
-        data = picture.data or await asyncio.to_thread(picture.read)
+        data = picture.data or await asyncio.get_running_loop().run_in_executor(self._readers, picture.read)
         name = xxhash.xxh3_128_hexdigest(data)
         if (kept := self._kept.get(name)) is not None:
             self._kept.move_to_end(name)
