@@ -130,7 +130,7 @@ class PictureProcessor:
                 added += self._whole._get_num_multimodal_tokens(image_sizes=[size])["num_image_tokens"][0] - 1
         return added
 
-    def within(self, ids: Sequence[int], pictures: Sequence[Prepared], place: str) -> tuple[Prepared, ...]:
+    def within(self, ids: Sequence[int] | np.ndarray, pictures: Sequence[Prepared], place: str) -> tuple[Prepared, ...]:
         """Return the first of the pictures, whose tokens are all in `ids`. Raises BadPicture, naming the place, if the
         last of them has only some of its tokens there."""
         found, ends = int(np.isin(ids, self.token_ids).sum()), np.cumsum([0, *(one.num_tokens for one in pictures)])
@@ -138,6 +138,16 @@ class PictureProcessor:
         if ends[count] != found and count < len(pictures):
             raise BadPicture(f"{place}: {len(ids)} tokens end within picture {count}, expected all of its tokens")
         return tuple(pictures[:count])
+
+    def whole_length(self, ids: np.ndarray, pictures: Sequence[Prepared], most: int) -> int:
+        """Return the largest number of first tokens of `ids`, at most `most`, that end within none of the pictures."""
+        places, ends = (
+            np.flatnonzero(np.isin(ids, self.token_ids)),
+            np.cumsum([0, *(one.num_tokens for one in pictures)]),
+        )
+        found = int(np.searchsorted(places, most))
+        whole = int(ends[np.searchsorted(ends, found, side="right") - 1])
+        return most if whole == found else int(places[whole])
 
     def check_row(self, ids: np.ndarray, num_tokens: Sequence[int], key: str) -> None:
         """Check that a row has exactly the placeholder tokens of its pictures.

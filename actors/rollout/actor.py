@@ -31,14 +31,14 @@ from ..rewards.config import RewardConfig
 from ..rewards.rubric import build_rubric
 from ..sample_file import SampleFile
 from .data_config import DataConfig
-from .journal import GroupJournal, JournalConfig
+from .journal import GroupJournal, JournalConfig, KnownGroups
 from .pictures.picture_rows import RowPictures, open_pictures
 from .prompts import AddedTokens, PromptStream, no_tokens, open_prompts
 from .rows import MaskRules, RouteRules, TeacherSources
 from .supervised.config import SftConfig
 from .supervised.supervised_rows import SupervisedRows
 from .turn_journal import TurnJournal
-from .worker import HeldOut, KnownGroups, RolloutWorker
+from .worker import HeldOut, RolloutWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,8 @@ class RolloutActor(EngineHost):
         """Open the source of prompts and the journal, or the rows of a supervised run."""
         setup = self._setup
         if setup.sft is not None:
-            rows = SupervisedRows(setup.sft, tokenizer, setup.tokenizer, seed=setup.seed)
+            images = setup.data.images
+            rows = SupervisedRows(setup.sft, tokenizer, setup.tokenizer, seed=setup.seed, images=images, added=added)
             return rows.prompts, rows
         opened = open_prompts(setup.data, tokenizer, seed=setup.seed, check_lengths=setup.check_prompts, added=added)
         note = end_note(end_tokens(setup.tokenizer, tokenizer), tokenizer)

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -48,6 +48,21 @@ class JournaledGroup:
     figures: GroupFigures
     """Counts and sums of the group, which are added to the report of the rollout actor that writes the group to the
     data plane."""
+
+
+class KnownGroups(Protocol):
+    """Groups (all rows of one prompt) that need not be generated: a `GroupJournal`, or the rows of a supervised run."""
+
+    @property
+    def purpose(self) -> Purpose: ...
+
+    def find_all(self, positions: Iterable[int]) -> list[JournaledGroup]: ...
+
+    def append(self, groups: Iterable[JournaledGroup]) -> None: ...
+
+    def trim(self, first: int, outstanding: Collection[int]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from ..protocols import EPISODE_ERRORS, GroupPlayer, Prompt, Sample, Score, Span
 from ..rewards.rubric import Rubric
 from ..sample_file import TRAINING, SampleFile, episode_line
 from .evaluation_metrics import VALIDATION, FigureScheme, FigureSums
-from .journal import JournaledGroup, Purpose
+from .journal import JournaledGroup, KnownGroups
 from .pictures.picture_rows import RowPictures
 from .prompts import PromptStream, row_key
 from .results import EvaluationReport, RolloutReport, RolloutTally, group_figures, token_figures
@@ -73,21 +73,6 @@ class HeldOut:
     """First part of the evaluation's metric keys."""
     correct: str | None = None
     """Rule by which a sample counts as correct; see `FigureScheme`."""
-
-
-class KnownGroups(Protocol):
-    """Groups (all rows of one prompt) that need not be generated: a `GroupJournal`, or the rows of a supervised run."""
-
-    @property
-    def purpose(self) -> Purpose: ...
-
-    def find_all(self, positions: Iterable[int]) -> list[JournaledGroup]: ...
-
-    def append(self, groups: Iterable[JournaledGroup]) -> None: ...
-
-    def trim(self, first: int, outstanding: Collection[int]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class RolloutWorker:
@@ -328,12 +313,9 @@ class RolloutWorker:
         journal = self._journal
         if journal is None:
             return []
-        groups, pictures = await asyncio.to_thread(journal.find_all, positions), self._pictures
-        if pictures is None:
-            return groups
-        replayed = journal.purpose == "replay"
-        shown = [await pictures.restored(one, self._prompts[one.position], replayed=replayed) for one in groups]
-        return [group for group in shown if group is not None]
+        if self._pictures is not None:
+            return await self._pictures.find_all(journal, positions, self._prompts)
+        return await asyncio.to_thread(journal.find_all, positions)
 
     async def _score_and_put(self, groups: Mapping[int, list[Sample]], partition: str, tally: RolloutTally) -> None:
         """Score finished groups (prompt position -> samples), and write them to the journal and the data plane."""

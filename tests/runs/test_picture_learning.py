@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import runpy
 import shutil
@@ -26,10 +27,10 @@ def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int, *options:
     runpy.run_path("make_model.py")["make_model"]("model", steps)
 
 
-def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
+def train(folder: Path, *overrides: str, command: str = "train") -> list[dict[str, float]]:
     """Train the example, and return its metrics."""
     given = ["model.path=model", f"run.dir={folder / 'run'}", "logging.tensorboard=false", *overrides]
-    run = runs.start_command(["headrace.cli", "train", "config.yaml", *given], folder)
+    run = runs.start_command(["headrace.cli", command, "config.yaml", *given], folder)
     said, _ = run.communicate(timeout=600)
     assert run.returncode == 0, said
     return runs.metrics(folder / "run")
@@ -70,3 +71,17 @@ def test_it_learns_to_count_what_it_sees(tmp_path: Path, monkeypatch: pytest.Mon
         error = math.sqrt((first * (1 - first) + last * (1 - last)) / 200)
         rises[kind] = (last - first) / error
     assert min(rises["seeing"], rises["lora"]) > 3 > rises["blind"], rises
+
+
+@pytest.mark.slow
+def test_a_supervised_run_learns_what_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(tmp_path, monkeypatch, 300)
+    for name in ("train", "held_out"):
+        lines = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        told = [{"messages": [*line["messages"], {"role": "assistant", "content": line["answer"]}]} for line in lines]
+        (tmp_path / f"told_{name}.jsonl").write_text("\n".join(map(json.dumps, told)))
+    files = ("sft.train=told_train.jsonl", "sft.validation=told_held_out.jsonl", "sft.max_tokens=24")
+    size = ("algorithm.steps=60", "algorithm.prompts_per_step=32", "validation.every=60")
+    lines = train(tmp_path, *files, *size, command="sft")
+    first, last = [line["validation/loss"] for line in lines if "validation/loss" in line]
+    assert last < 0.5 < math.log(4) / 2 < first + 0.1, "a guess among four numbers and their end has log(4) / 2"

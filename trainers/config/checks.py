@@ -43,7 +43,7 @@ def contradictions(config: Config) -> list[str]:
         *precision_problems(config.rollout, config.sync.transport, config.trainer.tp),
         *meaning_problems(config),
         *image_problems(
-            enabled=config.data.images.enabled and not config.sft.train,
+            enabled=config.data.images.enabled,
             engine=config.rollout.engine,
             backend=config.trainer.backend,
             cp=config.trainer.cp,

@@ -122,7 +122,13 @@ def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_r
     config = config.model_copy(update=_readable_models(config.model, config.loss, config.distillation))
     if config.sft.train:
         changed = supervised_sections(
-            config.sft, config.algorithm, config.loss, config.rollout, config.validation, config.logging
+            config.sft,
+            config.algorithm,
+            config.loss,
+            config.rollout,
+            config.validation,
+            config.logging,
+            config.data.images,
         )
         config = config.model_copy(update=changed)
     problems, idle = contradictions(config), idle_key_problems(config, overridden)

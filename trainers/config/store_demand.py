@@ -51,8 +51,9 @@ class StoreDemand:
         frozen = config.with_reference or bool(config.distillation.teachers)
         chunks = config.overlap.by_chunk and not ordered and not frozen
         steps = _steps_in_store(config.overlap, algorithm.dynamic_sampling.oversample, chunks_suffice=chunks)
-        shown = algorithm.prompts_per_step * config.data.max_prompt_tokens * pixel_bytes
-        pictures = f", and pictures of up to {config.data.max_prompt_tokens} tokens for each prompt" if shown else ""
+        most = config.sft.max_tokens if config.sft.train else config.data.max_prompt_tokens
+        shown = algorithm.prompts_per_step * most * pixel_bytes
+        pictures = f", and pictures of up to {most} tokens for each prompt" if shown else ""
         return cls(rows, longest, rows * row + shown, steps, pictures)
 
     def problems(self, capacity_mib: int) -> list[str]:

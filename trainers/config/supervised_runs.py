@@ -7,6 +7,7 @@ from typing import Any
 
 from ...actors.engines.config import RouterReplayConfig
 from ...actors.environments.config import EnvironmentConfig
+from ...actors.images.config import ImagesConfig
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import RolloutConfig
 from ...actors.rollout.data_config import DataConfig
@@ -34,12 +35,13 @@ def supervised_sections(
     rollout: RolloutConfig,
     validation: ValidationConfig,
     logging: LoggingConfig,
+    images: ImagesConfig,
 ) -> dict[str, Any]:
     """Return the sections in which a supervised run differs from the given ones: section name -> section.
 
     The run has no engines, the loss `sft`, and groups of one row. Sections and keys that only rollouts read get their
-    defaults. `sft.epochs` becomes `algorithm.steps` if the files can be read; otherwise the checks of the run report
-    the mistake. The sections of a supervised run stay as they are.
+    defaults; of section `data` the pictures stay. `sft.epochs` becomes `algorithm.steps` if the files can be read;
+    otherwise the checks of the run report the mistake. The sections of a supervised run stay as they are.
     """
     kept = {name: getattr(algorithm, name) for name in _ALGORITHM}
     if sft.epochs is not None:
@@ -48,14 +50,14 @@ def supervised_sections(
         )
 
         try:
-            kept["steps"] = Examples(sft, validation=False).steps(algorithm.prompts_per_step)
+            kept["steps"] = Examples(sft, validation=False, images=images).steps(algorithm.prompts_per_step)
         except ValueError:
             pass
         else:
             sft = sft.model_copy(update={"epochs": None})
     return {
         "sft": sft,
-        "data": DataConfig(),
+        "data": DataConfig(images=images),
         "rollout": RolloutConfig(num_engines=0, num_actors=rollout.num_actors or 1),
         "router_replay": RouterReplayConfig(),
         "environment": EnvironmentConfig(),

@@ -7,9 +7,11 @@ are masked and hold one token and no picture.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,13 +25,14 @@ from ...images.prompt_pictures import BadPicture
 from ...process.user_errors import counted
 from ...protocols import Prompt, Sample, Score
 from ..data_config import DataConfig
-from ..journal import JournaledGroup
-from ..prompts import row_key
+from ..journal import JournaledGroup, KnownGroups
+from ..prompts import PromptStream, row_key
 from ..rows import PICTURE_TOKENS, RolloutRows, rows_of
+from ..supervised.supervised_rows import SupervisedRows
 
 if TYPE_CHECKING:  # These import transformers, which takes seconds.
     from ...images.preparation import PicturePool
-    from ...images.processor import PictureProcessor
+    from ...images.processor import PictureProcessor, Prepared
 
 
 class RowPictures:
@@ -93,6 +96,37 @@ class RowPictures:
         schema = Schema([*rows.batch.schema.values(), self.field])
         batch = Batch(schema, rows.batch.num_rows, {**rows.batch, self.field.name: references.column()})
         return replace(rows, batch=batch, pictures=blobs, tags={**rows.tags, PICTURE_TOKENS: tokens})
+
+    async def find_all(
+        self, known: KnownGroups, positions: Sequence[int], prompts: PromptStream
+    ) -> list[JournaledGroup]:
+        """Return the groups at `positions` that need not be generated, with their pictures. known: the journal, or the
+        rows of a supervised run. prompts: those of the positions."""
+        if isinstance(known, SupervisedRows):
+            return await self._supervised(known, positions)
+        groups, replayed = await asyncio.to_thread(known.find_all, positions), known.purpose == "replay"
+        shown = [await self.restored(one, prompts[one.position], replayed=replayed) for one in groups]
+        return [group for group in shown if group is not None]
+
+    async def _supervised(self, rows: SupervisedRows, positions: Sequence[int]) -> list[JournaledGroup]:
+        """Return the rows of a supervised run. Those whose pictures cannot be used have failed."""
+        prepared = await asyncio.gather(
+            *(self.pool.prepare(rows.prompt(position).pictures) for position in positions), return_exceptions=True
+        )
+
+        def made(position: int, found: list[Prepared] | BaseException) -> Sample:
+            try:
+                if isinstance(found, BaseException):
+                    raise found
+                return rows.sample(position, self.pool.processor, found)
+            except BadPicture as error:
+                return rows.failed(position, str(error))
+
+        def make() -> list[JournaledGroup]:
+            samples = list(map(made, positions, prepared))
+            return rows.groups(positions, samples, partial(self.with_column, samples=samples, max_rows=1))
+
+        return await asyncio.to_thread(make)
 
     async def restored(self, group: JournaledGroup, prompt: Prompt, *, replayed: bool) -> JournaledGroup | None:
         """Return a group with the pictures of its prompt, which the journal does not keep. None if the group has others

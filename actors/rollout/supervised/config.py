@@ -12,9 +12,9 @@ from ..data_config import JSONL_SUFFIXES
 
 class SftConfig(Section):
     """Conversations of a supervised run, `headrace sft`. It trains on their assistant's turns instead of rollouts, and
-    reads none of the sections `data`, `rollout` (except `rollout.num_actors`), `environment`, `reward`, `advantage`,
-    `distillation`, `evaluation` and `router_replay`, and of `algorithm` and `loss` only the keys about steps, modes,
-    means, entropy, KL and its reference model."""
+    reads none of the sections `rollout` (except `rollout.num_actors`), `environment`, `reward`, `advantage`,
+    `distillation`, `evaluation` and `router_replay`, of `data` only `data.images`, and of `algorithm` and `loss` only
+    the keys about steps, modes, means, entropy, KL and its reference model."""
 
     train: tuple[PathText, ...] = ()
     """Files of conversations to train on, each with one JSON object per line (.jsonl): a single path or a list. A line

@@ -7,7 +7,7 @@ for an answer, and ends with the token that ends the answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,11 @@ import numpy as np
 from ...engines.chat_template import apply_chat_template
 from ...engines.stop_tokens import EndTokens
 from ...engines.tokenizer import encode_prompts
+
+
+def as_it_is(text: str, whole: bool) -> str:
+    """Return a text without a change."""
+    return text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,19 +61,24 @@ class TurnMarker:
         self._eos = list(ends.tokenizer[:1])
 
     def conversation(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, trained: Sequence[int]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        trained: Sequence[int],
+        expand: Callable[[str, bool], str] = as_it_is,
     ) -> TurnTokens:
         """Return the tokens of a conversation. trained: indices of the messages to train on, which are the assistant's,
-        ascending. Raises ValueError if the template does not take the messages, or if it writes a trained turn in
-        another way than a policy would."""
+        ascending. expand: changes the text of the beginning of a conversation, or of the whole if its second argument
+        is True. Raises ValueError if the template does not take the messages, or if it writes a trained turn in another
+        way than a policy would."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise ValueError(
                 "the model's tokenizer has no chat template for messages, expected texts `prompt` and `completion`"
             )
-        whole, spans = self._text(messages, tools, prompted=False), list[tuple[int, int]]()
+        whole, spans = expand(self._text(messages, tools, prompted=False), True), list[tuple[int, int]]()
         for index in trained:
-            before = self._text(messages[:index], tools, prompted=True)
-            turn = self._text(messages[: index + 1], tools, prompted=False)
+            before = expand(self._text(messages[:index], tools, prompted=True), False)
+            turn = expand(self._text(messages[: index + 1], tools, prompted=False), False)
             if not turn.startswith(before):
                 raise ValueError(
                     f"the chat template does not begin message {index} as it asks a policy for it (with "

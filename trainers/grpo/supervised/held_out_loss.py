@@ -36,9 +36,11 @@ class HeldOutLoss:
         self._run = run
         config = run.config
         self._every = config.validation.every
-        self._rows = Examples(config.sft, validation=True).size if self._every else 0
+        images, pictures = config.data.images, run.actors.pictures
+        self._rows = Examples(config.sft, validation=True, images=images).size if self._every else 0
+        self._fields = (*TRAIN_FIELDS, *([] if pictures is None else [pictures.name]))
         if self._every:
-            run.client.register(PARTITION, row_schema(None), [TASK])
+            run.client.register(PARTITION, row_schema(None, images=pictures), [TASK])
             run.client.clear(PARTITION)  # A validation that a train worker's death ended can have left rows.
 
     def before_first_step(self, state: State) -> dict[str, float]:
@@ -87,7 +89,7 @@ class HeldOutLoss:
                 if len(share)
             ]
             run.workers.gather(calls, "validate")
-            yield run.client.claim(PARTITION, TASK, TRAIN_FIELDS, len(positions), at_least=len(positions))
+            yield run.client.claim(PARTITION, TASK, self._fields, len(positions), at_least=len(positions))
             run.stages.report_progress()
 
 

@@ -60,7 +60,7 @@ def check_start(
 
     def prompts() -> list[str]:
         if config.sft.train:
-            read_examples(read, config.model, config.sft, config.algorithm, absent)
+            read_examples(read, config.model, config.sft, config.algorithm, absent, config.data.images)
             if read.problems:
                 raise ConfigError(read.problems)
             return read.left

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ....actors.engines.config import ModelConfig
+from ....actors.images.config import ImagesConfig
 from ....actors.process.json_lines import replace_file
 from ....actors.rollout.config import RolloutConfig
 from ....actors.rollout.data_config import MIXTURE, DataConfig, is_generated
@@ -190,10 +191,16 @@ def _read_source(
 
 
 def read_examples(
-    read: PromptsRead, model: ModelConfig, sft: SftConfig, algorithm: AlgorithmConfig, absent: Collection[str]
+    read: PromptsRead,
+    model: ModelConfig,
+    sft: SftConfig,
+    algorithm: AlgorithmConfig,
+    absent: Collection[str],
+    images: ImagesConfig | None = None,
 ) -> None:
     """Read the conversations of a supervised run as its rollout actors do later, and add what was found to `read`.
-    absent: paths that do not exist, which are mistakes by themselves."""
+    images: section `data.images`; None refuses pictures. absent: paths that do not exist, which are mistakes by
+    themselves."""
     from ....actors.engines.stop_tokens import end_tokens, tokenizer_ends
     from ....actors.rollout.supervised.examples import Examples
     from ....actors.rollout.supervised.turn_marks import TurnMarker
@@ -205,7 +212,7 @@ def read_examples(
             if not files or any(file in absent for file in files):
                 continue
             try:
-                examples = Examples(sft, validation=validation)
+                examples = Examples(sft, validation=validation, images=images)
                 if tokenizer is not None:
                     ends = tokenizer_ends(tokenizer) if model.builtin else end_tokens(model.path, tokenizer)
                     marker = TurnMarker(tokenizer, ends, sft.chat_template_kwargs)
