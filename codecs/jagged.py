@@ -1,4 +1,4 @@
-"""Converts between batches and tensors, lists or TensorDicts, and slices, selects and joins rows of batches."""
+"""Packs tensors, lists and TensorDicts into batches, unpacks batches, and slices, selects and joins their rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .schema import Kind, Schema
 from .tokens.packed_rows import PaddedRows
 
 if TYPE_CHECKING:  # The package is not imported at run time; see `tensordict_types`.
-    from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+    from tensordict import LazyStackedTensorDict, TensorDictBase
 
 
 def pack(schema: Schema, data: Mapping[str, Any] | TensorDictBase, num_rows: int | None = None) -> Batch:
@@ -130,27 +130,6 @@ def _row_views(column: Column) -> list[Any]:
         flat = column.values.split(column.shapes.prod(axis=1).tolist())
         return [row.view(shape) for row, shape in zip(flat, column.shapes.tolist(), strict=True)]
     return list(column.unbind()) if isinstance(column, torch.Tensor) else list(column)
-
-
-def to_tensordict(batch: Batch) -> TensorDict:
-    """Return the batch as a TensorDict of batch size [N], which `pack` accepts again.
-
-    PER_TOKEN becomes a nested tensor of layout torch.jagged, PER_SAMPLE a tensor, RAGGED and OBJECT a NonTensorStack
-    (NonTensorData without rows). Tensors share the batch's memory.
-    """
-    from tensordict import NonTensorData, NonTensorStack, TensorDict
-
-    values: dict[str, Any] = {}
-    for name, column in batch.items():
-        if isinstance(column, Jagged):
-            offsets = torch.from_numpy(np.concatenate(([0], np.cumsum(column.lengths))))
-            values[name] = torch.nested.nested_tensor_from_jagged(column.values, offsets)
-        elif isinstance(column, torch.Tensor):
-            values[name] = column
-        else:
-            # NonTensorStack has no batch size without rows, so an empty column becomes NonTensorData.
-            values[name] = NonTensorStack(*_row_views(column)) if batch.num_rows else NonTensorData([], batch_size=[0])
-    return TensorDict(values, batch_size=[batch.num_rows])
 
 
 def slice_rows(batch: Batch, start: int, stop: int) -> Batch:

@@ -29,8 +29,6 @@ ENVIRONMENT = "environment"
 """Value of `data.train` for prompts that are the numbers of the environment's own tasks."""
 PREFIX = "reasoning-gym:"
 """Prefix of sources that are data sets of reasoning-gym, such as `reasoning-gym:chain_sum`."""
-DATASET = "source_dataset"
-"""Field of a prompt with the name of its data set. The reward function `reasoning_gym` needs it to find the scorer."""
 _ENDLESS = 10**9
 _HELD_OUT_SEED = 1_000_003
 """Number that is added to the seed for the held-out part, so that its tasks differ from the training tasks."""

@@ -116,10 +116,6 @@ class RolloutReport(GroupFigures):
         """Number of rows that did not fail."""
         return self.rows - self.failed
 
-    def component_means(self) -> dict[str, float]:
-        """Return, for each reward function by name, the mean of its unweighted values over rows that did not fail."""
-        return {name: total / self.valid for name, total in self.component_sums.items()} if self.valid else {}
-
 
 def added_figures(parts: Sequence[GroupFigures]) -> dict[str, Any]:
     """Return the values of the GroupFigures of all rows of `parts`, by field."""

@@ -41,15 +41,3 @@ def test_two_ranks_with_log_prob_passes_and_a_light_driver(tmp_path):
              if event["ph"] == "M" and event["name"] == "process_name"}  # fmt: skip
     assert {"driver", "rollout 0", "train worker 0", "train worker 1"} <= names
     assert '"title":"Learning"' in (run_dir / "report.html").read_text()
-
-
-@pytest.mark.slow  # test_journal_resume resumes a run that was killed
-@pytest.mark.timeout(600)
-def test_resume_goes_on_where_the_checkpoint_stands(tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    options = ("algorithm.steps=6", "run.checkpoint_every=3")
-    at_once = runs.trained(whole, *options)
-    runs.finish(parts, *options, "algorithm.steps=3")
-    after = runs.trained(parts, *options, "--resume")
-    wanted = [[line[name] for name in FIGURES] for line in at_once[3:]]
-    assert [[line[name] for name in FIGURES] for line in after[3:]] == wanted

@@ -187,7 +187,7 @@ def test_rows_in_the_data_plane(plane: DataPlane, tokenizer: Any) -> None:
     assert report.response_tokens == meta.tags["response_length"].sum()
     assert report.prompt_tokens == meta.lengths.sum() - report.response_tokens
     assert report.reward_sum / report.valid == pytest.approx(meta.tags["reward"].mean())
-    assert report.component_means()["exact_match"] >= 0.5
+    assert report.component_sums["exact_match"] >= 0.5 * report.valid
     traffic = Traffic.from_bytes(report.traffic)
     assert traffic.bytes_put >= 9 * meta.lengths.sum() and traffic.of("put").calls >= 1
     assert {span.name for span in report.spans.to_spans()} == {"generate 10-13", "first group", "tail", "reward", "put"}
@@ -281,7 +281,7 @@ def test_failed_rows_are_masked_counted_and_cost_no_other_row(tokenizer: Any) ->
     assert (report.rows, report.failed, report.valid, report.truncated) == (9, 3, 6, 3)
     said = re.compile(r"reward 'picky' raised RuntimeError: no end \(test_rollout.py line \d+\)")
     assert len(report.errors) == 3 and all(said.fullmatch(error) for error in report.errors)
-    assert report.component_means()["picky"] == 1.0 and report.reward_sum >= 1.5 * report.valid
+    assert report.component_sums["picky"] == report.valid and report.reward_sum >= 1.5 * report.valid
     for keys, batch, tags in client.puts:
         failed = np.array([key.endswith(".2") for key in keys])
         assert np.array_equal(tags["valid"], (~failed).astype(np.float32))

@@ -175,7 +175,6 @@ class Story:
         self.free: set[int] = set()
         self.settled: set[int] = set()
         """Taken once, cleared, or passed over as too old."""
-        self.first_takes: list[int] = []
 
     def put(self, seed: int) -> None:
         if self.left:

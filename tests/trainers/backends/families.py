@@ -97,7 +97,6 @@ LATENT_YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 4, "mscale": 1.0,
     "mscale_all_dim": 0.7,
 }  # fmt: skip
-GROUPED: dict[str, Any] = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
 MEGATRON: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 3}),
     "mistral": ("mistral", {"tie_word_embeddings": True}),

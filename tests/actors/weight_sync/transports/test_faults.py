@@ -154,12 +154,7 @@ def test_a_sender_that_comes_late_names_the_receiver_that_is_missing(group: Call
 def test_the_sender_is_killed(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
     """Receivers say so and continue with the next sender, which finds nothing of the last one in its way."""
     # With store and disk nothing but time tells that a sender is dead.
-    _kill_senders(group(kind, 1.5), kind, dice, 2 if kind in ("store", "disk") else TIMES)
-
-
-@pytest.mark.drill
-def test_the_sender_is_killed_ten_times(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
-    _kill_senders(group(kind, 3.0), kind, dice, TIMES)
+    _kill_senders(group(kind, 1.5), kind, dice, TIMES // 2 if kind in ("store", "disk") else TIMES)
 
 
 def _kill_senders(peers: PeerGroup, kind: str, dice: random.Random, times: int) -> None:
@@ -281,12 +276,7 @@ def test_a_byte_is_flipped_on_the_way_to_one_worker(
 
 def test_a_receiver_is_stopped(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
     """Longer than the bound: the error names it, the others have the next version, and so has it once it continues."""
-    _stop(group(kind, 2.5 if kind == "collective" else 20.0), kind, dice, 2)
-
-
-@pytest.mark.drill
-def test_a_receiver_is_stopped_ten_times(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
-    _stop(group(kind, 3.0 if kind == "collective" else 20.0), kind, dice, TIMES)
+    _stop(group(kind, 2.5 if kind == "collective" else 20.0), kind, dice, TIMES // 2)
 
 
 def _stop(peers: PeerGroup, kind: str, dice: random.Random, times: int) -> None:
