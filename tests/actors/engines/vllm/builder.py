@@ -48,16 +48,16 @@ def build(model_folder: str, **options: Any) -> VllmEngine:
             start.take_standby()  # an engine that is refused leaves it
 
 
-def save_model(folder: Path, kind: str, context: int = CONTEXT) -> str:
-    """A random model without tokenizer; kind: `untied`, `tied` or `moe`. Returns the folder."""
+def save_model(folder: Path, kind: str, context: int = CONTEXT, size: int = 64) -> str:
+    """A random model without tokenizer; kind: `untied`, `tied` or `moe`. size: of most matrices. Returns the folder."""
     config: dict[str, Any] = dict(
         vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=64,
+        hidden_size=size,
+        intermediate_size=size,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=size // 2,
         max_position_embeddings=context,
         tie_word_embeddings=kind == "tied",
         pad_token_id=0,
@@ -68,7 +68,7 @@ def save_model(folder: Path, kind: str, context: int = CONTEXT) -> str:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if kind == "moe":
-            experts = Qwen3MoeConfig(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, **config)
+            experts = Qwen3MoeConfig(moe_intermediate_size=size, num_experts=4, num_experts_per_tok=2, **config)
             model: PreTrainedModel = Qwen3MoeForCausalLM(experts)
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**config))

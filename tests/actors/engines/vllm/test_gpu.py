@@ -18,9 +18,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headrace.actors.engines.protocol import SamplingParams
+from headrace.actors.engines.hf.quantized_layers import quantization_of
+from headrace.actors.engines.protocol import EngineBroken, SamplingParams
+from headrace.codecs.weights.quantization import Scheme
 from headrace.tests.actors.engines.vllm.builder import build, save_model
-from headrace.tests.actors.weight_sync.weight_updates import Publisher
+from headrace.tests.actors.engines.vllm.test_quantized_engine import PARAMS, PROMPT, digests_of, distance
+from headrace.tests.actors.weight_sync.weight_updates import Publisher, scaled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 
@@ -72,6 +75,48 @@ def test_sleep_gives_memory_back_and_the_same_weights_give_the_same_logprobs(tmp
             after = await engine.generate("a", [5, 6, 7], params)
             assert [one.logprobs.tolist() for one in after] == [one.logprobs.tolist() for one in before]
             assert {version} == {number for one in after for number in one.versions.tolist()}
+        await engine.close()
+
+    asyncio.run(main())
+    publisher.close()
+
+
+def damage_experts(worker: Any, name: str) -> bool:
+    """Called in a worker: change one number of the first matrices in 8 bits, and return whether they are of experts."""
+    for module in worker.model_runner.model.get_submodule(name).modules():
+        for attribute in ("w13_weight", "weight"):
+            if getattr(module, attribute + "_scale", None) is not None:
+                getattr(module, attribute).data.view(torch.int8).view(-1)[7] ^= 1
+                return attribute == "w13_weight"
+    raise AssertionError(f"{name} has no matrices in 8 bits")
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "int8"])
+@pytest.mark.parametrize("kind", ["untied", "moe"])
+def test_weights_in_8_bits_are_those_of_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, scheme: Scheme
+) -> None:
+    """The kernels of the GPU keep them in their own form, also after sleep has dropped them."""
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    folder = save_model(tmp_path / "model", kind, size=256)
+    plan, publisher = quantization_of(folder, scheme), Publisher(tmp_path / "weights")
+
+    async def main() -> None:
+        engine = build(folder, dtype=torch.bfloat16, quantization=scheme, kv_cache_bytes=1 << 30)
+        sent = dict(plan.stream((name, one.bfloat16()) for name, one in scaled(folder, 0.8).items()))
+        for version in (1, 2):
+            if version == 2:
+                await engine.sleep(2)
+            await engine.prepare_weights(publisher.publish(version, sent))
+            await engine.commit_weights(version)
+            await engine.wake()
+            digests = digests_of(version, sent)
+            assert await engine.verify_weights(digests) >= len(sent) - 4, "all but tables of tokens and routers"
+            answers = await engine.generate(f"{version}", PROMPT, PARAMS)
+            assert distance(folder, plan, 0.8, answers) < 0.2
+        assert await engine.call_workers(damage_experts, "model.layers.1.mlp") == [kind == "moe"]
+        with pytest.raises(EngineBroken, match=r"version 2: 'model.layers.1.mlp\..*' has digest"):
+            await engine.verify_weights(digests_of(2, sent))
         await engine.close()
 
     asyncio.run(main())

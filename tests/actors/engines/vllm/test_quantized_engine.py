@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from headrace.actors.engines.protocol import EngineBroken, SamplingParams
 from headrace.codecs.weights.parameter_digests import DigestTaker, ParameterDigests
 from headrace.codecs.weights.quantization import Quantization, Scheme
 from headrace.tests.actors.engines.vllm.builder import build, save_model
-from headrace.tests.actors.weight_sync.weight_updates import Publisher, scaled
+from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver, scaled
 
 pytestmark = pytest.mark.vllm
 PROMPT, PARAMS = [5, 6, 7, 13], SamplingParams(n=2, max_new_tokens=16)
@@ -66,24 +68,28 @@ def distance(folder: str, plan: Quantization, factor: float, answers: list[Any])
 
 
 @pytest.mark.parametrize(
-    ("kind", "scheme", "ways"),
+    ("kind", "tp", "scheme", "ways"),
     [
-        ("untied", "int8", "by the kernel"),
-        pytest.param("tied", "fp8", "transposed", marks=pytest.mark.slow),
-        pytest.param("moe", "int8", "as sent, by the kernel", marks=pytest.mark.slow),
+        ("untied", 1, "int8", "by the kernel"),
+        pytest.param("tied", 1, "fp8", "transposed", marks=pytest.mark.slow),
+        pytest.param("moe", 1, "int8", "as sent, by the kernel", marks=pytest.mark.slow),
+        pytest.param("moe", 2, "int8", "as sent, by the kernel", marks=pytest.mark.slow),
     ],
 )
 def test_what_was_sent_is_what_kernels_compute_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, scheme: Scheme, ways: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tp: int, scheme: Scheme, ways: str
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # Functions are sent to workers.
     if kind == "moe":
-        monkeypatch.setattr("headrace.actors.engines.vllm.process.WORKER", EMULATING_WORKER)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what vLLM imports
+            monkeypatch.setattr("headrace.actors.engines.vllm.process.WORKER", EMULATING_WORKER)
     folder = save_model(tmp_path / "model", kind)
-    plan, publisher = quantization_of(folder, scheme), Publisher(tmp_path / "weights")
+    plan, publisher = quantization_of(folder, scheme), Publisher(tmp_path / "weights", tp)
 
     async def main() -> None:
-        engine = build(folder, quantization=scheme)
+        sync = receiver().sync.model_copy(update={"verify": "full"})  # Then workers with parts of weights take digests.
+        engine = build(folder, quantization=scheme, tp=tp, receiver=replace(receiver(), sync=sync))
         try:
             assert distance(folder, plan, 1.0, await engine.generate("first", PROMPT, PARAMS)) < 0.1
             sent = dict(plan.stream(scaled(folder, 0.8).items()))
@@ -96,7 +102,7 @@ def test_what_was_sent_is_what_kernels_compute_with(
                 if version == 1:
                     answers = await engine.generate("second", PROMPT, PARAMS)
                     assert distance(folder, plan, 0.8, answers) < 0.1 < distance(folder, plan, 1.0, answers)
-                    assert await engine.call_workers(damage, DAMAGED) == [ways]
+                    assert await engine.call_workers(damage, DAMAGED) == [ways] * tp
                     more = ", and 1 more differ" if kind == "moe" else ""
                     with pytest.raises(EngineBroken, match=f"version 1: '{DAMAGED}.weight' has digest .*{more}"):
                         await engine.verify_weights(digests)
