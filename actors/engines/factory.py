@@ -48,6 +48,8 @@ class EngineConfig:
     """Shape of the model's routes, which the engine then records and returns; None to record none."""
     schemas: bool = False
     """True if requests can have JSON schemas, which cost a `vllm` engine the time to load the tokenizer."""
+    bitwise: bool = False
+    """True if log-probs must equal those of the trainer bit for bit, see `run.bitwise`."""
     script: str = ""
     """Import path of the function that generates the responses of a `scripted` engine (see `Script`). Empty: random
     tokens of the tokenizer's vocabulary, drawn with `seed`."""
@@ -99,6 +101,7 @@ def _build_hf(config: EngineConfig) -> GenerationEngine:
         max_model_len=config.max_model_len,
         adapters=config.adapters,
         quantization=config.rollout.scheme,
+        bitwise=config.bitwise,
         **_shared(config),
     )
 
@@ -123,6 +126,7 @@ def _build_vllm(config: EngineConfig) -> GenerationEngine:
         options=rollout.vllm,
         quantization=rollout.scheme,
         kv_cache_dtype=rollout.kv_cache_dtype,
+        bitwise=config.bitwise,
         schemas=config.schemas,
         log=config.log,
     )

@@ -241,6 +241,8 @@ class BackendConfig:
     context: int | None = None
     """Number of tokens that no row exceeds, the same as that of the engines; None: unknown. It decides the positions of
     models that have others for long contexts, and how long the rows of the checks at the start are."""
+    bitwise: Literal["hf", "vllm"] | None = None
+    """Kind of the engines whose log-probs the backend's equal bit for bit, see `run.bitwise`; None if they need not."""
     with_reference: bool = False
     """If true, the backend keeps a frozen copy of the initial weights for `logprobs(reference=True)`."""
     trains: bool = True

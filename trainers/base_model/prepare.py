@@ -16,6 +16,7 @@ from ...actors.engines.config import BUILTIN_MODELS, ModelConfig, RouterReplayCo
 from ...actors.images.config import ImagesConfig
 from ...codecs.schema import DTYPES
 from ...codecs.tokens.routes import RouteSpec
+from ..backends.fsdp.bitwise.conditions import check_family
 from ..backends.lora_config import LoraConfig
 from ..backends.model_split import check_split
 from ..backends.vision.tower_costs import pixels_of_token
@@ -252,6 +253,8 @@ def check_model(config: Config) -> None:
     check_weight_files(Path(config.model.path).expanduser())
     try:
         check_split(config.trainer, SimpleNamespace(**model))
+        if config.run.bitwise:
+            check_family(SimpleNamespace(**model), config.rollout.engine)
     except ValueError as error:
         raise UserError(str(error)) from None
     sizes = sizes_in_store(config.router_replay, config.data.images, config.model)

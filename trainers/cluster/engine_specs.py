@@ -68,6 +68,7 @@ def engine_config(
         receiver=ReceiverConfig(name, sync, device, handle, handle.store.key),
         routes=route_spec(config.router_replay, config.model),
         schemas=config.rollout.endpoint.enabled,
+        bitwise=config.run.bitwise,
     )
 
 
@@ -119,4 +120,5 @@ def teacher_engine(policy: EngineConfig, model: str, rollout: RolloutConfig, top
         receiver=None,
         adapters=None,
         routes=None,
+        bitwise=False,
     )

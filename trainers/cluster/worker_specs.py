@@ -125,6 +125,7 @@ def backend_config(config: Config, model: str) -> BackendConfig:
         sends_adapter=config.sends_adapter,
         attention=config.model.attention,
         context=config.engine_length,
+        bitwise=config.rollout.engine if config.run.bitwise and config.rollout.engine != "scripted" else None,
         with_reference=config.with_reference and config.loss.reference_model is None,
     )
 

@@ -16,6 +16,7 @@ from ...actors.weight_sync.config import SyncConfig
 from ...codecs.integers import round_up
 from ..advantages.config import AdvantageConfig
 from ..backends.config import ROUNDED_MESH, TrainerConfig
+from ..backends.fsdp.bitwise.conditions import bitwise_problems
 from ..backends.model_split import mesh_problems
 from ..losses.config import LossConfig
 from .config import AlgorithmConfig, Config, ResourcesConfig, RunConfig
@@ -42,6 +43,15 @@ def contradictions(config: Config) -> list[str]:
         *shard_problems(config.dataplane.directory_shards),
         *precision_problems(config.rollout, config.sync.transport, config.trainer.tp),
         *meaning_problems(config),
+        *bitwise_problems(
+            config.rollout,
+            config.trainer,
+            config.model,
+            on=config.run.bitwise,
+            threads=config.resources.threads,
+            window=config.overlap.window,
+            pooled=config.pool.address is not None,
+        ),
         *image_problems(
             enabled=config.data.images.enabled,
             engine=config.rollout.engine,

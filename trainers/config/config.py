@@ -187,6 +187,10 @@ class RunConfig(Section):
     """Whether runs with the same seed give exactly the same results, even after a kill and resume. Groups are then
     trained on in the order of their prompts, weights change only between rollouts, and engines generate each group by
     itself."""
+    bitwise: bool = False
+    """Whether log-probs of the train workers equal those of the engines bit for bit. Both sides then compute each token
+    by the same functions, which takes longer. A step in which one log-prob differs ends the run. It needs a dense
+    Qwen3, rows of the present policy, and the engine `hf` on CPUs or vLLM 0.26 on GPUs."""
     trace_step: CountOrZero = 5
     """First step in the timeline that is written to trace.json. A run with fewer steps records its last one; 0 disables
     the timeline."""

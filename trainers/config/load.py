@@ -114,7 +114,7 @@ def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_r
     # YAML reads a section with all its keys commented out as null. Such a section has its defaults.
     given = {key: {} if value is None and key in Config.model_fields else value for key, value in data.items()}
     given = _with_kind_of_advantage(_environment_keys(renamed_keys(given, RENAMED), of_old_run))
-    corrected = _with_correction(given)
+    corrected = _with_one_thread(_with_correction(given))
     if corrected is not given:
         # Keys that have no effect with this one are no mistake of the user.
         overridden = {*overridden, "algorithm.prev_logprobs"}
@@ -273,6 +273,17 @@ def _with_correction(data: dict[str, Any]) -> dict[str, Any]:
         return data
     changed = {"loss": {**loss, "correction": "tis"}, "algorithm": {**algorithm, "prev_logprobs": "recompute"}}
     return {**data, **changed}
+
+
+def _with_one_thread(data: dict[str, Any]) -> dict[str, Any]:
+    """Return `data` with one thread for each worker on CPUs if log-probs must be equal bit for bit. Returns `data`
+    itself if they need not, or if it has the number of threads."""
+    rollout, run, resources = (data.get(name, {}) for name in ("rollout", "run", "resources"))
+    if not all(isinstance(section, dict) for section in (rollout, run, resources)):
+        return data  # The mistake is reported when the sections are validated.
+    if run.get("bitwise") is not True or rollout.get("engine", "hf") != "hf" or "threads" in resources:
+        return data
+    return {**data, "resources": {**resources, "threads": 1}}
 
 
 # ---------------- These functions word messages for the user.

@@ -47,6 +47,7 @@ import numpy as np
 from ...actors.rollout.results import RolloutReport
 from ...actors.train.worker import PREV, WorkerReport
 from ...dataplane.meta import KVBatchMeta
+from ..backends.fsdp.bitwise.conditions import expect_equal
 from ..cluster.handles import RolloutHandle
 from ..cluster.rollout_specs import EvaluationDefaults, evaluation_plans
 from ..config.config import AlgorithmConfig
@@ -193,6 +194,8 @@ class Steps:
         metrics |= self._evaluations.after_step(state, last=state.step == run.config.algorithm.steps)
         self._after_step(state, metrics)
         self._stop_if_nothing_is_trained(metrics)
+        if run.config.run.bitwise:
+            expect_equal(state.step, metrics)
         return metrics
 
     def _withdraw(self, actor: RolloutHandle, feed: Feed) -> None:

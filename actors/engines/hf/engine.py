@@ -85,6 +85,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         routes: RouteSpec | None = None,
         adapters: AdapterSlots | None = None,
         quantization: Scheme | None = None,
+        bitwise: bool = False,
     ) -> None:
         """Load the model from `path`, a local folder or a hub id.
 
@@ -94,22 +95,21 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]] | Adapter]):
         ones. receiver: settings of the receiver of new weights; None when weights never change. version: policy version
         of the loaded weights. routes: shape of the routes to record; None records no routes. adapters: room for
         adapters; None accepts none. quantization: kind of the 8-bit weights with whose values the engine computes.
-        Raises ValueError if there is no such model, or the engine cannot run it.
+        bitwise: see `run.bitwise`. Raises ValueError if there is no such model, or the engine cannot run it.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch: got {max_batch}, expected at least 1")
-        self._model: Any = load_model(path, dtype, attention).to(torch.device(device))
+        self._model: Any = load_model(path, dtype, attention, fixed_shapes=bitwise).to(torch.device(device))
         self._recorder = None if routes is None else RouteRecorder(self._model, routes)
         self._device = torch.device(device)
         self._parameters = ParameterSet(self._model, quantization and quantization_of(path, quantization))
         self._layers = None if adapters is None else AdapterLayers(self._model, path, adapters)
         self.adapter: Adapter | None = None
         """The adapter in service; None for the model alone."""
-        self._receiver = receiver
         self.base = BaseAlone(version, EngineStats())
         """The model without its adapter, which answers the requests that name it."""
         super().__init__(receiver, self._check, version)
-        self._max_batch, self._seed = max_batch, seed
+        self._max_batch, self._seed, self._receiver = max_batch, seed, receiver
         text_config = self._model.config.get_text_config()
         model_context: int | None = getattr(text_config, "max_position_embeddings", None)
         limits = (fix_rotary_length(self._model, max_model_len), model_context)

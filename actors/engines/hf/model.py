@@ -26,6 +26,7 @@ from ....codecs.tokens.routes import RouteSpec
 from ....codecs.weights.parameter_digests import ParameterDigest
 from ....codecs.weights.quantization import DTYPES, SUFFIX, Quantization, dequantize, quantize, read_back
 from ..config import Attention
+from .fixed_shapes import use_fixed_shapes
 
 _FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
 # The first name is used since transformers 5.24, the second one before that.
@@ -77,11 +78,14 @@ def refused_attention(attention: Attention, model: str, error: Exception) -> Val
     return ValueError(f"model.attention: got {attention!r}, expected 'auto' or another kind for {model!r} ({reason})")
 
 
-def load_model(path: str, dtype: torch.dtype, attention: Attention = "auto") -> torch.nn.Module:
+def load_model(
+    path: str, dtype: torch.dtype, attention: Attention = "auto", *, fixed_shapes: bool = False
+) -> torch.nn.Module:
     """Load a decoder-only causal LM on the CPU, in eval mode, from a local folder or a hub id.
 
-    attention: as in `ModelConfig`. Raises ValueError with a one-sentence message when there is no such model, when it
-    does not support this kind of attention, or when its `forward` lacks an argument that decoding with a cache needs.
+    attention: as in `ModelConfig`. fixed_shapes: whether the model computes each token in the same way in every batch.
+    Raises ValueError with a one-sentence message when there is no such model, when it does not support this kind of
+    attention, or when its `forward` lacks an argument that decoding with a cache needs.
     """
     folder = Path(path)
     if not folder.is_dir() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
@@ -101,6 +105,8 @@ def load_model(path: str, dtype: torch.dtype, attention: Attention = "auto") -> 
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"model: {path!r} could not be loaded as a causal LM: {reason}") from error
     require_decoder(type(model))
+    if fixed_shapes:
+        use_fixed_shapes(model)
     return model.eval()
 
 

@@ -96,6 +96,7 @@ class VllmEngine:
         schemas: bool = False,
         quantization: Scheme | None = None,
         kv_cache_dtype: str = "auto",
+        bitwise: bool = False,
     ) -> None:
         """Start vLLM on `model`, a local folder or a hub id, which takes 5 to 20 s.
 
@@ -108,8 +109,7 @@ class VllmEngine:
         workers, see `rollout.logprobs`. routes: shape of the model's routes, which vLLM then records; None to record
         none. options: further arguments of AsyncEngineArgs, by name. log: file for the output of vLLM's processes; ""
         for none. adapters: room for adapters; None for none. schemas: whether requests can have JSON schemas.
-        quantization: kind of the 8-bit weights, see `rollout.quantization`; None for weights in `dtype`.
-        kv_cache_dtype: see `rollout.kv_cache_dtype`.
+        quantization: kind of the 8-bit weights; None for weights in `dtype`. kv_cache_dtype, bitwise: see their keys.
 
         Raises ValueError if there is no such model, vLLM cannot run it, an option is wrong or the KV cache is too small
         for one sequence, and RuntimeError with vLLM's own words if its processes do not start.
@@ -119,7 +119,7 @@ class VllmEngine:
             model=model, dtype=dtype, tp=tp, max_num_seqs=max_num_seqs, kv_cache_bytes=kv_cache_bytes,
             gpu_memory_utilization=gpu_memory_utilization, seed=seed, max_model_len=max_model_len, options=options,
             routes=routes is not None, adapters=adapters, schemas=schemas and tokenizer is not None, log=log,
-            quantization=quantization, kv_cache_dtype=kv_cache_dtype,
+            quantization=quantization, kv_cache_dtype=kv_cache_dtype, bitwise=bitwise,
         )  # fmt: skip
         self._routes, settings = routes, _checked(settings, cpu=library.on_cpu())
         self._process = process = VllmProcess(settings, version)

@@ -18,6 +18,7 @@ from ....codecs.weights.quantization import Scheme
 from ...adapters.spec import AdapterSlots
 from ..protocol import EngineDied
 from . import library
+from .bitwise.kernels import invariant_environment
 from .options import arguments
 from .quantized.start_format import EXACT_SCALES, quantization_arguments
 from .start import CANCELLED, CoreLog, engine_environment, exit_code, exit_words, lives, take_standby
@@ -134,6 +135,8 @@ class ProcessSettings:
     """Names in the model's files of modules that are not in 8 bits, with `quantization`."""
     kv_cache_dtype: str = "auto"
     """Number format of the KV cache, as in `rollout.kv_cache_dtype`."""
+    bitwise: bool = False
+    """True if the log-probs of a token must not depend on the other requests of a batch, see `run.bitwise`."""
 
 
 class VllmProcess:
@@ -149,7 +152,8 @@ class VllmProcess:
         self._log = CoreLog(settings.log)
         try:
             most = {} if settings.most_cache_bytes is None else {library.MOST_CACHE: str(settings.most_cache_bytes)}
-            with engine_environment(cpu=cpu, tp=settings.tp, further=most | EXACT_SCALES):
+            further = {**most, **EXACT_SCALES, **(invariant_environment() if settings.bitwise else {})}
+            with engine_environment(cpu=cpu, tp=settings.tp, further=further):
                 self.llm = self._start(settings, cpu)
         except BaseException:
             self._log.close()
@@ -459,7 +463,8 @@ def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs
         "tensor_parallel_size": settings.tp,
         "max_num_seqs": settings.max_num_seqs,
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
-        "enforce_eager": cpu,  # On GPUs vLLM captures CUDA graphs.
+        # On GPUs vLLM captures CUDA graphs. Compiled layers would round differently from a trainer's.
+        "enforce_eager": cpu or settings.bitwise,
         "enable_prefix_caching": True,
         "generation_config": "vllm",  # The model's own defaults would change the sampled distribution.
         "logprobs_mode": "processed_logprobs",

@@ -36,6 +36,7 @@ from ...weight_sync.plan.weight_reads import WeightReads
 from ...weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from . import library
 from .adapter_slots import AdapterStore
+from .bitwise.kernels import normalize_sums_row_by_row
 from .logprobs import SampledLogprobs, Taken
 from .process import BACKEND, LoadReport, PrepareState, VerifyReport
 from .quantized import file_loader  # noqa: F401 - vLLM finds the loader by its name
@@ -45,6 +46,9 @@ from .worker_orders import Order, WorkerLink
 
 TELL_EVERY_S = 0.25
 """Minimum time in seconds between two messages in which a worker reports how many buckets it has received."""
+
+# A standby imports this module before it knows whether its engine will be in the batch-invariant mode.
+normalize_sums_row_by_row()
 
 
 @dataclass

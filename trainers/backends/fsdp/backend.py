@@ -258,7 +258,10 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
             self._switch = add_adapter(model, self._config.trainer.lora)
             self._adapter.expect_matrices(matrix_names(model))
         freeze_weights(model, self._config.trainer.freeze if trained else None, half=self._half)
-        return CausalLM(model, head)
+        built = CausalLM(model, head)
+        if self._config.bitwise is not None:
+            built.compute_as_engine(self._config.bitwise, self._device)
+        return built
 
     def _spread(self, module: CausalLM, source: WeightSource, *, offload: bool) -> CausalLM:
         """Shard `module` over the mesh, read this rank's pieces of its weights from `source`, and return it.

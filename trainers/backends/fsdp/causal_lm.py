@@ -35,7 +35,8 @@ from ..rows.row_layout import RowLayout
 from ..vision.picture_layout import expect_computable, with_pictures
 from ..vision.shared_features import SharedFeatures, encodes_alike
 from ..vocab.candidates import candidate_logprobs, most_likely
-from ..vocab.logprobs import Entropy, VocabShard, token_logprobs
+from ..vocab.logprobs import Entropy, ExactSoftmax, VocabShard, token_logprobs
+from .bitwise.engine_functions import compute_as_engine
 from .fp8_layers import exact, use_fp8
 
 
@@ -76,6 +77,8 @@ class CausalLM(nn.Module):
         """Gets the features of pictures from the rank that runs the vision tower; None if this rank runs it itself."""
         self.fp8: list[nn.Module] = []
         """Linear layers that compute in fp8."""
+        self.engine_softmax: ExactSoftmax | None = None
+        """Functions of log-probs that equal the engine's bit for bit; None for this backend's own."""
 
     def forward(
         self,
@@ -117,6 +120,7 @@ class CausalLM(nn.Module):
             temperature=temperature,
             entropy=entropy,
             allowed=layout.allowed,
+            exact=self.engine_softmax,
         )
         if candidates is None and not top_k:
             return TokenValues(*values)
@@ -125,6 +129,10 @@ class CausalLM(nn.Module):
             return TokenValues(*values, candidate_logprobs(hidden, candidates, to_logits, self.vocab, temperature))
         ids, found = most_likely(hidden, top_k, to_logits, self.vocab, temperature)
         return TokenValues(*values, found, ids)
+
+    def compute_as_engine(self, engine: str, device: torch.device) -> None:
+        """Compute as an engine from now on, see `engine_functions.compute_as_engine`."""
+        self.engine_softmax = compute_as_engine(self.model, engine, device)
 
     def with_pictures(self, layout: RowLayout, micro: MicroBatch, topology: Topology, *, replays: bool) -> RowLayout:
         """Return the layout with the pictures of its rows, see `picture_layout.with_pictures`. topology: the train

@@ -86,7 +86,7 @@ def softmax_sums(
             logits, logits.stride(0), targets, log_totals, picked, picked if entropies is None else entropies, width,
             1.0 / temperature, WITH_ENTROPY=with_entropy, BLOCK=_BLOCK, num_warps=_WARPS,
         )  # fmt: skip
-    return log_totals, picked, entropies
+    return log_totals, picked - log_totals, entropies
 
 
 def softmax_gradient(

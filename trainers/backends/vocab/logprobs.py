@@ -30,6 +30,8 @@ GPU_LOGIT_ELEMENTS = 2**26
 With a lower limit the chunks of a large vocabulary would have too few tokens to keep the GPU's matrix units busy.
 """
 
+Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Function that returns `x @ weight.T`."""
 Entropy = Literal["off", "report", "train"]
 """Ways to compute the entropy: `off` for not at all, `report` for a metric without gradient, `train` for a loss term
 with gradient."""
@@ -58,6 +60,7 @@ def token_logprobs(
     temperature: float = 1.0,
     entropy: Entropy = "off",
     allowed: Allowed | None = None,
+    exact: ExactSoftmax | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-probs of `targets` (float32 `[T]`) and the entropies in nats (float32 `[T]`, or None for "off").
 
@@ -66,8 +69,9 @@ def token_logprobs(
     the group. With a whole vocabulary it may be the weight of an output layer without bias, `[V, H]`, which is faster.
     `vocab` is the size of the vocabulary, or this rank's shard when the vocabulary is split over ranks. Logits are
     divided by `temperature`. With `allowed`, log-probs and entropies are those of the distribution over each token's
-    set alone. Collective over the group, and in the backward pass, too, when there is more than one chunk. Raises
-    ValueError for a set with a token outside the vocabulary.
+    set alone. With `exact`, which needs the weight of an output layer, log-probs are computed by its functions.
+    Collective over the group, and in the backward pass, too, when there is more than one chunk. Raises ValueError for a
+    set with a token outside the vocabulary.
     """
     width = vocab if isinstance(vocab, int) else vocab.width
     shard = None if isinstance(vocab, int) else vocab
@@ -78,9 +82,10 @@ def token_logprobs(
     if isinstance(head, torch.Tensor):
         assert shard is None, "the logits of a shard need communication"
         rows *= 4 // head.dtype.itemsize
-        values = _WholeSoftmax.apply(hidden, head, targets, temperature, entropy, rows, allowed)
+        values = _WholeSoftmax.apply(hidden, head, targets, temperature, entropy, rows, allowed, exact)
         assert isinstance(values, tuple)
         return values
+    assert exact is None, "the layer of exact log-probs has no bias and is not split"
     if len(hidden) <= rows:
         return _chunk(hidden, targets, head, shard, temperature, entropy, allowed)
     parts = [
@@ -116,6 +121,30 @@ def _chunk(
         return logprobs, -(every.exp() * every).sum(-1)
 
 
+@dataclass(frozen=True, slots=True)
+class ExactSoftmax:
+    """Computes log-probs with the functions of an engine, and their gradients as always."""
+
+    linear: Linear
+    token_logprobs: Callable[[torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+    """Function of logits `[t, V]`, tokens (int64 `[t]`) and the temperature that returns the tokens' log-probs and
+    their logits divided by the temperature, float32 `[t]`. It may overwrite the logits."""
+
+    def softmax_sums(
+        self, logits: torch.Tensor, targets: torch.Tensor, temperature: float, *, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Do what the function `softmax_sums` does."""
+        entropies = None
+        if with_entropy:
+            _, _, entropies = _kernels(logits).softmax_sums(logits, targets, temperature, with_entropy=True)
+        logprobs, picked = self.token_logprobs(logits, targets, temperature)
+        return picked - logprobs, logprobs, entropies
+
+    def softmax_gradient(self, logits: torch.Tensor, *given: Any) -> torch.Tensor:
+        """Do what the function `softmax_gradient` does."""
+        return _kernels(logits).softmax_gradient(logits, *given)
+
+
 class _WholeSoftmax(torch.autograd.Function):
     """Computes log-probs and entropies from hidden states and the weight of the output layer, chunk by chunk.
 
@@ -126,27 +155,27 @@ class _WholeSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float,
-        entropy: Entropy, rows: int, allowed: Allowed | None,
+        entropy: Entropy, rows: int, allowed: Allowed | None, exact: ExactSoftmax | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        kernels = _kernels(hidden)
+        kernels, linear = _functions(hidden, exact)
         parts = [
-            kernels.softmax_sums(_logits(h, weight, a), t, temperature, with_entropy=entropy != "off")
+            kernels.softmax_sums(_logits(linear, h, weight, a), t, temperature, with_entropy=entropy != "off")
             for h, t, a in zip(
                 hidden.split(rows), targets.split(rows), parts_of(allowed, len(hidden), rows), strict=True
             )
         ]
-        log_totals, picked = (torch.cat([part[index] for part in parts]) for index in (0, 1))
+        log_totals, logprobs = (torch.cat([part[index] for part in parts]) for index in (0, 1))
         entropies = None if entropy == "off" else torch.cat([part[2] for part in parts])
         ctx.save_for_backward(hidden, weight, targets, log_totals, entropies)
-        ctx.temperature, ctx.rows, ctx.allowed = temperature, rows, allowed
+        ctx.temperature, ctx.rows, ctx.allowed, ctx.exact = temperature, rows, allowed, exact
         if entropy == "report":
             ctx.mark_non_differentiable(entropies)
-        return picked - log_totals, entropies
+        return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, log_totals, entropies = ctx.saved_tensors
-        kernels = _kernels(hidden)
+        kernels, linear = _functions(hidden, ctx.exact)
         of_logprobs = torch.zeros_like(log_totals) if grads[0] is None else grads[0].contiguous()
         of_entropies = None if grads[1] is None else grads[1].contiguous()
         of_hidden = torch.empty_like(hidden)
@@ -155,7 +184,7 @@ class _WholeSoftmax(torch.autograd.Function):
             part = slice(start, start + ctx.rows)
             sets = None if ctx.allowed is None else ctx.allowed.part(start, start + ctx.rows)
             of_logits = kernels.softmax_gradient(
-                _logits(hidden[part], weight, sets), targets[part], ctx.temperature, log_totals[part],
+                _logits(linear, hidden[part], weight, sets), targets[part], ctx.temperature, log_totals[part],
                 of_logprobs[part],
                 None if of_entropies is None else entropies[part],
                 None if of_entropies is None else of_entropies[part],
@@ -163,17 +192,23 @@ class _WholeSoftmax(torch.autograd.Function):
             torch.mm(of_logits, weight, out=of_hidden[part])
             if of_weight is not None:
                 of_weight += of_logits.t() @ hidden[part]
-        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), *[None] * 5
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), *[None] * 6
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, allowed: Allowed | None) -> torch.Tensor:
-    logits = F.linear(hidden, weight)
+def _logits(linear: Linear, hidden: torch.Tensor, weight: torch.Tensor, allowed: Allowed | None) -> torch.Tensor:
+    logits = linear(hidden, weight)
     return logits if allowed is None else logits.masked_fill_(allowed.outside(logits), OUTSIDE)
 
 
+def _functions(hidden: torch.Tensor, exact: ExactSoftmax | None = None) -> tuple[Any, Linear]:
+    """Return what has `softmax_sums` and `softmax_gradient` for tensors like `hidden`, and the product with the weight.
+    It is `exact`, or the module `kernels` (Triton) on a GPU, else this module."""
+    if exact is not None:
+        return exact, exact.linear
+    return _kernels(hidden), F.linear
+
+
 def _kernels(hidden: torch.Tensor) -> Any:
-    """Return the module with `softmax_sums` and `softmax_gradient` for tensors like `hidden`. The module is `kernels`
-    (Triton) on a GPU, else this module."""
     if hidden.is_cuda:
         from . import kernels
 
@@ -184,13 +219,13 @@ def _kernels(hidden: torch.Tensor) -> Any:
 def softmax_sums(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return log-sum-exp of all logits, the logits of `targets` (int64 `[t]`), and entropies in nats, float32 `[t]`.
+    """Return log-sum-exp of all logits, the log-probs of `targets` (int64 `[t]`), and entropies in nats, float32 `[t]`.
     Entropies are None unless `with_entropy`. `logits` `[t, V]` are divided by `temperature` first."""
     z = logits.float() if temperature == 1.0 else logits.float() / temperature
     log_totals = torch.logsumexp(z, -1)
     every = z - log_totals[:, None]
     entropies = -(every.exp() * every).sum(-1) if with_entropy else None
-    return log_totals, z.gather(-1, targets[:, None])[:, 0], entropies
+    return log_totals, z.gather(-1, targets[:, None])[:, 0] - log_totals, entropies
 
 
 def softmax_gradient(

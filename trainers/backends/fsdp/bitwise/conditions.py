@@ -1,0 +1,115 @@
+"""Checks whether log-probs of trainer and engine can be equal bit for bit with a configuration and a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .....actors.engines.config import ModelConfig
+from .....actors.rollout.config import RolloutConfig
+from ....errors import UserError
+from ...config import TrainerConfig
+
+FAMILY = "qwen3"
+"""Type of the models whose layers are written as engines compute them."""
+HEAD = 128
+"""Width of the heads with which vLLM's attention does not depend on the batch. With 64, FlashAttention 3 computes a
+single query in another way than several."""
+_OPTIONS = (
+    "attention_backend", "attention_config", "compilation_config", "dtype", "enable_dbo", "enforce_eager",
+    "kv_cache_dtype", "quantization", "speculative_config",
+)  # fmt: skip
+"""Arguments of vLLM with which it computes other numbers."""
+
+
+def bitwise_problems(
+    rollout: RolloutConfig,
+    trainer: TrainerConfig,
+    model: ModelConfig,
+    *,
+    on: bool,
+    threads: int | None,
+    window: int,
+    pooled: bool,
+) -> Iterator[str]:
+    """Yield one sentence for each key that does not fit `run.bitwise`, whose value is `on`.
+
+    threads: value of `resources.threads`. window: largest number of versions by which a row can be older than the
+    policy. pooled: whether the run is on a pool.
+    """
+    if not on:
+        return
+    half = trainer.mixed_precision
+    wanted: dict[str, tuple[Any, bool, str]] = {
+        "rollout.engine": (rollout.engine, rollout.engine in ("hf", "vllm"), "'hf' on CPUs or 'vllm' on GPUs"),
+        "rollout.tp": (rollout.tp, rollout.tp == 1, "1"),
+        "rollout.quantization": (rollout.quantization, rollout.quantization == "none", "'none'"),
+        "rollout.kv_cache_dtype": (rollout.kv_cache_dtype, rollout.kv_cache_dtype == "auto", "'auto'"),
+        "trainer.backend": (trainer.backend, trainer.backend == "fsdp", "'fsdp'"),
+        "trainer.lora.rank": (trainer.lora.rank, not trainer.lora.rank, "0"),
+        "trainer.fp8": (trainer.fp8, trainer.fp8 == "none", "'none'"),
+        "trainer.compile": (trainer.compile, not trainer.compile, "false"),
+        "trainer.head": (trainer.head, trainer.head != "full", "'auto' or 'selected'"),
+        "model.attention": (model.attention, model.attention == "auto", "'auto'"),
+        "model.adapter": (model.adapter, model.adapter is None, "none"),
+    }
+    sizes = {f"trainer.{name}": getattr(trainer, name) for name in ("tp", "cp", "pp", "ep")}
+    wanted |= {key: (size, size == 1, "1") for key, size in sizes.items()}
+    if rollout.engine == "vllm":
+        wanted["trainer.mixed_precision"] = (half, half, "true with rollout.engine='vllm'")
+        wanted["trainer.packing"] = (trainer.packing, trainer.packing in ("auto", "packed"), "'auto' or 'packed'")
+        wanted["model.dtype"] = (model.dtype, model.dtype != "float32", "'auto' or 'bfloat16'")
+    elif rollout.engine == "hf":
+        dtype = "bfloat16" if half else "float32"
+        same = model.dtype == dtype or (model.dtype == "auto" and not half)
+        wanted["model.dtype"] = (model.dtype, same, f"{dtype!r}, as the trainer computes")
+        wanted["resources.threads"] = (threads, threads == 1, "1, because threads divide sums at other places")
+    wanted |= {f"rollout.vllm.{one}": (rollout.vllm[one], False, "it unset") for one in _OPTIONS if one in rollout.vllm}
+    for key, (got, fits, expected) in wanted.items():
+        if not fits:
+            shown = str(got).lower() if isinstance(got, bool) else repr(got)
+            yield f"{key}: got {shown} with run.bitwise=true, expected {expected}"
+    if rollout.masked or rollout.cuts:
+        cuts = f"{rollout.top_p:g}, rollout.top_k={rollout.top_k}, rollout.min_p={rollout.min_p:g}"
+        yield f"rollout.top_p: got {cuts} with run.bitwise=true, expected sampling from all tokens"
+    if window:
+        yield (
+            "algorithm.mode: got one that trains on rows of older policies with run.bitwise=true, expected 'sync', or "
+            "'streaming' with algorithm.max_staleness=0"
+        )
+    if pooled:
+        yield "pool.address: got one with run.bitwise=true, expected none"
+
+
+def check_family(model: Any, engine: str) -> None:
+    """Raise ValueError if the layers of a model cannot compute as those of an engine.
+
+    engine: value of `rollout.engine`. model: the model's config, or an object with the content of its config.json;
+    empty if it is not known.
+    """
+    kind, rotary = getattr(model, "model_type", None), getattr(model, "rope_parameters", None) or {}
+    if kind not in (None, FAMILY):
+        raise ValueError(f"run.bitwise: got true with a model of type {kind!r}, expected a model of type {FAMILY!r}")
+    if rotary.get("rope_type", "default") != "default":
+        raise ValueError(
+            f"run.bitwise: got true with a model whose rope_type is {rotary['rope_type']!r}, expected 'default'"
+        )
+    for name in ("attention_bias", "use_sliding_window"):
+        if getattr(model, name, False):
+            raise ValueError(f"run.bitwise: got true with a model whose {name} is true, expected false")
+    width = getattr(model, "head_dim", HEAD)
+    if engine == "vllm" and width != HEAD:
+        raise ValueError(
+            f"run.bitwise: got true with rollout.engine='vllm' and a model whose head_dim is {width}, expected {HEAD}, "
+            "because vLLM's attention depends on the batch with others"
+        )
+
+
+def expect_equal(step: int, metrics: Mapping[str, float]) -> None:
+    """Raise UserError if a log-prob of a step differs from the engine's. metrics: those of the step."""
+    largest = metrics.get("logprob/mismatch_max", 0.0)
+    if largest != 0.0:  # A NaN is not 0.
+        raise UserError(
+            f"logprob/mismatch_max: got {largest:g} in step {step} with run.bitwise=true, expected 0: a log-prob of "
+            "the train workers is not that of the engine"
+        )
