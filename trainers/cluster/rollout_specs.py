@@ -141,7 +141,7 @@ def fingerprint(config: Config) -> str:
     if config.model.dtype == "auto":
         model["dtype"] = "float32"  # This was the default when the first journals were written.
     sampled = asdict(sampling(rollout, n=config.algorithm.group_size, seed=seed))
-    for varies_by_request in ("routes_from", "continues", "adapter", "schema", "pictures"):
+    for varies_by_request in ("routes_from", "continues", "adapter", "schema", "pictures", "own_places"):
         del sampled[varies_by_request]
     for later in ("min_p", "mask_limit"):
         if not sampled[later]:
@@ -171,6 +171,8 @@ def fingerprint(config: Config) -> str:
         decisive["teacher_sources"] = config.distillation.sources
     if config.sync.keeps_old_kv:
         decisive["keeps_old_kv"] = True
+    if config.run.bitwise:  # Groups of other runs have other log-probs, which would end this one.
+        decisive["bitwise"] = True
     return json.dumps(decisive, sort_keys=True, default=str)
 
 

@@ -11,6 +11,7 @@ import torch
 from headrace.tests.trainers.config.refusals import only_problem
 from headrace.trainers.backends.fsdp.bitwise.conditions import check_family, expect_equal
 from headrace.trainers.backends.fsdp.bitwise.engine_functions import compute_as_engine
+from headrace.trainers.cluster.rollout_specs import fingerprint
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 
@@ -58,6 +59,11 @@ def test_workers_on_cpus_have_one_thread() -> None:
     assert build_config({"run": {"bitwise": True}}).resources.threads == 1
     assert build_config({"run": {"bitwise": True}, **VLLM}).resources.threads is None
     assert build_config({}).resources.threads is None
+
+
+def test_groups_of_other_runs_are_not_taken_up() -> None:
+    """Their log-probs are those of an engine that computes other numbers."""
+    assert fingerprint(build_config({"run": {"bitwise": True}})) != fingerprint(build_config({}))
 
 
 @pytest.mark.parametrize(
