@@ -1,8 +1,8 @@
 """Finds the pictures of a prompt in the values of a data set, and reads their bytes where they are preprocessed.
 
-A picture is a path, bytes, a PIL image, a mapping with `bytes` or `path` as the library datasets stores it, a data URI
-or, if that is allowed, a URL. Only the pictures of a data set's first row are read before their prompt is about to be
-rolled out, as a check of their folder.
+A picture is a path, bytes, a PIL image, an array of pixels, a mapping with `bytes` or `path` as the library datasets
+stores it, a data URI or, if that is allowed, a URL. Only the pictures of a data set's first row are read before their
+prompt is about to be rolled out, as a check of their folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_BYTES = 256 << 20
 """Largest number of bytes of an encoded picture."""
 FETCH_S = 30.0
 """Longest time in seconds in which a picture must be fetched."""
-_EXPECTED = "expected a path, bytes, a PIL image, a mapping with `bytes` or `path`, or a data URI"
+_EXPECTED = "expected a path, bytes, a PIL image, an array of pixels, a mapping with `bytes` or `path`, or a data URI"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def picture_of(value: Any, place: str, *, folder: Path | None, allow_urls: bool)
         return picture_of(path if data is None else data, place, folder=folder, allow_urls=allow_urls)
     if isinstance(value, bytes | bytearray | memoryview) and len(value):
         return Picture(place, data=bytes(value))
-    if hasattr(value, "save") and hasattr(value, "getexif"):
+    if isinstance(value, np.ndarray) or (hasattr(value, "save") and hasattr(value, "getexif")):
         return Picture(place, data=_encoded(value, place))
     if isinstance(value, Path):
         value = str(value)
@@ -145,18 +145,21 @@ def picture_of(value: Any, place: str, *, folder: Path | None, allow_urls: bool)
         return Picture(place, address=value)
     path = value.removeprefix("file://").removeprefix("file:")
     if folder is None or "://" in path:
-        expected = "bytes, a PIL image or a data URI" if folder is None else "a data URI or a path"
+        expected = "bytes, a PIL image, an array of pixels or a data URI" if folder is None else "a data URI or a path"
         raise BadPicture(f"{place}: got {value!r:.80}, expected {expected}")
     return Picture(place, address=str(folder / os.path.expanduser(path)))
 
 
 def _encoded(image: Any, place: str) -> bytes:
-    """Return a PIL image as a file without loss. Raises BadPicture, naming the place, if that fails."""
-    target = io.BytesIO()
+    """Return a PIL image or an array as a file without loss. Raises BadPicture, naming the place, if that fails."""
+    import PIL.Image  # It is installed where pictures are enabled.
+
+    target, kind = io.BytesIO(), "array" if isinstance(image, np.ndarray) else "PIL image"
     try:
+        image = PIL.Image.fromarray(image) if isinstance(image, np.ndarray) else image
         upright_rgb(image).save(target, format="PNG", compress_level=1)
     except Exception as error:  # A PIL image can be a damaged file that is decoded only now.
-        raise BadPicture(f"{place}: the PIL image cannot be read: {error}") from error
+        raise BadPicture(f"{place}: the {kind} cannot be read: {error}") from error
     return target.getvalue()
 
 
@@ -181,7 +184,9 @@ def _data_of(uri: str, place: str) -> bytes:
     if not comma or not kind.startswith("image/"):
         raise BadPicture(f"{place}: got a data URI that begins with {uri[:40]!r}, expected `data:image/...;base64,...`")
     try:
-        data = base64.b64decode(body, validate=True) if "base64" in options else unquote_to_bytes(body)
+        data = unquote_to_bytes(body)
+        if "base64" in options:  # Some encoders break lines.
+            data = base64.b64decode(b"".join(data.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise BadPicture(f"{place}: the base64 text of the data URI is damaged: {error}") from None
     if not data:

@@ -142,7 +142,7 @@ def test_pictures_that_cannot_be_shown_fail_the_episode(vision_folder: str, visi
     image = {"type": "image"}
     for parts, expected in (
         ([image, image], "the messages have 2 parts of type image without a picture, but the prompt has 1 picture,"),
-        ([{**image, "image": "/etc/hostname"}], "picture 0: got '/etc/hostname', expected bytes, a PIL image or a"),
+        ([{**image, "image": "/etc/hostname"}], "picture 0: got '/etc/hostname', expected bytes, a PIL image, an a"),
         ([{**image, "image": "http://x"}], "picture 0: got the URL 'http://x', expected none"),
         ([{"type": "video"}], "got a part of type 'video', expected text and pictures"),
         ([{"type": "text", "text": PAD}, {**image, "image": draw(50, 50)}], "the text has 2 placeholders"),

@@ -13,6 +13,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import PIL.Image
 import pytest
 
@@ -39,7 +40,9 @@ def test_every_form_has_the_same_bytes(tmp_path: Path) -> None:
     forms += [f"file://{tmp_path}/a.png", f"file:{tmp_path}/a.png", {"bytes": None, "path": "a.png"}]
     assert [read(form, tmp_path) for form in forms] == [PNG] * 9
     from_pil = read(draw(20, 30))
-    assert from_pil[:4] == b"\x89PNG" and from_pil == read(draw(20, 30))
+    assert from_pil[:4] == b"\x89PNG" and from_pil == read(draw(20, 30)) == read(np.asarray(draw(20, 30)))
+    wrapped = base64.encodebytes(PNG).decode().replace("+", "%2B")  # As some encoders and web forms write it.
+    assert read(f"data:image/png;base64,{wrapped}") == PNG
 
 
 def test_pil_images_are_read_as_their_files_are() -> None:
@@ -58,6 +61,7 @@ def test_pil_images_are_read_as_their_files_are() -> None:
     ("value", "message"),
     [
         (PIL.Image.new("F", (4, 4), 0.5), "p: the PIL image cannot be read: it has mode 'F', whose numbers have no la"),
+        (np.zeros((3, 20, 30)), "p: the array cannot be read: "),
         (PIL.Image.open(io.BytesIO(PNG[:60])), "p: the PIL image cannot be read: image file is truncated"),
         ("~nobody-has-this-name/a.png", "p: '.*/~nobody-has-this-name/a.png' cannot be read: No such file"),
         (None, "p: got None, expected a path, bytes, a PIL image"),
@@ -133,7 +137,7 @@ def test_values_that_are_not_of_the_data_set_name_no_files(tmp_path: Path) -> No
     (tmp_path / "a.png").write_bytes(PNG)
     assert read(URI) == PNG
     for value in (str(tmp_path / "a.png"), f"file://{tmp_path}/a.png"):
-        with pytest.raises(BadPicture, match="expected bytes, a PIL image or a data URI$"):
+        with pytest.raises(BadPicture, match="expected bytes, a PIL image, an array of pixels or a data URI$"):
             read(value)
 
 
