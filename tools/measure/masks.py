@@ -23,7 +23,7 @@ MOST = 1.2
 ROWS = (
     "logprob/mismatch_kl", "logprob/mismatch_mean", "logprob/mismatch_max", "logprob/ratio_error", "train/entropy",
     "train/sampled_entropy", "train/grad_norm", "masks/ids_per_token", "masks/bytes_per_token", "masks/cut_share",
-    "rollout/tokens_per_s", "time/step_s",
+    "masks/single_share", "rollout/tokens_per_s", "time/step_s",
 )  # fmt: skip
 """Metrics of the table, each with its median over the steps."""
 
