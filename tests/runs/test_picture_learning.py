@@ -65,7 +65,7 @@ def test_it_learns_to_count_what_it_sees(tmp_path: Path, monkeypatch: pytest.Mon
     rises = {}
     for kind in ("seeing", "blind", "lora"):
         prepare(tmp_path / kind, monkeypatch, 300, *(["--blind"] if kind == "blind" else []))
-        adapter = ["trainer.lora.rank=8"] if kind == "lora" else []
+        adapter = ["trainer.lora.rank=16", "trainer.lora.lr_factor=4"] if kind == "lora" else []
         lines = train(tmp_path / kind, "run.seed=1", "validation.every=60", *adapter)
         first, last = [line["val/exact_match"] for line in lines if "val/exact_match" in line]
         error = math.sqrt((first * (1 - first) + last * (1 - last)) / 200)

@@ -160,7 +160,8 @@ def test_ranks_that_get_features_read_no_pixels(policy: FetchPolicy, tmp_path: P
         leader, sibling = run_on(passes_of_shared_features, 2, tmp_path / "ranks", step)
         client.close()
     assert leader["pixels"][2] == leader["features"][2] == sibling["features"][2] != []
-    pixels = sum(4 * 3 * 2 * width for grid, _, _ in leader["pixels"][2] for width in grid)
+    # A picture to which no row refers is read once for all microbatches without pictures, and not counted here.
+    pixels = sum(4 * 3 * 2 * width for grid, _, index in leader["pixels"][2] for width in grid if index)
     assert pixels > 0 and leader["features"][0] == leader["pixels"][0], "the leader reads what it read before"
     if policy == "leader":
         assert sibling["features"][0] == 0
