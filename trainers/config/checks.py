@@ -27,6 +27,8 @@ from .staleness import Overlap
 from .store_demand import StoreDemand
 from .supervised_runs import supervised_problems, warmup_problems
 
+VLLM_TEMPERATURE = 2.0
+"""Highest temperature that vLLM takes."""
 WHOLE_STEP_ADVANTAGES = ("gdpo", "reinforce_pp")
 """Values of `advantage.kind` that need all rows of a step at once. Their estimators set `whole_step`."""
 
@@ -148,6 +150,7 @@ def meaning_problems(config: Config) -> Iterator[str]:
     )
     yield from teacher_problems(config.distillation, rollout, config.trainer, pooled=config.pool.address is not None)
     yield from evaluation_problems(config.evaluation, config.reward, config.run)
+    yield from _temperature_problems(rollout, config.validation, config.evaluation)
     yield from optimizer_problems(config.trainer)
     if config.trainer.backend == "scripted" and rollout.engine != "scripted":
         yield (
@@ -312,6 +315,19 @@ def evaluation_problems(sets: Mapping[str, EvaluationConfig], reward: RewardConf
             )
         if one.every and run.replay is not None:
             yield f"{key}.every: got {one.every} with run.replay set, expected 0, because a replay has no engine"
+
+
+def _temperature_problems(
+    rollout: RolloutConfig, validation: ValidationConfig, sets: Mapping[str, EvaluationConfig]
+) -> Iterator[str]:
+    """Yield one sentence for each temperature that vLLM refuses."""
+    sections = {"rollout": rollout, "validation": validation, **{f"evaluation.{key}": one for key, one in sets.items()}}
+    for key, one in sections.items():
+        if rollout.engine == "vllm" and one.temperature > VLLM_TEMPERATURE:
+            yield (
+                f"{key}.temperature: got {one.temperature:g} with rollout.engine='vllm', expected at most "
+                f"{VLLM_TEMPERATURE:g}, which is vLLM's limit"
+            )
 
 
 def admission_problems(algorithm: AlgorithmConfig, run: RunConfig, environment: EnvironmentConfig) -> Iterator[str]:

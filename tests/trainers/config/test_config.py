@@ -425,6 +425,15 @@ def test_sampling_that_masks_cannot_replay_is_refused(
     assert any(one.startswith(sentence) for one in problems), problems
 
 
+def test_temperatures_above_the_limit_of_vllm_are_refused(tmp_path: Path) -> None:
+    text = 'evaluation: {a: {data: {source: "task:arithmetic"}, num_prompts: 2, temperature: 2.5}}'
+    assert load(tmp_path, text).evaluation["a"].temperature == 2.5
+    given = ("rollout.engine=vllm", "rollout.temperature=4", "validation.temperature=3")
+    problems = "\n".join(file_problems(tmp_path, text, *given))
+    for key, got in (("rollout", "4"), ("validation", "3"), ("evaluation.a", "2.5")):
+        assert f"{key}.temperature: got {got} with rollout.engine='vllm', expected at most 2, which" in problems
+
+
 def test_requests_that_say_how_they_are_sampled_need_masks(tmp_path: Path) -> None:
     text = "rollout: {engine: hf, endpoint: {enabled: true, sampling: request}}\nenvironment: {kind: tool_use}"
     config = load(tmp_path, text)
