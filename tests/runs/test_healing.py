@@ -17,6 +17,7 @@ from headrace.tests.waiting import wait_until
 pytestmark = pytest.mark.processes
 
 STEPS = 30
+INT8 = ("rollout.quantization=int8", "sync.verify=full", "sync.delta=true")
 
 
 def kill(run_dir: Path, name: str) -> None:
@@ -53,7 +54,14 @@ def test_a_killed_rollout_actor_is_replaced(tmp_path: Path, mode: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_killed_engine_is_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param((), id="hf"),
+        pytest.param(INT8, id="hf in int8"),
+    ],
+)
+def test_a_killed_engine_is_replaced(tmp_path: Path, engine: tuple[str, ...]) -> None:
     run_dir = tmp_path / "run"
     process = runs.start(
         run_dir,
@@ -62,11 +70,14 @@ def test_a_killed_engine_is_replaced(tmp_path: Path) -> None:
         "rollout.num_engines=2",
         f"algorithm.steps={STEPS}",
         "validation.every=0",
+        *engine,
     )
     runs.wait_for_step(run_dir, 2, process)
     kill(run_dir, "engine 1")
     runs.succeed(process)
     steps = runs.steps_of(run_dir)
+    compared = {step["sync/verified_params"] / step["sync/engines"] for step in steps}
+    assert not engine or (len(compared) == 1 and min(compared) > 35), "the new engine, too, is compared as a whole"
     assert len(steps) == STEPS and steps[-1]["rollout/actors_replaced"] == 1
     assert min(step["sync/engines"] for step in steps) <= 2 and steps[-1]["sync/engines"] == 2
     assert all(step["rollout/failed_rows"] == 0 for step in steps), "its requests went to the other"

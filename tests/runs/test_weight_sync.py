@@ -194,9 +194,11 @@ def test_every_engine_has_the_trainers_weights_after_every_sync(tmp_path: Path, 
 
 
 @pytest.mark.timeout(300)
-def test_a_subset_is_synced_and_the_others_catch_up_without_the_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["none", pytest.param("int8", marks=pytest.mark.slow)])
+def test_a_subset_is_synced_and_the_others_catch_up_without_the_trainer(tmp_path: Path, quantization: str) -> None:
     folder = runs.model_folder(tmp_path / "model", "tied")
-    overrides = (*HF, "rollout.num_engines=2", "sync.transport=ipc", "sync.verify=full")
+    overrides = (*HF, "rollout.num_engines=2", "sync.transport=ipc", "sync.verify=full",
+                 f"rollout.quantization={quantization}")  # fmt: skip
     state = State()
     with runs.run(tmp_path / "run", folder, *overrides) as run:
         runs.step(run, state)
@@ -207,7 +209,8 @@ def test_a_subset_is_synced_and_the_others_catch_up_without_the_trainer(tmp_path
         report = run.weights.sync(state.version, [first])
         assert (report.engines, report.left_out) == (1, 1)
         num_weights = report.verified
-        assert num_weights == len(old.state_dict()) - 1, "the tied one is sent under one of its names"
+        scales = 0 if quantization == "none" else len(quantization_of(str(folder), "int8").names)
+        assert num_weights == len(old.state_dict()) - 1 + scales, "the tied one is sent under one of its names"
         assert (first.version, second.version) == (2, 1)
         assert runs.difference(old, runs.engine_logprobs(second, "old")) < 1e-3, "the one set aside still serves 1"
         run.weights.catch_up(second)
