@@ -97,6 +97,7 @@ def test_selective_keeps_matrix_products_and_computes_norms_again(tmp_path: Path
         pytest.param({"mixed_precision": True}, id="half"),
         pytest.param({}, id="exact", marks=pytest.mark.slow),
         pytest.param({"recompute": "full"}, id="full", marks=pytest.mark.slow),
+        pytest.param({"recompute": "full", "fp8": "rowwise"}, id="fp8", marks=pytest.mark.slow),
     ],
 )
 def test_compiled_layers_change_no_gradient(tmp_path: Path, changes: dict[str, Any], eager_compiler: list[Any]) -> None:
