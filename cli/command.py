@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable, Sequence
 
@@ -36,6 +37,8 @@ _REQUIRED = {
     *("prometheus_client", "psutil", "safetensors"),
 }
 """Modules of the packages that an installation brings, unless it was made with `pip install --no-deps`."""
+_NOISY = ("torchao", "torch.utils._pytree")
+"""Loggers that warn wherever torchao is installed: of its CUDA libraries on machines without a GPU, and of its enums."""
 _INSTALL = "run headrace doctor --constraints cpu > cpu.txt and pip install -c cpu.txt headrace, or take the set gpu"
 
 
@@ -45,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(sys.argv[1:] if argv is None else argv)
     except SystemExit as stop:  # argparse exits with 0 after --help and --version, and with 2 after a mistake.
         return stop.code if isinstance(stop.code, int) else MISTAKE
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
     return ended(lambda: arguments.command(arguments))
 
 
