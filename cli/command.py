@@ -38,7 +38,7 @@ _REQUIRED = {
 }
 """Modules of the packages that an installation brings, unless it was made with `pip install --no-deps`."""
 _NOISY = ("torchao", "torch.utils._pytree")
-"""Loggers that warn wherever torchao is installed: of its CUDA libraries on machines without a GPU, and of its enums."""
+"""Loggers that warn wherever torchao is installed, of CUDA libraries that a machine without a GPU lacks."""
 _INSTALL = "run headrace doctor --constraints cpu > cpu.txt and pip install -c cpu.txt headrace, or take the set gpu"
 
 
