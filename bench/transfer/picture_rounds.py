@@ -73,7 +73,8 @@ def measure_pictures(
     names += [RAY] if "ray" in baselines else []
     names += RAW if "tcp" in baselines else []
     cases: list[PictureCase] = []
-    apart = [name for name in names if _is_per_row(name)] if spec.row_bytes > TOGETHER_BYTES else []
+    large = spec.row_bytes > TOGETHER_BYTES  # Ray keeps what its readers have read in memory.
+    apart = [name for name in names if large and (_is_per_row(name) or name == RAY)]
     for together in [[name for name in names if name not in apart], *([name] for name in apart)]:
         cases += _measure(pool, spec, together, repeats, in_process, tell)
     once = spec.prompts * spec.picture_bytes + call(pool, PRODUCER, "text_bytes", spec)
@@ -123,7 +124,7 @@ def _measure(
     with ExitStack() as stack:
         queue: list[Any] = []
         cases = [PictureCase(name, _opened(stack, pool, name, spec, queue, in_process)) for name in names]
-        stack.callback(lambda: pool.gather([pool.start(name, "leave") for name in pool.names]))
+        stack.callback(_leave, pool)
         for case in cases:
             tell(f"{VLM}/{case.name}: warm-up and verification")
             _attempt(pool, case, cases, lambda case=case: _first(pool, case, spec))
@@ -132,6 +133,14 @@ def _measure(
             for case in cases:
                 _attempt(pool, case, cases, lambda case=case: _step(pool, case, spec, verify=False))
     return cases
+
+
+def _leave(pool: ProcessPool) -> None:
+    """Close the endpoints of all processes. Processes of which one was lost are replaced."""
+    try:
+        pool.gather([pool.start(name, "leave") for name in pool.names])
+    except ProcessLost:
+        pool.restart()
 
 
 def _opened(
