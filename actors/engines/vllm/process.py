@@ -474,6 +474,8 @@ def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs
         "worker_extension_cls": WORKER,
         "weight_transfer_config": library.WeightTransferConfig(backend=BACKEND),
     }
+    if "mm_device_do_normalize" in library.AsyncEngineArgs.__dataclass_fields__:  # That of vLLM 0.32 is true.
+        given["mm_device_do_normalize"] = False  # Pictures come normalised, and vLLM would do it again.
     if settings.kv_cache_dtype != "auto":
         given["kv_cache_dtype"] = settings.kv_cache_dtype
     if settings.routes:

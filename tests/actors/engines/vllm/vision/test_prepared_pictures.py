@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from headrace.actors.engines.protocol import Completion, CutOff, SamplingParams
 from headrace.codecs.weights.parameter_digests import DigestTaker
@@ -45,6 +46,8 @@ def save_model(folder: Path, name: str) -> str:
     text: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     if "rope_parameters" in (made := MODELS[name]["text_config"]):
         text["rope_parameters"] = {**made["rope_parameters"], "mrope_section": [4, 6, 6]}
+    # With the file of an image processor, which all real models have, vLLM would normalise pixels a second time.
+    Qwen2VLImageProcessorPil().save_pretrained(folder)
     return save_vlm(folder, name, twins=True, **text)
 
 
