@@ -427,12 +427,14 @@ def in_place_hindrance(model: torch.nn.Module) -> str:
 def plain_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return, by name, the parameters that no kernel repacks.
 
-    Their modules have no quantisation method, or one that leaves them as the loader made them, such as embeddings.
+    Their modules have no quantisation method, or one that leaves them as the loader made them, such as embeddings on
+    GPUs. Kernels of CPUs multiply with a copy (`cpu_linear`).
     """
     found: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        kept = method is None or (_is_plain(method) and not _changed_layout(module))
+        plain = _is_plain(method) and not _changed_layout(module) and not hasattr(module, "cpu_linear")
+        kept = method is None or plain
         if kept and not hasattr(module, "process_weights_after_loading"):
             for name, parameter in module.named_parameters(recurse=False):
                 found[f"{prefix}.{name}" if prefix else name] = parameter
