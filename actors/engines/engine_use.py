@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
+from ...codecs.counts import Counts
 from .protocol import EngineStats, ServingEngine
 from .router import Router
 
 
 @dataclass(frozen=True, slots=True)
-class EngineUse:
+class EngineUse(Counts):
     """Use of one engine between two reports of a rollout actor. Reports of several actors about the same engine can be
     added, because only ratios of the sums are used."""
 
@@ -29,13 +30,9 @@ class EngineUse:
     accepted_tokens: int = 0
     """Number of drafted tokens that were accepted."""
 
-    def __add__(self, other: EngineUse) -> EngineUse:
-        return EngineUse(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
-
     def since(self, before: EngineUse, seconds: float) -> EngineUse:
         """Return the use after `before`, an earlier use of the same engine, in `seconds`."""
-        used = (new - old for new, old in zip(astuple(self), astuple(before), strict=True))
-        return replace(EngineUse(*used), seconds=seconds)
+        return replace(self - before, seconds=seconds)
 
 
 class EngineMeter:

@@ -17,13 +17,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote_to_bytes
 
 import numpy as np
 
+from ...codecs.counts import Counts
 from ..process.user_errors import counted
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ _EXPECTED = "expected a path, bytes, a PIL image, an array of pixels, a mapping 
 
 
 @dataclass(frozen=True, slots=True)
-class PictureCounts:
+class PictureCounts(Counts):
     """Counts of the pictures that a rollout actor prepared for prompts and episodes."""
 
     processed: int = 0
@@ -46,12 +47,6 @@ class PictureCounts:
     """Number of bytes of the preprocessed pictures."""
     seconds: float = 0.0
     """Seconds in which processes preprocessed pictures, summed over the processes."""
-
-    def __add__(self, other: PictureCounts) -> PictureCounts:
-        return PictureCounts(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
-
-    def __sub__(self, other: PictureCounts) -> PictureCounts:
-        return PictureCounts(*(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
 
 class BadPicture(ValueError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 
 from ...codecs.batch import Batch, Column, Jagged, Ragged
 from ...codecs.blobs import Blob
+from ...codecs.counts import Counts
 from ...codecs.integers import exclusive_cumsum
 from ...codecs.jagged import concat, slice_rows
 from ...codecs.schema import Schema
@@ -367,7 +368,7 @@ def kv_staleness(versions: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class RouteCounts:
+class RouteCounts(Counts):
     """Counts of the routes of a set of rows. Rows whose episode or reward failed are not counted."""
 
     possible: int = 0
@@ -387,9 +388,6 @@ class RouteCounts:
     """Number of tokens of the rows."""
     num_bytes: int = 0
     """Number of bytes of the routes of these tokens, counting the prompt's routes once for each row."""
-
-    def __add__(self, other: RouteCounts) -> RouteCounts:
-        return RouteCounts(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,7 +465,7 @@ def _count(sample: Sample, routes: np.ndarray, spec: RouteSpec) -> RouteCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class MaskCounts:
+class MaskCounts(Counts):
     """Counts of the sampling masks of a set of rows. Rows whose episode or reward failed are not counted."""
 
     tokens: int = 0
@@ -480,9 +478,6 @@ class MaskCounts:
     """Number of bytes of the masks."""
     single: int = 0
     """Number of these tokens whose sets have no other token. Their log-prob is 0 under each policy."""
-
-    def __add__(self, other: MaskCounts) -> MaskCounts:
-        return MaskCounts(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

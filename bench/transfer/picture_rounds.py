@@ -51,7 +51,7 @@ class PictureCase:
     wire_bytes: int = 0
     failure: str = ""
     joined: bool = False
-    """Whether the processes have endpoints of the contender."""
+    """True if the processes have endpoints of the contender."""
 
 
 def measure_pictures(

@@ -49,7 +49,7 @@ class SharedRequest:
     identity: bytes = b""
     """Identity of the request when it was sent last."""
     is_open: bool = False
-    """Whether the request was sent, has no reply yet and has not been undone."""
+    """True if the request was sent, has no reply yet and has not been undone."""
     lasting: str = ""
     """Text that `lasting_effect` returns for a request that was interrupted."""
 

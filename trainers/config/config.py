@@ -188,7 +188,7 @@ class RunConfig(Section):
     trained on in the order of their prompts, weights change only between rollouts, and engines generate each group by
     itself."""
     bitwise: bool = False
-    """Whether log-probs of the train workers equal those of the engines bit for bit. Both sides then compute each token
+    """True makes log-probs of the train workers equal those of the engines bit for bit. Both sides compute each token
     by the same functions, which takes longer. A step in which one log-prob differs ends the run. It needs a dense
     Qwen3, rows of the present policy, and the engine `hf` on CPUs or vLLM 0.26 on GPUs."""
     trace_step: CountOrZero = 5

@@ -40,7 +40,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a worker has of a weight, or of its scales."""
+    """The part of a weight, or of its scales, that a worker has."""
 
     layer: Layer
     at: Index
