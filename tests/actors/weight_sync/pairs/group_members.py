@@ -16,10 +16,10 @@ from headrace.actors.weight_sync.pairs.neighbour_sender import NeighbourSender
 from headrace.actors.weight_sync.pairs.pair_sender import KIND, location_of
 from headrace.actors.weight_sync.plan.layouts import held
 from headrace.actors.weight_sync.plan.regions import Party
-from headrace.actors.weight_sync.plan.transfer_plan import Bucket, TransferPlan, plan_transfer
+from headrace.actors.weight_sync.plan.transfer_plan import TransferPlan, plan_transfer
 from headrace.actors.weight_sync.transports.protocol import ReceiverGroup, WeightUpdate
 from headrace.dataplane.security.handshake import new_key
-from headrace.tests.actors.weight_sync.pairs.outcomes import outcomes
+from headrace.tests.actors.weight_sync.pairs.outcomes import expect_abort_while_sending, outcomes
 
 SPECS = {"w": (torch.float32, (64, 40)), "odd": (torch.bfloat16, (7, 3)), "scalar": (torch.float32, ())}
 SENDERS, ENGINES, TP = 3, 2, 2
@@ -102,16 +102,7 @@ class Members:
 
     def expect_abort(self, sending: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         """Abort an update while it is sent, and one before it begins. sending: module of the senders, which packs."""
-
-        def pack(bucket: Bucket, tensors: Tensors, out: torch.Tensor) -> None:
-            if bucket.sender == 0:
-                self.senders[0].abort("the optimizer failed")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(sending, "pack", pack)
-            sent, got = self.update(1)
-        assert "sender 0: aborted: the optimizer failed" in sent[0] and all(got)
-        assert any("has ended the update: the optimizer failed" in error for error in got), got
+        expect_abort_while_sending(self, sending, monkeypatch)
         self.senders[1].abort("an engine failed", 2)  # Before the update has begun.
         sent, got = self.update(2)
         assert "aborted: an engine failed" in sent[1] and all(sent) and all(got), (sent, got)

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -22,7 +22,7 @@ from headrace.actors.weight_sync.pairs.payload_wire import receive_payload
 from headrace.actors.weight_sync.pairs.shared_slots import SharedSlots
 from headrace.actors.weight_sync.plan.layouts import held
 from headrace.actors.weight_sync.plan.regions import Party
-from headrace.actors.weight_sync.plan.transfer_plan import Bucket, TransferPlan, plan_transfer
+from headrace.actors.weight_sync.plan.transfer_plan import TransferPlan, plan_transfer
 from headrace.actors.weight_sync.transports.protocol import (
     BucketFrame,
     ReceiverGroup,
@@ -32,7 +32,7 @@ from headrace.actors.weight_sync.transports.protocol import (
 from headrace.codecs.weights.buckets import checksum
 from headrace.dataplane.security.handshake import new_key
 from headrace.dataplane.security.run_key import RunKey
-from headrace.tests.actors.weight_sync.pairs.outcomes import outcomes
+from headrace.tests.actors.weight_sync.pairs.outcomes import expect_abort_while_sending, outcomes
 from headrace.tests.waiting import wait_until
 
 SPECS = {"w": (torch.float32, (64, 40)), "odd": (torch.bfloat16, (7, 3)), "scalar": (torch.float32, ())}
@@ -190,16 +190,7 @@ def test_a_lost_receiver_harms_no_other(fleet: Callable[..., Fleet], monkeypatch
 
 def test_an_abort_tells_its_reason(fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = fleet()
-
-    def pack(bucket: Bucket, tensors: Tensors, out: torch.Tensor) -> None:
-        if bucket.sender == 0:
-            ranks.senders[0].abort("the optimizer failed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pair_sender, "pack", pack)
-        sent, got = ranks.update(1)
-    assert "sender 0: aborted: the optimizer failed" in sent[0] and all(got)
-    assert any("has ended the update: the optimizer failed" in error for error in got), got
+    expect_abort_while_sending(ranks, pair_sender, monkeypatch)
     ranks.expect_whole(2)
 
 
@@ -278,13 +269,15 @@ def test_a_receiver_that_fails_harms_those_that_read_its_memory_in_this_version_
 ) -> None:
     ranks = fleet(shared=True)
     original = SharedSlots.pass_on
+    last = max(ranks.plan.passing(0))  # By then all senders have begun, and the reader lacks this bucket for sure.
 
-    def pass_on(self: SharedSlots, *args: Any) -> None:
-        original(self, *args)
-        if self._deadline.end == "engine-0 worker 0" and self._readers:
+    def pass_on(self: SharedSlots, slot: int, frame: BucketFrame, readers: Collection[int]) -> None:
+        if self._deadline.end == "engine-0 worker 0" and frame.bucket == last:
+            wait_until(lambda: bool(self._readers))
             if not says_why:
                 self.close()
             raise self._deadline.error("out of order")
+        original(self, slot, frame, readers)
 
     with monkeypatch.context() as patch:
         patch.setattr(SharedSlots, "pass_on", pass_on)
