@@ -5,6 +5,8 @@ batches of random shapes, with cached prefixes and prompts in chunks, and the gr
 backend. Each line of OUT/bitwise.jsonl is one comparison. The program ends with the status 1 if any differs.
 """
 
+# pyright: reportMissingImports=false
+# vLLM need not be installed where types are checked.
 from __future__ import annotations
 
 import argparse
