@@ -6,6 +6,7 @@ import argparse
 import importlib
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,23 @@ def test_the_readme_is_short_and_its_example_of_the_plane_is_ten_lines() -> None
     assert len(text.splitlines()) <= 160
     example = text.split('```python title="trainer.py"\n')[1].split("```")[0]
     assert "headrace" in example and len([line for line in example.splitlines() if line.strip()]) <= 10
+
+
+def test_the_readme_names_every_value_of_the_parts_that_it_lets_choose() -> None:
+    table = (ROOT / "README.md").read_text(encoding="utf-8").split("## Choose the parts")[1].split("\n## ")[0]
+    reference = (DOCS / "reference" / "config.md").read_text(encoding="utf-8")
+    compared = 0
+    for key, values in re.findall(r"^\| `([\w.]+)` .*?\| (.*) \|$", table, re.MULTILINE):
+        if listed := re.search(rf"\*\*`{re.escape(key)}`\*\* \((`.*?);", reference):
+            compared += 1
+            assert set(re.findall(r"`(\w+)`", listed[1])) - {"auto"} <= set(re.findall(r"`(\w+)`", values)), key
+    assert compared == 5
+
+
+def test_the_first_page_names_every_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    table = (DOCS / "start" / "first-run.md").read_text(encoding="utf-8").split("| extra |")[1].split("\n\n")[0]
+    assert extras.keys() <= set(re.findall(r"`([\w-]+)`", table))
 
 
 def test_benchmarks_are_tables_and_no_diary() -> None:
