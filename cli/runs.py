@@ -349,7 +349,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     with status_line("loading the model") as (console, tell):
         asked = (config.model, config.rollout, config.trainer, config.run.seed, tell)
-        report = probe_trust(*asked, longest=longest_row(fit.parameters), replay=fit.replay)
+        longest = longest_row(fit.parameters)
+        report = probe_trust(*asked, longest=longest, replay=fit.replay, bitwise=config.run.bitwise)
     show_trust(console, arguments.model, report)
     return DONE if report.sound else FAILED
 

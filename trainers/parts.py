@@ -14,6 +14,7 @@ import tempfile
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,16 +24,19 @@ from ..actors.engines.factory import EngineConfig, build_engine
 from ..actors.engines.in_process import InProcessEngine
 from ..actors.engines.protocol import CommitReport, GenerationEngine
 from ..actors.protocols import TrainBackend
+from ..actors.rollout.config import RolloutConfig
 from ..actors.weight_sync.config import SyncConfig
 from ..actors.weight_sync.publisher import WeightPublisher
 from ..actors.weight_sync.transports.factory import build_sender
 from ..actors.weight_sync.transports.protocol import ReceiverConfig, ReceiverGroup, SenderConfig
-from .backends.config import BackendConfig, PrevSource
+from .backends.config import BackendConfig, PrevSource, TrainerConfig
 from .backends.factory import build_backend
-from .base_model.prepare import TINY_QWEN3, make_builtin
+from .backends.fsdp.bitwise.conditions import bitwise_problems, check_device, check_family
+from .base_model.prepare import TINY_QWEN3, make_builtin, model_config
 from .cluster.worker_specs import with_packing
 from .config.config import Config, WarmupConfig
 from .config.load import validated
+from .errors import ConfigError
 
 _ENGINE = "engine"
 _BUCKET_BYTES = 64 << 20
@@ -52,16 +56,25 @@ def make_tiny_model(folder: str | os.PathLike[str], *, steps: int = 1000, seed: 
 
 
 def make_engine(
-    model: str, rollout: Mapping[str, Any] | None = None, *, max_model_len: int | None = None, seed: int = 0
+    model: str,
+    rollout: Mapping[str, Any] | None = None,
+    *,
+    max_model_len: int | None = None,
+    seed: int = 0,
+    bitwise: bool = False,
 ) -> GenerationEngine:
     """Build an engine that generates with `model`, a local folder or hub id, on this process's GPU or else the CPU.
 
     rollout: keys of the section `rollout` that concern engines, such as `{"engine": "hf", "max_batch": 64}`.
     max_model_len: largest number of tokens of a prompt and its answer together; None: the model's own limit. seed: of
-    the sampled tokens. Raises ConfigError for wrong keys or values, and ValueError for a model that cannot be loaded.
+    the sampled tokens. bitwise: whether log-probs equal those of a backend that is made with it, too, bit for bit, see
+    `run.bitwise`; on a CPU, torch must have one thread. Raises ConfigError for wrong keys or values, and ValueError for
+    a model that cannot be loaded, or does not fit `bitwise`.
     """
     settings = validated(Config, {"rollout": dict(rollout or {})}).rollout
     device = _device()
+    if bitwise:
+        _expect_exact(model, settings, TrainerConfig(mixed_precision=device != "cpu"))
     return build_engine(
         EngineConfig(
             settings,
@@ -71,6 +84,7 @@ def make_engine(
             max_model_len=max_model_len,
             seed=seed,
             receiver=ReceiverConfig(_ENGINE, SyncConfig(), device),
+            bitwise=bitwise,
         )
     )
 
@@ -84,14 +98,19 @@ def make_backend(
     updates_per_step: int = 1,
     prev: PrevSource = "rollout",
     with_reference: bool = False,
+    bitwise: bool = False,
 ) -> TrainBackend:
     """Build a train backend for `model`, a local folder or hub id, as the only rank, on this process's GPU or the CPU.
 
     trainer, loss: keys of these sections, such as `{"lr": 1e-4}` and `{"kind": "my_losses:weighted"}`. The other
-    arguments are those of `BackendConfig`. Raises ConfigError for wrong keys or values, and ValueError for a model that
-    cannot be trained, or a mesh of several ranks.
+    arguments are those of `BackendConfig`, but `bitwise` is that of `make_engine`, of whose engine the log-probs are
+    then: `hf` on a CPU, `vllm` on a GPU. Raises ConfigError for wrong keys or values, and ValueError for a model that
+    cannot be trained, or does not fit `bitwise`, or a mesh of several ranks.
     """
     sections = validated(Config, {"trainer": dict(trainer or {}), "loss": dict(loss or {})})
+    engine = "hf" if _device() == "cpu" else "vllm"
+    if bitwise:
+        _expect_exact(model, RolloutConfig(engine=engine), sections.trainer)
     config = BackendConfig(
         model,
         with_packing(sections.trainer, ModelConfig(path=model), gpu=_device() != "cpu"),
@@ -101,6 +120,7 @@ def make_backend(
         prev=prev,
         with_reference=with_reference,
         engine_dtype=engine_dtype(ModelConfig(path=model), gpu=_device() != "cpu"),
+        bitwise=engine if bitwise else None,
     )
     return build_backend(config, 0, 1)
 
@@ -152,6 +172,16 @@ class WeightSync:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _expect_exact(model: str, rollout: RolloutConfig, trainer: TrainerConfig) -> None:
+    """Raise ConfigError or ValueError if log-probs of an engine and a backend cannot be equal bit for bit."""
+    gpu = _device() != "cpu"
+    check_device(rollout.engine, gpu=gpu)
+    made = ModelConfig(path=model, dtype=engine_dtype(ModelConfig(path=model), gpu=gpu))
+    if problems := list(bitwise_problems(rollout, trainer, made, on=True, threads=1)):
+        raise ConfigError(problems)
+    check_family(SimpleNamespace(**model_config(ModelConfig(path=model))), rollout.engine)
 
 
 def _device() -> str:

@@ -148,6 +148,35 @@ def test_an_engine_samples_from_the_weights_that_a_sync_sent(model: str) -> None
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("bitwise", [True, False])
+def test_log_probs_of_exact_parts_are_equal_bit_for_bit(model: str, bitwise: bool) -> None:
+    """They are before and after a step; without the argument some differ."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    async def main() -> list[bool]:
+        engine = headrace.make_engine(model, bitwise=bitwise)
+        backend = headrace.make_backend(model, {"lr": 0.01}, bitwise=bitwise)
+        equal = []
+        with contextlib.closing(backend), headrace.WeightSync(backend, engine) as sync:
+            for version in range(2):
+                [answer] = await engine.generate("same", [5, 6, 7], SamplingParams(max_new_tokens=40))
+                row = micro([5, 6, 7], answer)
+                [logprobs] = backend.logprobs([row], 1)
+                equal += (logprobs[3:].numpy() == answer.logprobs).tolist()
+                backend.begin_step()
+                backend.accumulate([row], 1)
+                backend.finish_step()
+                await sync.send(version + 1)
+        await engine.close()
+        return equal
+
+    try:
+        assert all(asyncio.run(main())) == bitwise
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_wrong_keys_of_parts_are_refused_as_in_a_file(model: str) -> None:
     with pytest.raises(headrace.ConfigError, match="^rollout.engin: unknown key; did you mean rollout.engine"):
         headrace.make_engine(model, {"engin": "hf"})
@@ -158,6 +187,21 @@ def test_wrong_keys_of_parts_are_refused_as_in_a_file(model: str) -> None:
         headrace.make_backend(model, {"dp": 2})
     with pytest.raises(ValueError, match="expected a folder that exists or a hub id"):
         headrace.make_engine("./nowhere")
+
+
+def test_parts_that_cannot_be_exact_are_refused_by_name(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(headrace.ConfigError, match="^rollout.quantization: got 'int8' with run.bitwise=true"):
+        headrace.make_engine(model, {"quantization": "int8"}, bitwise=True)
+    with pytest.raises(ValueError, match="^rollout.engine: got 'vllm' with run.bitwise=true, expected 'hf' on CPUs"):
+        headrace.make_engine(model, {"engine": "vllm"}, bitwise=True)
+    with pytest.raises(
+        headrace.ConfigError, match="^model.dtype: got 'float32' .* expected 'bfloat16', as the trainer"
+    ):
+        headrace.make_backend(model, {"mixed_precision": True}, bitwise=True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for make in (headrace.make_engine, headrace.make_backend):
+        with pytest.raises(ValueError, match=r"^torch.get_num_threads\(\): got 2 .* call torch.set_num_threads\(1\)"):
+            make(model, bitwise=True)
 
 
 def test_a_sync_that_was_cancelled_can_be_repeated(model: str) -> None:

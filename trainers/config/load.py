@@ -281,7 +281,7 @@ def _with_one_thread(data: dict[str, Any]) -> dict[str, Any]:
     rollout, run, resources = (data.get(name, {}) for name in ("rollout", "run", "resources"))
     if not all(isinstance(section, dict) for section in (rollout, run, resources)):
         return data  # The mistake is reported when the sections are validated.
-    if run.get("bitwise") is not True or rollout.get("engine", "hf") != "hf" or "threads" in resources:
+    if run.get("bitwise") is not True or rollout.get("engine", "hf") != "hf" or resources.get("threads") is not None:
         return data
     return {**data, "resources": {**resources, "threads": 1}}
 

@@ -26,15 +26,20 @@ KEYS = 64
 """Number of keys in a block of attention."""
 QUERIES = 16
 """Number of queries in a block of attention."""
+OUTPUTS = 16
+"""Smallest number of outputs of a product, to multiples of which heads are padded, too. With fewer than 12, MKL
+computes the rows of a float32 product in other ways, by their places."""
+_MOST_OUTPUTS = 4096
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Function that returns `x @ weight.T` for `x` of `[T, K]`."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return `x @ weight.T`, `[T, N]`, in products of ROWS rows. `x` is `[T, K]`."""
-    padded = F.pad(x, (0, 0, 0, -len(x) % ROWS))
-    return torch.cat([F.linear(part, weight) for part in padded.split(ROWS)])[: len(x)]
+    """Return `x @ weight.T`, `[T, N]`, in products of ROWS rows and at least OUTPUTS columns. `x` is `[T, K]`."""
+    padded, count = F.pad(x, (0, 0, 0, -len(x) % ROWS)), len(weight)
+    weight = F.pad(weight, (0, 0, 0, OUTPUTS - count)) if count < OUTPUTS else weight
+    return torch.cat([F.linear(part, weight) for part in padded.split(ROWS)])[: len(x), :count]
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +53,13 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
 
 def use_fixed_shapes(model: Any, product: Linear = linear) -> None:
     """Make a Hugging Face Qwen3 on a CPU compute each token in the same way in every batch. product: function with the
-    values of `linear`, which may have a backward pass of its own."""
+    values of `linear`, which may have a backward pass of its own. Raises ValueError if torch has several threads, or
+    if products or attention depend on the place of a row on this machine."""
+    if torch.get_num_threads() != 1:
+        raise ValueError(
+            f"torch.get_num_threads(): got {torch.get_num_threads()} with log-probs that are equal bit for bit, "
+            "expected 1: call torch.set_num_threads(1) first"
+        )
     AttentionInterface.register(FIXED, attend)
     AttentionMaskInterface.register(FIXED, _mask)
     model.set_attn_implementation(FIXED)
@@ -56,8 +67,32 @@ def use_fixed_shapes(model: Any, product: Linear = linear) -> None:
     for module in linears:
         assert module.bias is None, "Qwen3's layers have no bias"
         module.forward = partial(_linear, product, module)
+    _expect_alike({tuple(module.weight.shape) for module in linears}, model.config.head_dim)
     for layer in model.model.layers:
         layer.mlp.act_fn.forward = partial(_activation, layer.mlp.act_fn.forward)
+
+
+def _expect_alike(shapes: set[tuple[int, ...]], width: int) -> None:
+    """Raise ValueError if a row of a product with weights of these shapes, or of attention with heads of this width, is
+    computed by its place. Of a vocabulary, only as many outputs are tried as show how the last ones are computed."""
+    numbers = torch.Generator().manual_seed(0)
+    turned, alike = torch.arange(ROWS).roll(1), True
+    for outputs, inputs in shapes:
+        count = outputs if outputs < _MOST_OUTPUTS else _MOST_OUTPUTS + outputs % _MOST_OUTPUTS
+        for dtype in (torch.float32, torch.bfloat16):
+            x, weight = (torch.randn(size, inputs, generator=numbers).to(dtype) for size in (ROWS, count))
+            alike &= torch.equal(linear(x[turned], weight), linear(x, weight)[turned])
+    query, key, value = torch.randn(3, 1, 1, KEYS + QUERIES, width, generator=numbers)
+    places = torch.arange(KEYS + QUERIES)[None]
+    whole = _blocks(query, key, value, places, 1.0)
+    for place in range(QUERIES):
+        part = slice(place, place + 1)
+        alike &= torch.equal(_blocks(query[:, :, part], key, value, places[:, part], 1.0), whole[:, :, part])
+    if not alike:
+        raise ValueError(
+            "run.bitwise: got true on a CPU whose products depend on the place of a row, expected one on which they do "
+            "not, such as one with MKL and oneDNN"
+        )
 
 
 def _mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> torch.Tensor | None:
@@ -114,12 +149,12 @@ def _blocks(
 
     The first key of a row is that of place 0. Sums are in float32, as in flash attention (Dao 2023, arXiv:2307.08691).
     """
-    rows, heads, count, width = query.shape
+    _, heads, count, width = query.shape
     shared = heads // key.shape[1]
-    extra = -count % QUERIES
-    q = F.pad(query.float() * scaling, (0, 0, 0, extra)).unflatten(2, (-1, QUERIES))
+    extra, wider = -count % QUERIES, -width % OUTPUTS
+    q = F.pad(query.float() * scaling, (0, wider, 0, extra)).unflatten(2, (-1, QUERIES))
     at = F.pad(places, (0, extra)).unflatten(1, (-1, QUERIES))[:, None, :, :, None]
-    beyond = (0, 0, 0, -key.shape[2] % KEYS)
+    beyond = (0, wider, 0, -key.shape[2] % KEYS)
     k, v = (F.pad(one.float(), beyond).repeat_interleave(shared, 1).unflatten(2, (-1, KEYS)) for one in (key, value))
     k = k.transpose(-1, -2).contiguous()  # Every product then reads its numbers in the same order.
     top = q.new_full((*q.shape[:-1], 1), -torch.inf)
@@ -133,4 +168,4 @@ def _blocks(
         total = total * kept + chances.sum(-1, keepdim=True)
         mixed = mixed * kept + chances @ v[:, :, block]
         top = higher
-    return (mixed / total).flatten(2, 3)[:, :, :count].to(query.dtype)
+    return (mixed / total).flatten(2, 3)[:, :, :count, :width].to(query.dtype)

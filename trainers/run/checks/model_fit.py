@@ -27,6 +27,7 @@ from ....actors.rollout.config import RolloutConfig
 from ....codecs.tokens.routes import RouteSpec
 from ...backends.config import TrainerConfig
 from ...backends.families.megatron import FAMILIES, require_family
+from ...backends.fsdp.bitwise.conditions import check_family
 from ...backends.fsdp.context_parallel import require_splittable
 from ...backends.fsdp.expert_parallel import require_experts
 from ...backends.fsdp.output_checks import head_of
@@ -72,7 +73,7 @@ def examine_model(config: Config) -> ModelFit:
     """Return what the model of `config` can be used with, in the number format and on the mesh of `config`.
 
     The memory is that of this machine's GPUs, or of the assumed machine's. Raises ValueError if there is no such model,
-    or if transformers cannot build it as a causal LM.
+    if transformers cannot build it as a causal LM, or if the configuration asks of it what it cannot do.
     """
 
     def estimated(total: int, **sections: Mapping[str, Any]) -> GpuMemory:
@@ -84,9 +85,14 @@ def examine_model(config: Config) -> ModelFit:
     with ThreadPoolExecutor(1) as pool:
         hf, model = _built(config.model)
         _check_own_mesh(config.trainer, model)
+        if config.run.bitwise:
+            check_family(model.config, config.rollout.engine)
         known = pool.submit(_vllm_knows, getattr(hf, "architectures", None) or [])
         size = _size(model)
-        backends = (*_fsdp(config.trainer, model), *_megatron(config.trainer, config.model.path, hf))
+        backends = (
+            *_fsdp(config.trainer, model, config.rollout.engine),
+            *_megatron(config.trainer, config.model.path, hf),
+        )
         engines = tuple(_engines(model, hf, known.result))
         findings = (
             *_about(hf, model, size),
@@ -161,7 +167,7 @@ def _lora_targets(model: Any, stacked: Sequence[nn.Module]) -> Finding:
     return _yes("model", "LoRA targets", ", ".join(names) + (f"; stacked: {', '.join(further)}" * bool(further)))
 
 
-def _fsdp(trainer: TrainerConfig, model: Any) -> Iterator[Finding]:
+def _fsdp(trainer: TrainerConfig, model: Any, engine: str) -> Iterator[Finding]:
     text = model.config.get_text_config()
     spec = RouteSpec.of(text)
 
@@ -183,6 +189,8 @@ def _fsdp(trainer: TrainerConfig, model: Any) -> Iterator[Finding]:
         yield _by_ranks("fsdp", "trainer.ep", split_experts)
     yield _by_ranks("fsdp", "trainer.cp", lambda cp: require_splittable(model, cp))
     yield _packing(trainer.model_copy(update={**_ONE, "backend": "fsdp"}), text)
+    exact = partial(check_family, model.config, engine)
+    yield _tried("fsdp", "run.bitwise", exact, f"with the engine {engine}")
     if spec is not None:
         why = "router_replay.enabled: got true, expected false"
         routers = partial(find_routers, model, spec.layers, why)

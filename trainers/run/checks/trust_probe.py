@@ -136,15 +136,27 @@ class TrustReport:
     """Largest acceptable mean factor: SOUND_RATIO, SOUND_IN_HALF or SOUND_IN_8_BITS."""
     kinds: Mapping[str, Rounding] = field(default_factory=dict)
     """Kind of layer -> effect of rounding its weights to 8 bits; {} for an engine that does not."""
+    unequal: int | None = None
+    """Number of tokens whose log-probs are not equal bit for bit; None if they need not be (`run.bitwise`)."""
 
     @property
     def sound(self) -> bool:
-        """True if the mean factor is at most `most`, with router replay if the model has experts."""
+        """True if the mean factor is at most `most`, with router replay if the model has experts. With `run.bitwise`
+        true if all log-probs are equal."""
+        if self.unequal is not None:
+            return not self.unequal and self.tokens > 0
         return (self.replayed or self.native)["ratio_error"] <= self.most
 
     @property
     def verdict(self) -> str:
         """The result of the comparison in one sentence."""
+        if self.unequal is not None:
+            if self.sound:
+                return f"equal bit for bit: the trainer gives each of {self.tokens} tokens the log-prob of the engine"
+            return (
+                f"not equal bit for bit: {self.unequal} of {self.tokens} log-probs differ, the largest difference is "
+                f"{self.native['mismatch_max']:.3g}, expected 0 with run.bitwise=true"
+            )
         native, best = self.native["ratio_error"], (self.replayed or self.native)["ratio_error"]
         if not self.sound:
             return (
@@ -170,12 +182,14 @@ def probe_trust(
     *,
     longest: int,
     replay: bool,
+    bitwise: bool = False,
 ) -> TrustReport:
     """Run the comparison with a model, an engine, its sampling and a backend, on one device in this process.
 
     seed: seed of the sampling. tell: callback that receives progress messages. longest: largest number of tokens of a
     prompt. One prompt is longer than every number of tokens up to it at which the model begins to compute something
-    else, such as its window. replay: whether router replay is compared, too, if the model has experts. Raises UserError
+    else, such as its window. replay: whether router replay is compared, too, if the model has experts. bitwise: whether
+    both sides compute as with `run.bitwise`; torch then has one thread in this process from now on. Raises UserError
     when engine or backend is `scripted`, or when the model cannot be loaded or used.
     """
     for key, kind in (("rollout.engine", rollout.engine), ("trainer.backend", trainer.backend)):
@@ -186,9 +200,11 @@ def probe_trust(
         spec, counts = RouteSpec.of(config) if replay else None, _counts(config)
         within = max((count for count in counts if count < longest), default=0)
         tell(f"sampling {TOKENS} tokens with the engine {rollout.engine}")
-        rows = asyncio.run(_sample(rollout, model, seed, spec, within))
+        if bitwise:
+            torch.set_num_threads(1)
+        rows = asyncio.run(_sample(rollout, model, seed, spec, within, bitwise=bitwise))
         tell(f"computing their log-probs with the backend {trainer.backend}")
-        report = compare_rows(model, rollout, trainer, spec, rows)
+        report = compare_rows(model, rollout, trainer, spec, rows, bitwise=bitwise)
         kinds: Mapping[str, Rounding] = {}
         if rollout.scheme is not None:
             tell(f"rounding each kind of layer to {rollout.scheme}")
@@ -234,7 +250,9 @@ Rows = list[tuple[np.ndarray, Completion]]
 """Token ids of each prompt, int64 `[P]`, and the completion that the engine sampled."""
 
 
-async def _sample(rollout: RolloutConfig, model: ModelConfig, seed: int, spec: RouteSpec | None, within: int) -> Rows:
+async def _sample(
+    rollout: RolloutConfig, model: ModelConfig, seed: int, spec: RouteSpec | None, within: int, *, bitwise: bool
+) -> Rows:
     """Return PROMPTS and their completions. The last prompt is repeated until it has more than `within` tokens."""
     tokenizer = load_tokenizer(model.path)
     prompts = encode_prompts(tokenizer, PROMPTS)
@@ -247,6 +265,7 @@ async def _sample(rollout: RolloutConfig, model: ModelConfig, seed: int, spec: R
         max_model_len=_context(prompts),
         seed=seed,
         routes=spec,
+        bitwise=bitwise,
     )
     engine = await asyncio.to_thread(build_engine, setup)
     try:
@@ -268,11 +287,17 @@ def _context(prompts: Sequence[np.ndarray]) -> int:
 
 
 def compare_rows(
-    model: ModelConfig, rollout: RolloutConfig, trainer: TrainerConfig, spec: RouteSpec | None, rows: Rows
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    trainer: TrainerConfig,
+    spec: RouteSpec | None,
+    rows: Rows,
+    *,
+    bitwise: bool = False,
 ) -> TrustReport:
     """Compare the log-probs of the train backend with the log-probs of the engine that sampled `rows`. The backend runs
     on one device in this process, with the temperature of `rollout` and without an adapter. spec: shape of the
-    completions' routes; None for a model without experts.
+    completions' routes; None for a model without experts. bitwise: see `probe_trust`.
     """
     trainer = trainer.model_copy(
         update={"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "sequence_parallel": False, "lora": LoraConfig()}
@@ -280,8 +305,9 @@ def compare_rows(
     replay = RouterReplayConfig(enabled=spec is not None, verify="values")
     context = _context([prompt for prompt, _ in rows])
     settings = BackendConfig(
-        model.path, trainer, router_replay=replay, attention=model.attention, context=context, trains=False
-    )
+        model.path, trainer, router_replay=replay, attention=model.attention, context=context, trains=False,
+        bitwise=rollout.engine if bitwise and rollout.engine != "scripted" else None,
+    )  # fmt: skip
     backend: Any = build_backend(settings, 0, 1)
     # Each row has a microbatch of its own, because one of them can be far longer than the others.
     micros = [_micro_batch(row, spec) for row in rows]
@@ -308,6 +334,7 @@ def compare_rows(
         replayed=found if measured else {},
         agreement={} if spec is None else {n: measured[f"{NATIVE}agreement_layer_{n}"] for n in spec.layers},
         most=sound_ratio(model, trainer, rollout, gpu=torch.cuda.is_available()),
+        unequal=int((values != sampled)[mask > 0].sum()) if bitwise else None,
     )
 
 

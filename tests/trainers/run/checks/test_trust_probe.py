@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from headrace.actors.engines.hf.fixed_shapes import token_logprobs
 from headrace.cli import main
-from headrace.cli.outcome import DONE, MISTAKE
+from headrace.cli.outcome import DONE, FAILED, MISTAKE
 from headrace.tests.actors.conftest import VOCAB, save_tokenizer
 from headrace.tests.actors.engines.moe import save_moe
+from headrace.trainers.backends.fsdp.bitwise import engine_functions
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
+from headrace.trainers.run.checks import model_fit
 from headrace.trainers.run.checks.trust_probe import (
     SOUND_IN_8_BITS,
     SOUND_IN_HALF,
@@ -43,6 +47,48 @@ def shown(report: TrustReport) -> str:
 
 def probe(config: Config) -> TrustReport:
     return probe_trust(config.model, config.rollout, config.trainer, config.run.seed, longest=100, replay=True)
+
+
+def save_dense(folder: Path) -> None:
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = Qwen3Config(vocab_size=len(VOCAB), num_key_value_heads=2, head_dim=16, **sizes)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder)
+
+
+@pytest.mark.processes
+def test_the_doctor_says_whether_log_probs_are_equal_bit_for_bit(
+    tmp_path: Path, moe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_fit, "_vllm_knows", lambda _: None)  # Another test asks the installed vLLM.
+    save_dense(tmp_path)
+    exact = ["doctor", "--model", str(tmp_path), "run.bitwise=true"]
+    threads = torch.get_num_threads()
+    try:
+        assert main(exact) == DONE
+        assert "equal bit for bit: the trainer gives each of" in capsys.readouterr().out
+        assert main([*exact, "model.dtype=bfloat16", "trainer.mixed_precision=true"]) == DONE
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+
+    def last_bit(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        found, picked = token_logprobs(*given)
+        return found.nextafter(torch.zeros(())), picked
+
+    monkeypatch.setattr(engine_functions, "token_logprobs", last_bit)
+    try:
+        assert main(exact) == FAILED
+    finally:
+        torch.set_num_threads(threads)
+    assert "not equal bit for bit: " in (printed := capsys.readouterr().out) and "expected 0 with" in printed
+    assert main(["doctor", "--model", moe, "run.bitwise=true"]) == MISTAKE
+    assert "run.bitwise: got true with a model of type 'qwen3_moe'" in capsys.readouterr().err
 
 
 def warning(config: Config, metrics: dict[str, float], *, has_experts: bool) -> str | None:
@@ -71,16 +117,7 @@ def test_replay_takes_away_what_another_number_format_does_to_routers(moe: str, 
 @pytest.mark.processes
 def test_a_model_without_experts_has_one_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The installed vLLM is asked, too, in a process of its own."""
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    Qwen3ForCausalLM(Qwen3Config(vocab_size=len(VOCAB), num_key_value_heads=2, head_dim=16, **sizes)).save_pretrained(
-        tmp_path
-    )
-    save_tokenizer(tmp_path)
+    save_dense(tmp_path)
     assert main(["doctor", "--model", str(tmp_path)]) == DONE
     printed = capsys.readouterr().out
     assert "sound: probabilities differ by a factor of 1.0000" in printed and "with replay" not in printed

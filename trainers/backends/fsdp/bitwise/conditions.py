@@ -29,13 +29,15 @@ def bitwise_problems(
     *,
     on: bool,
     threads: int | None,
-    window: int,
-    pooled: bool,
+    window: int = 0,
+    updates: int = 1,
+    taken: str | None = None,
 ) -> Iterator[str]:
     """Yield one sentence for each key that does not fit `run.bitwise`, whose value is `on`.
 
     threads: value of `resources.threads`. window: largest number of versions by which a row can be older than the
-    policy. pooled: whether the run is on a pool.
+    policy. updates: number of updates of each step for which log-probs are not computed again first. taken: a key with
+    which the policy of the run does not sample its own rows on engines of its own, and its value; None if none has.
     """
     if not on:
         return
@@ -69,7 +71,9 @@ def bitwise_problems(
         if not fits:
             shown = str(got).lower() if isinstance(got, bool) else repr(got)
             yield f"{key}: got {shown} with run.bitwise=true, expected {expected}"
-    if rollout.masked or rollout.cuts:
+    if rollout.endpoint.own_sampling:
+        yield "rollout.endpoint.sampling: got 'request' with run.bitwise=true, expected 'run'"
+    elif rollout.masked or rollout.cuts:
         cuts = f"{rollout.top_p:g}, rollout.top_k={rollout.top_k}, rollout.min_p={rollout.min_p:g}"
         yield f"rollout.top_p: got {cuts} with run.bitwise=true, expected sampling from all tokens"
     if window:
@@ -77,8 +81,20 @@ def bitwise_problems(
             "algorithm.mode: got one that trains on rows of older policies with run.bitwise=true, expected 'sync', or "
             "'streaming' with algorithm.max_staleness=0"
         )
-    if pooled:
-        yield "pool.address: got one with run.bitwise=true, expected none"
+    if updates > 1:
+        yield (
+            f"algorithm.prev_logprobs: got 'rollout' with run.bitwise=true and {updates} updates per step, expected "
+            "'recompute', because only the first update has the log-probs of the engine"
+        )
+    if taken is not None:
+        yield f"{taken} with run.bitwise=true, expected none"
+
+
+def check_device(engine: str, *, gpu: bool) -> None:
+    """Raise ValueError if log-probs cannot equal those of this kind of engine on CPUs, or with `gpu` on GPUs."""
+    expected, where = ("vllm", "GPUs") if gpu else ("hf", "CPUs")
+    if engine != expected:
+        raise ValueError(f"rollout.engine: got {engine!r} with run.bitwise=true, expected {expected!r} on {where}")
 
 
 def check_family(model: Any, engine: str) -> None:
@@ -87,13 +103,14 @@ def check_family(model: Any, engine: str) -> None:
     engine: value of `rollout.engine`. model: the model's config, or an object with the content of its config.json;
     empty if it is not known.
     """
-    kind, rotary = getattr(model, "model_type", None), getattr(model, "rope_parameters", None) or {}
+    kind = getattr(model, "model_type", None)
     if kind not in (None, FAMILY):
         raise ValueError(f"run.bitwise: got true with a model of type {kind!r}, expected a model of type {FAMILY!r}")
-    if rotary.get("rope_type", "default") != "default":
-        raise ValueError(
-            f"run.bitwise: got true with a model whose rope_type is {rotary['rope_type']!r}, expected 'default'"
-        )
+    # Files that transformers 4 wrote name the positions otherwise.
+    rotary = getattr(model, "rope_parameters", None) or getattr(model, "rope_scaling", None) or {}
+    scaling = rotary.get("rope_type", rotary.get("type", "default"))
+    if scaling != "default":
+        raise ValueError(f"run.bitwise: got true with a model whose rope_type is {scaling!r}, expected 'default'")
     for name in ("attention_bias", "use_sliding_window"):
         if getattr(model, name, False):
             raise ValueError(f"run.bitwise: got true with a model whose {name} is true, expected false")

@@ -8,7 +8,7 @@ import torch
 
 from .....actors.engines.hf.fixed_shapes import linear, token_logprobs, use_fixed_shapes
 from ...vocab.logprobs import ExactSoftmax
-from .conditions import check_family
+from .conditions import check_device, check_family
 from .exact_layers import EngineFunctions, differentiable, use_exact_layers
 
 
@@ -17,10 +17,7 @@ def compute_as_engine(model: Any, engine: str, device: torch.device) -> ExactSof
 
     Raises ValueError for another engine on the device, or for a model whose layers cannot be computed so.
     """
-    expected = "vllm" if device.type == "cuda" else "hf"
-    if engine != expected:
-        where = "GPUs" if device.type == "cuda" else "CPUs"
-        raise ValueError(f"rollout.engine: got {engine!r} with run.bitwise=true, expected {expected!r} on {where}")
+    check_device(engine, gpu=device.type == "cuda")
     check_family(model.config, engine)
     if engine == "vllm":
         return use_functions(model, vllm_functions(model, device))

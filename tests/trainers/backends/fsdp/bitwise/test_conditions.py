@@ -34,6 +34,7 @@ ON = "with run.bitwise=true, expected"
             {"algorithm": {"mode": "async"}},
             f"algorithm.mode: got one that trains on rows of older policies {ON}",
         ),
+        ({"algorithm": {"epochs": 2}}, "algorithm.prev_logprobs: got 'rollout' with run.bitwise=true and 2 updates"),
         ({"rollout": {"engine": "vllm"}}, f"trainer.mixed_precision: got false {ON} true with rollout.engine='vllm'"),
         (VLLM | {"model": {"dtype": "float32"}}, f"model.dtype: got 'float32' {ON} 'auto' or 'bfloat16'"),
         (
@@ -55,8 +56,28 @@ def problems_of(data: dict[str, Any]) -> tuple[str, ...]:
     return ()
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"run": {"replay": "recorded"}}, f"run.replay: got 'recorded' {ON} none"),
+        ({"sft": {"train": "chats.jsonl"}}, f"sft.train: got 'chats.jsonl' {ON} none"),
+        ({"pool": {"address": "host:1"}}, f"pool.address: got 'host:1' {ON} none"),
+        (
+            {"rollout": {"endpoint": {"enabled": True, "sampling": "request"}}},
+            f"rollout.endpoint.sampling: got 'request' {ON} 'run'",
+        ),
+    ],
+)
+def test_rows_that_the_policy_does_not_sample_as_the_run_says_are_refused(
+    changes: dict[str, Any], problem: str
+) -> None:
+    run = {"bitwise": True, **changes.get("run", {})}
+    assert [one for one in problems_of({**changes, "run": run}) if "bitwise" in one] == [problem]
+
+
 def test_workers_on_cpus_have_one_thread() -> None:
     assert build_config({"run": {"bitwise": True}}).resources.threads == 1
+    assert build_config({"run": {"bitwise": True}, "resources": {"threads": None}}).resources.threads == 1
     assert build_config({"run": {"bitwise": True}, **VLLM}).resources.threads is None
     assert build_config({}).resources.threads is None
 
@@ -71,6 +92,8 @@ def test_groups_of_other_runs_are_not_taken_up() -> None:
     [
         ({"model_type": "llama"}, "hf", "a model of type 'llama', expected a model of type 'qwen3'"),
         ({"model_type": "qwen3", "rope_parameters": {"rope_type": "yarn"}}, "hf", "rope_type is 'yarn'"),
+        ({"model_type": "qwen3", "rope_scaling": {"type": "yarn"}}, "hf", "rope_type is 'yarn'"),
+        ({"model_type": "qwen3", "rope_scaling": {"rope_type": "linear"}}, "hf", "rope_type is 'linear'"),
         ({"model_type": "qwen3", "attention_bias": True}, "hf", "attention_bias is true, expected false"),
         ({"model_type": "qwen3", "head_dim": 64}, "vllm", "head_dim is 64, expected 128"),
     ],
