@@ -53,7 +53,11 @@ def contradictions(config: Config) -> list[str]:
             threads=config.resources.threads,
             window=config.overlap.window,
             updates=config.algorithm.updates_per_step if config.algorithm.prev_logprobs == "rollout" else 1,
-            taken=_not_own_rows(config),
+            foreign={
+                "pool.address": config.pool.address,
+                "run.replay": config.run.replay,
+                "sft.train": config.sft.train,
+            },
         ),
         *image_problems(
             enabled=config.data.images.enabled,
@@ -64,13 +68,6 @@ def contradictions(config: Config) -> list[str]:
             engine_teachers=list(config.distillation.in_engines),
         ),
     ]
-
-
-def _not_own_rows(config: Config) -> str | None:
-    """Return a key with which the run's policy does not sample its own rows on engines of its own, and its value."""
-    values = {"pool.address": config.pool.address, "run.replay": config.run.replay, "sft.train": config.sft.train}
-    key, value = next(((key, value) for key, value in values.items() if value), ("", None))
-    return f"{key}: got {', '.join(map(repr, value)) if isinstance(value, tuple) else repr(value)}" if key else None
 
 
 def cautions(

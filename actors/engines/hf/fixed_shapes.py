@@ -73,8 +73,11 @@ def use_fixed_shapes(model: Any, product: Linear = linear) -> None:
 
 
 def _expect_alike(shapes: set[tuple[int, ...]], width: int) -> None:
-    """Raise ValueError if a row of a product with weights of these shapes, or of attention with heads of this width, is
-    computed by its place. Of a vocabulary, only as many outputs are tried as show how the last ones are computed."""
+    """Raise ValueError if products or attention depend on the place of a row on this machine.
+
+    shapes: those of the weights. Of a vocabulary, only as many outputs are tried as show how the last ones are
+    computed. width: that of the heads.
+    """
     numbers = torch.Generator().manual_seed(0)
     turned, alike = torch.arange(ROWS).roll(1), True
     for outputs, inputs in shapes:

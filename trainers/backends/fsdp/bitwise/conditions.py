@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from .....actors.engines.config import ModelConfig
@@ -31,13 +32,13 @@ def bitwise_problems(
     threads: int | None,
     window: int = 0,
     updates: int = 1,
-    taken: str | None = None,
+    foreign: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[str]:
     """Yield one sentence for each key that does not fit `run.bitwise`, whose value is `on`.
 
     threads: value of `resources.threads`. window: largest number of versions by which a row can be older than the
-    policy. updates: number of updates of each step for which log-probs are not computed again first. taken: a key with
-    which the policy of the run does not sample its own rows on engines of its own, and its value; None if none has.
+    policy. updates: number of updates of each step for which log-probs are not computed again first. foreign: keys with
+    which the policy of the run does not sample its own rows on engines of its own -> values, empty if they are unset.
     """
     if not on:
         return
@@ -71,6 +72,16 @@ def bitwise_problems(
         if not fits:
             shown = str(got).lower() if isinstance(got, bool) else repr(got)
             yield f"{key}: got {shown} with run.bitwise=true, expected {expected}"
+    yield from _row_problems(rollout, window, updates)
+    for key, value in foreign.items():
+        if value:
+            shown = ", ".join(map(repr, value)) if isinstance(value, tuple) else repr(value)
+            yield f"{key}: got {shown} with run.bitwise=true, expected none"
+
+
+def _row_problems(rollout: RolloutConfig, window: int, updates: int) -> Iterator[str]:
+    """Yield one sentence for each reason why the log-probs of rows need not be those of the policy. The arguments are
+    those of `bitwise_problems`."""
     if rollout.endpoint.own_sampling:
         yield "rollout.endpoint.sampling: got 'request' with run.bitwise=true, expected 'run'"
     elif rollout.masked or rollout.cuts:
@@ -86,8 +97,6 @@ def bitwise_problems(
             f"algorithm.prev_logprobs: got 'rollout' with run.bitwise=true and {updates} updates per step, expected "
             "'recompute', because only the first update has the log-probs of the engine"
         )
-    if taken is not None:
-        yield f"{taken} with run.bitwise=true, expected none"
 
 
 def check_device(engine: str, *, gpu: bool) -> None:
