@@ -65,6 +65,17 @@ def results_folder(arguments: argparse.Namespace, what: str, *, new: bool = Fals
     return folder
 
 
+def expect_gpus(count: int, asked: str) -> None:
+    """Raise UserError if torch sees fewer than `count` GPUs. asked: the key that needs them, and its value, such as
+    `--gpus: got 4`, which a machine without them can have otherwise."""
+    import torch  # Commands that need no GPU do not wait for it.
+
+    if torch.cuda.device_count() < count:
+        raise UserError(
+            f"{asked}, expected a machine with {count} GPU(s), but this one has {torch.cuda.device_count()}"
+        )
+
+
 def import_from_here() -> None:
     """Add the working folder to the import path. This process can then import rewards, tools and samplers that are
     defined there, as the run's actors can."""

@@ -18,9 +18,13 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
+from headrace.cli.arguments import expect_gpus
+from headrace.cli.command import ended
 
 BEGIN = time.monotonic()
 SHAPES: dict[str, dict[str, Any]] = {
@@ -391,18 +395,42 @@ def compare_batches(report: Report, llm: Any, trainer: Any, count: int, seed: in
             report.line(f"batch {number}, train pass", equal=largest == 0.0, largest=largest)
 
 
+def with_plain(functions: Any, name: str) -> Any:
+    """Return the engine's functions, but the one called `name`, if there is one, with the plain formula."""
+    from torch.nn.functional import linear
+
+    from headrace.trainers.backends.fsdp.bitwise import exact_layers as layers
+
+    plain: dict[str, Any] = {
+        "linear": linear,
+        "norm": lambda x, weight, epsilon: layers._rms_norm(epsilon, x, weight),
+        "rotate": lambda query, key, positions: layers._rotate(positions, functions.cos_sin, query, key),
+        "gate": layers._gate,
+        "attend": lambda *parts, ends, longest, scale: layers._attend(ends, longest, scale, *parts),
+    }
+    own = {one: getattr(functions, one) for one in (*plain, "cos_sin", "divide", "token_logprobs")}
+    return SimpleNamespace(**own | ({name: plain[name]} if name in plain else {}))
+
+
 def compare_gradients(report: Report, exact: Any, model: str) -> None:
-    """Compare the gradient and the time of a step with those of the ordinary backend."""
+    """Compare the gradient and the time of a step with those of the ordinary backend. The gradients with one function
+    replaced, and those by kind of weight, show where an error comes from."""
     import torch
 
+    from headrace.trainers.backends.fsdp.bitwise.engine_functions import use_functions
+
+    functions = trainer_functions(exact)
     rng = np.random.default_rng(7)
     rows = [rng.integers(3, 151000, int(rng.integers(20, 800))).tolist() for _ in range(24)]
     micro = micro_batch(rows, [5] * len(rows))
     found: dict[str, dict[str, Any]] = {}
-    for name in ("exact", "repeated", "ordinary", "ordinary, repeated", "float32"):
-        backend = (
-            exact if name in ("exact", "repeated") else build_trainer(model, bitwise=False, half=name != "float32")
-        )
+    plain = [f"plain {name}" for name in dict.fromkeys(PARTS.values())]
+    for name in ("exact", "repeated", *plain, "ordinary", "ordinary, repeated", "float32"):
+        ours = name in ("exact", "repeated", *plain)
+        backend = exact if ours else build_trainer(model, bitwise=False, half=name != "float32")
+        if ours:
+            mixed = with_plain(functions, name.removeprefix("plain "))
+            backend._policy.engine_softmax = use_functions(backend._policy.model, mixed)
         took = 0.0
         for _ in range(3):
             torch.cuda.synchronize()
@@ -418,12 +446,19 @@ def compare_gradients(report: Report, exact: Any, model: str) -> None:
     for one, other in (("exact", "repeated"), ("ordinary", "ordinary, repeated")):
         apart = [key for key, grad in found[one].items() if not torch.equal(grad, found[other][key])]
         report.line(f"{one} gradient, repeated", equal=not apart, unequal=len(apart), first=apart[:6])
-    reference = flat(found["float32"])
-    for name in ("exact", "ordinary"):
-        own = flat(found[name])
-        cosine = float((own * reference).sum(dtype=torch.float64) / own.norm() / reference.norm())
-        distance = float((own - reference).norm() / reference.norm())
-        report.line(f"{name} gradient against float32", cosine=cosine, relative_distance=distance)
+    kinds = sorted({name.split(".")[-2] for name in found["float32"]})
+    for name in ("exact", *plain, "ordinary"):
+        whole, *parts = (
+            distance(found[name], found["float32"], part) for part in ("", *(f".{kind}." for kind in kinds))
+        )
+        by_kind = dict(zip(kinds, parts, strict=True))
+        report.line(f"{name} gradient against float32", relative_distance=whole, by_kind=by_kind)
+
+
+def distance(own: dict[str, Any], reference: dict[str, Any], part: str) -> float:
+    """Return the norm of the difference of gradients, of the weights with `part` in their names, relative to theirs."""
+    ours, theirs = (flat({name: one for name, one in some.items() if part in name}) for some in (own, reference))
+    return float((ours - theirs).norm() / theirs.norm())
 
 
 def flat(gradients: dict[str, Any]) -> Any:
@@ -434,7 +469,7 @@ def flat(gradients: dict[str, Any]) -> Any:
 
 
 def main() -> int:
-    """Run the stages, and return the exit status."""
+    """Run the stages, and return the exit status. Raises UserError without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of the results")
     parser.add_argument("--shape", choices=SHAPES, default="0.6b", help="shape of the model (default: 0.6b)")
@@ -442,6 +477,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=20, help="number of random batches (default: 20)")
     parser.add_argument("--chunk", type=int, default=512, help="largest number of tokens of a step (default: 512)")
     given = parser.parse_args()
+    expect_gpus(1, f"--shape: got {given.shape}")
     given.out.mkdir(parents=True, exist_ok=True)
     report = Report(given.out)
     import torch
@@ -477,4 +513,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -28,7 +28,7 @@ import headrace
 from headrace import Field, Kind, MicroBatch, Schema
 from headrace.bench.models import SHAPES, Shape, save_config
 from headrace.bench.records import conditions, note, table, write_summary
-from headrace.cli.arguments import Parser, results_folder
+from headrace.cli.arguments import Parser, expect_gpus, results_folder
 from headrace.cli.command import ended
 from headrace.cli.terminal import new_console, show_results
 from headrace.codecs.jagged import pack
@@ -59,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(arguments: Any) -> int:
-    """Measure the sizes by each recipe, bfloat16 first, write each result, and print them."""
+    """Measure the sizes by each recipe, bfloat16 first, write each result, and print them. Only tiny models need no
+    GPU."""
+    for size in arguments.sizes:
+        expect_gpus(int(not size.startswith("tiny")), f"--sizes: got {size}")
     out, started, longest = results_folder(arguments, "fp8-training"), time.perf_counter(), 0.0
     out.mkdir(parents=True, exist_ok=True)
     facts = conditions(**{name: getattr(arguments, name) for name in ("layers", "tokens", "length", "micros", "eager")})

@@ -29,9 +29,11 @@ ROWS = (
 
 
 def trained(config: str, folder: Path, seed: int, overrides: Sequence[str]) -> list[dict[str, float]]:
-    """Train once, and return the metrics of the steps. Raises CalledProcessError if the run fails."""
+    """Train once, and return the metrics of the steps. Ends this program with the status of a run that fails, which has
+    said why."""
     command = [sys.executable, "-m", "headrace.cli", "train", config, f"run.dir={folder}", f"run.seed={seed}"]
-    subprocess.run([*command, *overrides], check=True)
+    if status := subprocess.run([*command, *overrides]).returncode:
+        sys.exit(status)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "logprob/mismatch_kl" in line]
 

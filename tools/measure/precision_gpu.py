@@ -27,7 +27,7 @@ import headrace
 from headrace import Field, Kind, MicroBatch, SamplingParams, Schema
 from headrace.bench.models import SHAPES, FolderTask, make_folder
 from headrace.bench.records import conditions, table, write_records, write_summary
-from headrace.cli.arguments import Parser, results_folder
+from headrace.cli.arguments import Parser, expect_gpus, results_folder
 from headrace.cli.command import ended
 from headrace.cli.terminal import new_console, show_results, status_line
 from headrace.codecs.jagged import pack
@@ -57,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(arguments: Any) -> int:
-    """Measure all sizes and schemes, write the results, and print them."""
+    """Measure all sizes and schemes, write the results, and print them. Only tiny models need no GPU."""
+    for size in arguments.sizes:
+        expect_gpus(int(not size.startswith("tiny")), f"--sizes: got {size}")
     out = results_folder(arguments, "precision")
     out.mkdir(parents=True, exist_ok=True)
     records: list[dict[str, Any]] = []

@@ -12,6 +12,7 @@ import asyncio
 import json
 import math
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ from headrace.actors.engines.protocol import EngineStats, SamplingParams
 from headrace.actors.engines.router import Router
 from headrace.actors.process.remote_methods import decode_result, encode_arguments, submit
 from headrace.bench.models import SHAPES, save_config
+from headrace.cli.arguments import expect_gpus
+from headrace.cli.command import ended
 from headrace.tools.measure.routing import EngineFigures, Episode, Trace, shown_trace, simulate
 from headrace.trainers.cluster.ray_cluster import lean_start
 
@@ -214,7 +217,8 @@ async def measure(arguments: argparse.Namespace, trace: Trace, engines: Engines)
     }  # fmt: skip
 
 
-def main() -> None:
+def main() -> int:
+    """Measure, and return the exit code. Raises UserError if there are too few GPUs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs; 0 for engines on the CPU")
     parser.add_argument("--engines", type=int, default=0, help="default: one a GPU, or two on a single one")
@@ -226,6 +230,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=None, help="file for all figures, as JSON")
     arguments = parser.parse_args()
+    expect_gpus(arguments.gpus, f"--gpus: got {arguments.gpus}")
     arguments.engines = arguments.engines or max(2, arguments.gpus)
     trace = trace_of(arguments)
     with tempfile.TemporaryDirectory() as folder:
@@ -239,7 +244,8 @@ def main() -> None:
             ray.shutdown()
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(found, default=str, indent=1))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ended(main))

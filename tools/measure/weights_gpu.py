@@ -48,7 +48,7 @@ from headrace.actors.weight_sync.transports.protocol import ReceiverConfig, Rece
 from headrace.bench.models import SHAPES
 from headrace.bench.records import conditions, table, write_records, write_summary
 from headrace.bench.weights.peers import Peer, call_all
-from headrace.cli.arguments import Parser, results_folder
+from headrace.cli.arguments import Parser, expect_gpus, results_folder
 from headrace.cli.command import ended
 from headrace.cli.terminal import show_results, status_line
 from headrace.dataplane.security.handshake import new_key
@@ -458,7 +458,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(arguments: Any) -> int:
-    """Measure all layouts, write the results, and print them."""
+    """Measure all layouts, write the results, and print them. Raises UserError if there are too few GPUs."""
+    if arguments.device == "cuda":
+        expect_gpus(arguments.gpus, f"--gpus: got {arguments.gpus} without --device cpu")
     out, device, colocated = results_folder(arguments, "plan"), arguments.device, arguments.colocated
     num, bucket_bytes = arguments.gpus // (1 if colocated else 2), arguments.bucket_mib << 20
     prefix = f"{'gpu' if device == 'cuda' else 'cpu'}{arguments.gpus}"

@@ -42,13 +42,18 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([F.linear(part, weight) for part in padded.split(ROWS)])[: len(x), :count]
 
 
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-prob of one token of each row of `logits`, and its logit divided by `temperature`, float32 `[T]`.
+def divide(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return logits divided by the temperature, float32 as in `token_sampling`."""
+    return logits.float() / temperature
 
-    The first is computed as in `token_sampling`. tokens: int64 `[T]`."""
-    divided = logits.float() / temperature
-    every = torch.log_softmax(divided, dim=-1)
-    return every.gather(-1, tokens[:, None])[:, 0], divided.gather(-1, tokens[:, None])[:, 0]
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-prob of one token of each row of divided logits, float32, and its logit: float32 `[T]`.
+
+    The first is computed as in `token_sampling`. tokens: int64 `[T]`.
+    """
+    every = torch.log_softmax(logits, dim=-1)
+    return every.gather(-1, tokens[:, None])[:, 0], logits.gather(-1, tokens[:, None])[:, 0]
 
 
 def use_fixed_shapes(model: Any, product: Linear = linear) -> None:

@@ -126,23 +126,42 @@ class ExactSoftmax:
     """Computes log-probs with the functions of an engine, and their gradients as always."""
 
     linear: Linear
-    token_logprobs: Callable[[torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
-    """Function of logits `[t, V]`, tokens (int64 `[t]`) and the temperature that returns the tokens' log-probs and
-    their logits divided by the temperature, float32 `[t]`. It may overwrite the logits."""
+    divide: Callable[[torch.Tensor, float], torch.Tensor]
+    """Function that returns logits divided by the temperature, as the engine rounds them. It may overwrite them."""
+    token_logprobs: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    """Function of divided logits `[t, V]` and tokens (int64 `[t]`) that returns the tokens' log-probs and their logits,
+    float32 `[t]`."""
 
     def softmax_sums(
         self, logits: torch.Tensor, targets: torch.Tensor, temperature: float, *, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Do what the function `softmax_sums` does."""
-        entropies = None
+        divided, entropies = self.divide(logits, temperature), None
         if with_entropy:
-            _, _, entropies = _kernels(logits).softmax_sums(logits, targets, temperature, with_entropy=True)
-        logprobs, picked = self.token_logprobs(logits, targets, temperature)
+            _, _, entropies = _kernels(logits).softmax_sums(divided, targets, 1.0, with_entropy=True)
+        logprobs, picked = self.token_logprobs(divided, targets)
         return picked - logprobs, logprobs, entropies
 
-    def softmax_gradient(self, logits: torch.Tensor, *given: Any) -> torch.Tensor:
-        """Do what the function `softmax_gradient` does."""
-        return _kernels(logits).softmax_gradient(logits, *given)
+    def softmax_gradient(
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        log_totals: torch.Tensor,
+        of_logprobs: torch.Tensor,
+        entropies: torch.Tensor | None,
+        of_entropies: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Do what the function `softmax_gradient` does, for the logits as the engine divides and rounds them.
+
+        `log_totals` are theirs: the probabilities of other logits would not add up to 1, and a token that is almost
+        certain would have a gradient.
+        """
+        scaled = None if of_entropies is None else of_entropies / temperature
+        divided, of_logprobs = self.divide(logits, temperature), of_logprobs / temperature
+        kernels = _kernels(logits)
+        found = kernels.softmax_gradient(divided, targets, 1.0, log_totals, of_logprobs, entropies, scaled)
+        return found.to(logits.dtype)
 
 
 class _WholeSoftmax(torch.autograd.Function):

@@ -126,14 +126,16 @@ class VllmKernels:
         )  # fmt: skip
         return mixed
 
-    def token_logprobs(
-        self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-prob of one token of each row of `logits`, and its logit divided by `temperature`.
-
-        Both are float32 `[T]`. Logits are divided in place, and rounded to their own dtype. tokens: int64 `[T]`.
-        """
+    def divide(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Return logits divided by the temperature, in place and rounded to their own dtype."""
         rows = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
         self._divide(logits, rows, torch.full((1,), temperature, device=logits.device))
+        return logits
+
+    def token_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-prob of one token of each row of divided `logits`, and its logit: float32 `[T]`.
+
+        tokens: int64 `[T]`.
+        """
         picked = logits.gather(-1, tokens[:, None])[:, 0].float()
         return self._logprobs(logits, tokens[:, None])[:, 0], picked

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .....actors.engines.hf.fixed_shapes import linear, token_logprobs, use_fixed_shapes
+from .....actors.engines.hf.fixed_shapes import divide, linear, token_logprobs, use_fixed_shapes
 from ...vocab.logprobs import ExactSoftmax
 from .conditions import check_device, check_family
 from .exact_layers import EngineFunctions, differentiable, use_exact_layers
@@ -22,13 +22,13 @@ def compute_as_engine(model: Any, engine: str, device: torch.device) -> ExactSof
     if engine == "vllm":
         return use_functions(model, vllm_functions(model, device))
     use_fixed_shapes(model, differentiable(linear))
-    return ExactSoftmax(linear, token_logprobs)
+    return ExactSoftmax(linear, divide, token_logprobs)
 
 
 def use_functions(model: Any, functions: EngineFunctions) -> ExactSoftmax:
     """Make a Hugging Face model compute with the functions of an engine; return its log-probs."""
     use_exact_layers(model, functions)
-    return ExactSoftmax(functions.linear, functions.token_logprobs)
+    return ExactSoftmax(functions.linear, functions.divide, functions.token_logprobs)
 
 
 def vllm_functions(model: Any, device: torch.device) -> EngineFunctions:

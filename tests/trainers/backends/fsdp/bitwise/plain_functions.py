@@ -49,11 +49,13 @@ class PlainFunctions:
         self.calls.append("attend")
         return exact_layers._attend(ends, longest, scale, query, key, value)
 
-    def token_logprobs(
-        self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def divide(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
+        self.calls.append("divide")
+        return logits.div_(temperature)
+
+    def token_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls.append("token_logprobs")
-        return fixed_shapes.token_logprobs(logits, tokens, temperature)
+        return fixed_shapes.token_logprobs(logits.float(), tokens)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

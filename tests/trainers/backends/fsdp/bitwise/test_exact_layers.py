@@ -21,6 +21,7 @@ from headrace.tests.trainers.backends.fsdp.bitwise.plain_functions import PlainF
 from headrace.trainers.backends.fsdp import causal_lm
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.fsdp.bitwise.engine_functions import use_functions
+from headrace.trainers.backends.vocab.logprobs import Entropy, ExactSoftmax, token_logprobs
 from headrace.trainers.losses.config import LossConfig
 
 LAYER = ["linear", "norm", "norm", "rotate", "attend", "linear", "norm", "linear", "gate", "linear"]
@@ -48,4 +49,26 @@ def test_gradients_are_those_of_transformers(
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
     first = functions.calls[: functions.calls.index("token_logprobs") + 1]
-    assert first == ["norm", *LAYER, "norm", *LAYER, "norm", "linear", "token_logprobs"]
+    assert first == ["norm", *LAYER, "norm", *LAYER, "norm", "linear", "divide", "token_logprobs"]
+
+
+@pytest.mark.parametrize("entropy", ["off", "train"])
+def test_gradients_are_those_of_the_logits_that_the_engine_rounds(entropy: Entropy) -> None:
+    """An engine divides logits by the temperature in bfloat16. Tokens that are almost certain keep a gradient of 0."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(200, 16).bfloat16(), (4 * torch.randn(300, 16)).bfloat16()
+    targets = (hidden @ weight.t()).argmax(-1)
+    functions = PlainFunctions(8, 8, 1e4, torch.bfloat16)
+    exact = ExactSoftmax(functions.linear, functions.divide, functions.token_logprobs)
+    inputs = [hidden.requires_grad_(), weight.requires_grad_()]
+    values = token_logprobs(hidden, targets, weight, len(weight), temperature=0.7, entropy=entropy, exact=exact)
+    found = torch.autograd.grad(sum(one.sum() for one in values if one is not None), inputs)
+    wide = [one.detach().float().requires_grad_() for one in inputs]
+    logits = wide[0] @ wide[1].t()
+    rounded = (logits.detach().bfloat16() / 0.7).float() + (logits - logits.detach()) / 0.7
+    every = torch.log_softmax(rounded, -1)
+    total = every.gather(-1, targets[:, None]).sum()
+    if entropy == "train":
+        total = total - (every.exp() * every).sum()
+    for ours, theirs in zip(found, torch.autograd.grad(total, wide), strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < 0.01
