@@ -132,6 +132,17 @@ def forget_tables() -> None:
     rotary_embedding._ROPE_DICT.clear()
 
 
+def remove_overrides() -> None:
+    """Give this process torch's own functions back, which vLLM's batch-invariant mode has replaced.
+
+    Its product of float32 tensors, `aten::bmm`, has the 10 bits of TF32. With it transformers computes other angles of
+    rotary positions, in float32, too. So a gradient in this process was compared with that of another model.
+    """
+    from vllm.model_executor.layers import batch_invariant
+
+    batch_invariant._batch_invariant_LIB._destroy()
+
+
 def build_trainer(model: str, *, bitwise: bool, half: bool = True) -> Any:
     """Build the train backend on this GPU. half: whether it computes in bfloat16."""
     from headrace.trainers.backends.config import BackendConfig, TrainerConfig
@@ -506,6 +517,7 @@ def main() -> int:
     trainer._policy.engine_softmax = use_functions(trainer._policy.model, functions)
     with report.stage("batches"):
         compare_batches(report, llm, trainer, given.batches, seed=11)
+    remove_overrides()
     with report.stage("gradients"):
         compare_gradients(report, trainer, model)
     report.line("end", unequal=report.unequal)

@@ -80,6 +80,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
             recomputed=config.prev in ("recompute", "fixed"),
             with_entropy=self._entropy != "off",
             counts_rows=counts_rows,
+            exact=config.bitwise is not None,
         )
         self._meter = StepMeter(flops, self._device, self._world, group, half=self._half)
 

@@ -80,6 +80,11 @@ class StepTotals:
         }
 
 
+WORST = tuple(f"logprob/unequal_{name}" for name in ("difference", "trainer", "engine", "group", "token"))
+"""Names of the metrics of the token with the largest mismatch of an exact step: the difference of its log-probs, both,
+the id of its group, and its number among the trained tokens of its row."""
+
+
 class TrainStep:
     """Keeps the sums and counts of the open train step and checks that its methods are called in the right order."""
 
@@ -92,6 +97,7 @@ class TrainStep:
         recomputed: bool = False,
         with_entropy: bool = False,
         counts_rows: bool = True,
+        exact: bool = False,
     ) -> None:
         """Prepare train steps with `loss`, whose sums are reduced over the ranks of `group`.
 
@@ -103,6 +109,7 @@ class TrainStep:
         """
         self._loss = loss
         self._recomputed = recomputed
+        self._exact = exact
         self._counts_rows = counts_rows
         self._device = device
         self._group = group
@@ -116,6 +123,7 @@ class TrainStep:
         self._mismatch = torch.zeros(len(MISMATCH_SUMS), dtype=torch.float64, device=self._device)
         # These are the largest mismatch and the largest gradient of a token.
         self._largest = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self._worst = [0.0] * len(WORST)
         self._gradients = torch.zeros((), dtype=torch.float64, device=self._device)
         self._tokens = self._sequences = 0
         self._group_ids: set[int] = set()
@@ -172,6 +180,8 @@ class TrainStep:
         distance, largest = mismatch(inputs, recomputed=self._recomputed)
         self._mismatch += distance
         self._largest[0] = torch.maximum(self._largest[0], largest)
+        if self._exact and largest != 0:
+            self._find_worst(inputs, group_ids)
         if inputs.logprobs.requires_grad:
             inputs.logprobs.register_hook(self._weigh_tokens)
         self._tokens += len(inputs.logprobs)
@@ -182,6 +192,24 @@ class TrainStep:
         if self._loss.denominator == "groups":
             self._group_ids.update(group_ids[counts].tolist())
         return sums.loss
+
+    def _find_worst(self, inputs: LossInputs, group_ids: np.ndarray) -> None:
+        """Remember the token of a microbatch with the largest mismatch, unless an earlier one has a larger one."""
+        ours = inputs.prev_logprobs if self._recomputed else inputs.logprobs.detach()
+        distance = (ours.double() - inputs.rollout_logprobs).abs().nan_to_num(nan=torch.inf)
+        place, rows = int(distance.argmax()), inputs.row_ids.tolist()
+        found = distance[place], ours[place], inputs.rollout_logprobs[place], group_ids[rows[place]]
+        worst = [*map(float, found), float(rows[:place].count(rows[place]))]
+        self._worst = max(self._worst, worst)
+
+    def _worst_of_all(self) -> dict[str, float]:
+        """Return the metrics WORST of the token with the largest mismatch on all ranks; {} if none has one."""
+        worst = [torch.tensor(self._worst, dtype=torch.float64, device=self._device)]
+        if self._group is not None:
+            worst = [torch.empty_like(worst[0]) for _ in range(dist.get_world_size(self._group))]
+            dist.all_gather(worst, torch.tensor(self._worst, dtype=torch.float64, device=self._device), self._group)
+        found = max(one.tolist() for one in worst)
+        return dict(zip(WORST, found, strict=True)) if found[0] else {}
 
     def _weigh_tokens(self, gradient: torch.Tensor) -> None:
         """Add a microbatch's gradient to the sum and the maximum over tokens of its absolute value.
@@ -223,6 +251,8 @@ class TrainStep:
             "train/tokens": tokens,
             "train/sequences": sequences,
         }
+        if self._exact:
+            metrics |= self._worst_of_all()
         norm = math.sqrt(square) / denominator if denominator else 0.0
         return StepTotals(denominator, norm, metrics)
 

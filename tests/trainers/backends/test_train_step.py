@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.trainers.backends.train_step import TrainStep, clip_coefficient
+from headrace.trainers.backends.train_step import WORST, TrainStep, clip_coefficient
 from headrace.trainers.losses.terms import Denominator, LossInputs, PolicyLoss, TermSums
 
 CPU = torch.device("cpu")
@@ -36,6 +36,21 @@ def add(step: TrainStep, row_tokens: list[int], groups: list[int], entropy: torc
     inputs = LossInputs(ones.clone().requires_grad_(), ones, ones, None, ones, rows, tokens)
     with step.accumulating():
         step.add(inputs, tokens.numpy(), np.array(groups), entropy).backward()
+
+
+def test_an_exact_step_names_the_token_with_the_largest_mismatch() -> None:
+    step = TrainStep(PolicyLoss([(2.0, SumOfLogprobs("tokens"))]), CPU, None, exact=True)
+    for changes, expected in (({}, None), ({3: 0.75, 4: 0.5}, [0.5, 1.0, 0.5, 7.0, 1.0])):
+        step.begin(1.0)
+        rows, ones = torch.tensor([0, 0, 0, 2, 2]), torch.ones(5)
+        engine = torch.tensor([changes.get(token, 1.0) for token in range(5)])
+        tokens = torch.tensor([3, 0, 2])
+        with step.accumulating():
+            step.add(
+                LossInputs(ones, ones, engine, None, ones, rows, tokens), tokens.numpy(), np.array([5, 6, 7]), None
+            )
+        found = [value for name, value in step.finish(square(1.0)).metrics.items() if name in WORST]
+        assert found == (expected or [])
 
 
 def square(value: float) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ from ...config import TrainerConfig
 
 FAMILY = "qwen3"
 """Type of the models whose layers are written as engines compute them."""
+_PLACE = ("trainer", "engine", "group", "token")
 HEAD = 128
 """Width of the heads with which vLLM's attention does not depend on the batch. With 64, FlashAttention 3 computes a
 single query in another way than several."""
@@ -133,9 +135,11 @@ def check_family(model: Any, engine: str) -> None:
 
 def expect_equal(step: int, metrics: Mapping[str, float]) -> None:
     """Raise UserError if a log-prob of a step differs from the engine's. metrics: those of the step."""
-    largest = metrics.get("logprob/mismatch_max", 0.0)
-    if largest != 0.0:  # A NaN is not 0.
-        raise UserError(
-            f"logprob/mismatch_max: got {largest:g} in step {step} with run.bitwise=true, expected 0: a log-prob of "
-            "the train workers is not that of the engine"
-        )
+    largest, mean = (metrics.get(f"logprob/mismatch_{name}", 0.0) for name in ("max", "mean"))
+    if largest == 0.0 == mean:  # A NaN is not 0, and the largest of several ranks can leave it out.
+        return
+    ours, theirs, group, token = (metrics.get(f"logprob/unequal_{name}", math.nan) for name in _PLACE)
+    raise UserError(
+        f"logprob/mismatch_max: got {largest:g} in step {step} with run.bitwise=true, expected 0: the train workers "
+        f"give trained token {token:.0f} of a row of group {group:.0f} the log-prob {ours:.9g}, the engine {theirs:.9g}"
+    )

@@ -11,6 +11,7 @@ import torch
 from headrace.tests.trainers.config.refusals import only_problem
 from headrace.trainers.backends.fsdp.bitwise.conditions import check_family, expect_equal
 from headrace.trainers.backends.fsdp.bitwise.engine_functions import compute_as_engine
+from headrace.trainers.backends.train_step import WORST
 from headrace.trainers.cluster.rollout_specs import fingerprint
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
@@ -117,8 +118,11 @@ def test_an_engine_for_other_devices_is_refused(engine: str, device: str, expect
 
 
 def test_a_step_with_an_unequal_log_prob_ends_the_run() -> None:
-    expect_equal(3, {"logprob/mismatch_max": 0.0})
+    expect_equal(3, {"logprob/mismatch_max": 0.0, "logprob/mismatch_mean": 0.0})
     expect_equal(3, {})  # A step without a token has no mismatch.
-    for value in (1e-7, float("nan")):
-        with pytest.raises(UserError, match=f"logprob/mismatch_max: got {value:g} in step 3 {ON} 0"):
-            expect_equal(3, {"logprob/mismatch_max": value})
+    place = dict(zip(WORST, (1e-7, -1.5, -1.50000012, 6.0, 4.0), strict=True))
+    for most, mean in ((1e-7, 1e-9), (float("nan"), float("nan")), (0.0, float("nan"))):
+        figures = {"logprob/mismatch_max": most, "logprob/mismatch_mean": mean, **place}
+        with pytest.raises(UserError, match=f"logprob/mismatch_max: got {most:g} in step 3 {ON} 0: ") as caught:
+            expect_equal(3, figures)
+        assert "trained token 4 of a row of group 6 the log-prob -1.5, the engine -1.50000012" in str(caught.value)

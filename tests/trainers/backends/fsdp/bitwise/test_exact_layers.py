@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from headrace.tests.trainers.backends.backend_ranks import (
     TINY,
     backend_config,
+    flat_gradients,
     gradients_of,
     logprobs_of,
     micro_batch,
@@ -50,6 +52,25 @@ def test_gradients_are_those_of_transformers(
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
     first = functions.calls[: functions.calls.index("token_logprobs") + 1]
     assert first == ["norm", *LAYER, "norm", *LAYER, "norm", "linear", "divide", "token_logprobs"]
+
+
+def test_gradients_in_bfloat16_are_as_near_to_those_of_float32_as_without_the_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {**TINY, "hidden_size": 64, "head_dim": 32, "num_hidden_layers": 8, "initializer_range": 0.15}
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**sizes)).bfloat16().save_pretrained(tmp_path)
+    functions = PlainFunctions(32, TINY["max_position_embeddings"], 10000.0, torch.bfloat16)
+    monkeypatch.setattr(causal_lm, "compute_as_engine", lambda model, *_: use_functions(model, functions))
+    loss = LossConfig(clip_low=0.9, clip_high=9.0)
+    found = {}
+    for name, half, bitwise in (("float32", False, None), ("ordinary", True, None), ("exact", True, "hf")):
+        config = backend_config(
+            str(tmp_path), packing="packed", mixed_precision=half, loss=loss, with_reference=False, prev="train_pass"
+        )
+        found[name] = flat_gradients(FsdpBackend(replace(config, bitwise=bitwise), 0, 1), [random_rows(1, 24)])
+    errors = {name: float((own - found["float32"]).norm() / found["float32"].norm()) for name, own in found.items()}
+    assert 0.005 < errors["exact"] < 1.1 * errors["ordinary"] < 0.2, errors
 
 
 @pytest.mark.parametrize("entropy", ["off", "train"])
