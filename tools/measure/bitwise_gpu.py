@@ -138,9 +138,9 @@ def remove_overrides() -> None:
     Its product of float32 tensors, `aten::bmm`, has the 10 bits of TF32. With it transformers computes other angles of
     rotary positions, in float32, too. So a gradient in this process was compared with that of another model.
     """
-    from vllm.model_executor.layers import batch_invariant
+    from vllm.model_executor.layers.batch_invariant import _batch_invariant_LIB as overrides
 
-    batch_invariant._batch_invariant_LIB._destroy()
+    overrides._destroy()
 
 
 def build_trainer(model: str, *, bitwise: bool, half: bool = True) -> Any:

@@ -83,7 +83,7 @@ def test_gradients_are_those_of_the_logits_that_the_engine_rounds(entropy: Entro
     exact = ExactSoftmax(functions.linear, functions.divide, functions.token_logprobs)
     inputs = [hidden.requires_grad_(), weight.requires_grad_()]
     values = token_logprobs(hidden, targets, weight, len(weight), temperature=0.7, entropy=entropy, exact=exact)
-    found = torch.autograd.grad(sum(one.sum() for one in values if one is not None), inputs)
+    found = torch.autograd.grad(torch.stack([one.sum() for one in values if one is not None]).sum(), inputs)
     wide = [one.detach().float().requires_grad_() for one in inputs]
     logits = wide[0] @ wide[1].t()
     rounded = (logits.detach().bfloat16() / 0.7).float() + (logits - logits.detach()) / 0.7
