@@ -32,9 +32,8 @@ def main() -> int:
 
 def generated() -> dict[Path, str]:
     """Return the text that each generated file should have: path -> text."""
+    from config_reference import peers_markdown
     from what_fits import what_fits_markdown
-
-    from headrace.trainers.config.peers import peers_markdown
 
     memory = DOCS / "training" / "memory.md"
     peers = DOCS / "start" / "coming-from.md"
@@ -99,7 +98,8 @@ def first_sentence(path: Path) -> str:
 def config_markdown() -> str:
     """Return a Markdown page with every key of a run's YAML file. It has each key's type, default, meaning and effect,
     from the sections' classes."""
-    from headrace.trainers.config.reference import reference_markdown
+    from config_reference import reference_markdown
+
     from headrace.trainers.simulation.config import SimulationConfig
 
     head = """# Configuration reference
@@ -114,7 +114,8 @@ prints all keys of a run.
 
 def pool_keys_markdown() -> str:
     """Return, as Markdown, every key of the file of a simulated pool."""
-    from headrace.trainers.config.reference import keys_markdown
+    from config_reference import keys_markdown
+
     from headrace.trainers.pool.simulation.config import PoolSection, TenantSection
 
     return f"\n{keys_markdown({'pool': PoolSection, 'tenants.NAME': TenantSection}, '###')}\n\n"

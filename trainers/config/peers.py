@@ -425,18 +425,3 @@ def leaves(section: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[t
             yield from leaves(value, (*path, str(key)))
         else:
             yield (*path, str(key))
-
-
-def peers_markdown() -> str:
-    """Return the Markdown tables of all libraries."""
-    parts = []
-    for library, rows in PEERS.items():
-        lines = [f"\n## {library}\n\n| {library} | Headrace | |\n| --- | --- | --- |\n"]
-        for theirs, ours, note in rows:
-            lines.append(f"| `{theirs}` | {', '.join(f'`{key}`' for key in ours.split())} | {note} |\n")
-        if absent := WITHOUT_COUNTERPART.get(library):
-            lines.append(f"\nThese settings of {library} have no key here:\n\n| {library} | why |\n| --- | --- |\n")
-            whys = dict.fromkeys(absent.values())
-            lines += [f"| {', '.join(f'`{n}`' for n in absent if absent[n] == why)} | {why} |\n" for why in whys]
-        parts.append("".join(lines))
-    return "".join(parts)

@@ -12,12 +12,12 @@ import yaml
 
 import headrace
 from headrace.tests.trainers.config.refusals import file_problems, only_problem
+from headrace.tools.config_reference import START_HERE, reference_markdown, run_sections, walk_keys
 from headrace.trainers.cluster.rollout_specs import fingerprint
 from headrace.trainers.cluster.rollout_specs import journal as journal_of
 from headrace.trainers.config.config import Config, resolved_yaml
 from headrace.trainers.config.effects import EFFECTS, idle_key_problems, value_of
 from headrace.trainers.config.load import build_config, load_config, renamed_keys
-from headrace.trainers.config.reference import START_HERE, reference_markdown, run_sections, walk_keys
 from headrace.trainers.errors import ConfigError
 from headrace.trainers.simulation.config import SimulationConfig, simulation_section
 

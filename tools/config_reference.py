@@ -1,4 +1,4 @@
-"""Renders the configuration reference: type, default, meaning and conditions of every key.
+"""Renders the configuration reference and the table of other libraries' keys, for `docs_sources.py`.
 
 Keys are list entries instead of table rows, because a table with a column of long keys does not fit on a phone.
 """
@@ -20,8 +20,10 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from .config import Config
-from .effects import EFFECTS, shown
+from headrace.trainers.config.absent_peers import WITHOUT_COUNTERPART
+from headrace.trainers.config.config import Config
+from headrace.trainers.config.effects import EFFECTS, shown
+from headrace.trainers.config.peers import PEERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,21 @@ def keys_markdown(sections: Mapping[str, type[BaseModel]], level: str = "##") ->
         effect = f" Has an effect only with {key.effect}." if key.effect else ""
         lines.append(f"- **`{key.name}`** ({key.type}{default}{first}): {key.description}{effect}")
     return "\n".join(lines[1:])
+
+
+def peers_markdown() -> str:
+    """Return the Markdown tables of all libraries."""
+    parts = []
+    for library, rows in PEERS.items():
+        lines = [f"\n## {library}\n\n| {library} | Headrace | |\n| --- | --- | --- |\n"]
+        for theirs, ours, note in rows:
+            lines.append(f"| `{theirs}` | {', '.join(f'`{key}`' for key in ours.split())} | {note} |\n")
+        if absent := WITHOUT_COUNTERPART.get(library):
+            lines.append(f"\nThese settings of {library} have no key here:\n\n| {library} | why |\n| --- | --- |\n")
+            whys = dict.fromkeys(absent.values())
+            lines += [f"| {', '.join(f'`{n}`' for n in absent if absent[n] == why)} | {why} |\n" for why in whys]
+        parts.append("".join(lines))
+    return "".join(parts)
 
 
 def _row(*cells: str) -> str:
