@@ -32,8 +32,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from ...actors.weight_sync.config import SyncConfig
 from ...actors.weight_sync.pairs.pair_receiver import PairReceiver
 from ...actors.weight_sync.pairs.pair_sender import KIND, PairSender, location_of
-from ...actors.weight_sync.plan.layouts import held
-from ...actors.weight_sync.plan.regions import Party
+from ...actors.weight_sync.plan.regions import Party, held
 from ...actors.weight_sync.plan.transfer_plan import TransferPlan, plan_transfer
 from ...actors.weight_sync.transports.protocol import ReceiverConfig, ReceiverGroup, SenderConfig, WeightUpdate
 from ...codecs import messages

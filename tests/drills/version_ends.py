@@ -19,7 +19,7 @@ from headrace.actors.weight_sync.inbox import WeightInbox
 from headrace.actors.weight_sync.pairs import neighbour_sender, pair_receiver, pair_sender
 from headrace.actors.weight_sync.pairs.rank_publisher import RankPublisher
 from headrace.actors.weight_sync.plan import packing
-from headrace.actors.weight_sync.plan.layouts import held
+from headrace.actors.weight_sync.plan.regions import held
 from headrace.actors.weight_sync.transports import ends
 from headrace.actors.weight_sync.transports.factory import build_sender
 from headrace.actors.weight_sync.transports.protocol import (

@@ -39,8 +39,7 @@ from headrace.actors.weight_sync.pairs.group_sender import GroupSender
 from headrace.actors.weight_sync.pairs.neighbour_receiver import NeighbourReceiver
 from headrace.actors.weight_sync.pairs.neighbour_sender import NeighbourSender
 from headrace.actors.weight_sync.pairs.pair_sender import KIND, SLOTS, location_of
-from headrace.actors.weight_sync.plan.layouts import gated_experts, held
-from headrace.actors.weight_sync.plan.regions import Party, Region
+from headrace.actors.weight_sync.plan.regions import Party, Region, held
 from headrace.actors.weight_sync.plan.transfer_plan import TransferPlan, plan_transfer
 from headrace.actors.weight_sync.publisher import WeightPublisher
 from headrace.actors.weight_sync.transports.factory import build_sender
@@ -52,6 +51,7 @@ from headrace.cli.arguments import Parser, expect_gpus, results_folder
 from headrace.cli.command import ended
 from headrace.cli.terminal import show_results, status_line
 from headrace.dataplane.security.handshake import new_key
+from headrace.tests.actors.weight_sync.plan.weight_layouts import gated_experts
 from headrace.trainers.backends.weight_stream import Cut, Piece, SpreadWeight, stream_weights
 
 TIMEOUT_S = 120.0

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from ...actors.adapters.spec import AdapterSpec
-from ...actors.protocols import MicroBatch, OffloadReport
+from ...actors.train_backend import MicroBatch, OffloadReport
 from ...actors.weight_sync.base_offer import BaseRecord
-from ...actors.weight_sync.plan.layouts import held
-from ...actors.weight_sync.plan.regions import Region
+from ...actors.weight_sync.plan.regions import Region, held
 from .checkpoint_files import Checkpointer, draft_of, publish, start_draft
 from .config import BackendConfig
 from .residence import Residence, own_device

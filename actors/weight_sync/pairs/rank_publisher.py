@@ -21,8 +21,7 @@ from ....codecs.weights.quantization import Quantization
 from ...adapters.spec import AdapterSpec
 from ..config import SyncConfig
 from ..plan.arguments import LocalTensors, PlanArguments, read_arguments
-from ..plan.layouts import held
-from ..plan.regions import Party, Region, Specs
+from ..plan.regions import Party, Region, Specs, held
 from ..plan.weight_reads import decode_regions
 from ..stream import SendReport
 from ..transports.protocol import ReceiverGroup, WeightUpdate, worker_names

@@ -6,7 +6,7 @@ All numbers are elements, not bytes, so that a rank that keeps float32 weights c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,8 @@ Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype on the wire and shape of each weight, by Hugging Face name, as `TrainBackend.weight_specs` returns them."""
 Box = tuple[tuple[int, int], ...]
 """Part of a weight: start and stop (exclusive) along each axis; `()` for a weight without axes."""
+Cuts = Sequence[tuple[int, int, int]]
+"""Cuts applied one after the other: axis, number of parts, index of the part that is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,19 @@ def place(weight: str, box: Box, tensor: str = "", shape: Sequence[int] = (), at
     strides = tuple(math.prod(sizes[axis + 1 :]) for axis in range(len(box)))
     offset = sum(index * stride for index, stride in zip(at, strides, strict=False))
     return Region(weight, box, tensor or weight, offset, strides)
+
+
+def held(name: str, shape: Sequence[int], cuts: Cuts = (), tensor: str = "") -> Iterator[Region]:
+    """Yield the region of a weight of which a process has one part as a tensor of its own; nothing if that is empty.
+
+    FSDP2 cuts axis 0 over its ranks, after axis 0 or 1 was cut over tensor-parallel ranks. No cuts mean a copy of the
+    whole weight. tensor: name of the local tensor; "" for that of the weight.
+    """
+    box = whole(shape)
+    for axis, num, index in cuts:
+        box = cut(box, axis, num, index)
+    if all(lengths(box)):
+        yield place(name, box, tensor)
 
 
 def region_of_part(

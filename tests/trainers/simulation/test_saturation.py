@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.actors.weight_sync.plan.layouts import held
-from headrace.actors.weight_sync.plan.regions import Party
+from headrace.actors.weight_sync.plan.regions import Party, held
 from headrace.actors.weight_sync.plan.transfer_plan import plan_transfer
 from headrace.trainers.config.load import build_config
 from headrace.trainers.simulation.cluster import Cluster

@@ -1,23 +1,25 @@
-"""Trainer ranks and engine workers of this process that take part in updates over a process group."""
+"""Trainer ranks and engine workers of this process that take part in updates."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from headrace.actors.weight_sync.pairs.group_receiver import GroupReceiver
 from headrace.actors.weight_sync.pairs.group_sender import GroupSender
+from headrace.actors.weight_sync.pairs.group_wire import PairGroup
 from headrace.actors.weight_sync.pairs.neighbour_receiver import NeighbourReceiver
 from headrace.actors.weight_sync.pairs.neighbour_sender import NeighbourSender
 from headrace.actors.weight_sync.pairs.pair_sender import KIND, location_of
-from headrace.actors.weight_sync.plan.layouts import held
-from headrace.actors.weight_sync.plan.regions import Party
+from headrace.actors.weight_sync.plan.regions import Party, held
 from headrace.actors.weight_sync.plan.transfer_plan import TransferPlan, plan_transfer
-from headrace.actors.weight_sync.transports.protocol import ReceiverGroup, WeightUpdate
+from headrace.actors.weight_sync.transports.protocol import ReceiverGroup, WeightTransferError, WeightUpdate
 from headrace.dataplane.security.handshake import new_key
 from headrace.tests.actors.weight_sync.pairs.outcomes import expect_abort_while_sending, outcomes
 
@@ -45,46 +47,55 @@ def party(axis: int, num: int, index: int, host: str) -> Party:
 
 
 class Members:
-    """Three trainer ranks with the rows of weights, and two engines of two workers with their columns."""
+    """Three trainer ranks with the rows of weights, and two engines of two workers with their columns.
 
-    def __init__(self, timeout_s: float, gpus: Sequence[int] = ()) -> None:
-        """gpus: the rank beside which each worker is, by number of the worker; () if all have GPUs of their own."""
+    They meet in process groups; a subclass has other senders and receivers.
+    """
+
+    def __init__(self, timeout_s: float = 20.0, gpus: Sequence[int] = (), hosts: Sequence[str] = ()) -> None:
+        """gpus: the rank beside which each worker is, by number of the worker; () if all have GPUs of their own. hosts:
+        that of each worker; () if each is on its own."""
         self.timeout_s = timeout_s
+        self.gpus = gpus
         self.places = [*itertools.product(range(ENGINES), range(TP))]
-        self.senders: list[GroupSender] = []
-        self.receivers: list[GroupReceiver] = []
-        for rank in range(SENDERS):
-            own = (rank, "127.0.0.1", KEY, timeout_s, CPU)
-            self.senders.append(NeighbourSender(*own, f"gpu {rank}") if gpus else GroupSender(*own))
-        for number in range(len(self.places)):
-            self.receivers.append(self.receiver(number, gpus))
+        hosts = hosts or [f"{engine} {worker}" for engine, worker in self.places]
+        self.senders = [self.sender(rank) for rank in range(SENDERS)]
+        self.receivers = [self.receiver(number) for number in range(len(self.places))]
         self.plan: TransferPlan = plan_transfer(
             SPECS,
             [party(0, SENDERS, rank, f"trainer {rank}") for rank in range(SENDERS)],
-            [party(1, TP, worker, f"{engine} {worker}") for engine, worker in self.places],
+            [party(1, TP, worker, host) for host, (_, worker) in zip(hosts, self.places, strict=True)],
             640,
         )
         self.staged = [part(weights(0), 1, TP, worker) for _, worker in self.places]
         self._number = itertools.count(1)
 
-    def receiver(self, number: int, gpus: Sequence[int] = ()) -> GroupReceiver:
+    def sender(self, rank: int) -> Any:
+        """A rank that has just started."""
+        own = (rank, "127.0.0.1", KEY, self.timeout_s, CPU)
+        return NeighbourSender(*own, f"gpu {rank}") if self.gpus else GroupSender(*own)
+
+    def receiver(self, number: int) -> Any:
         """A worker that has just started."""
         engine, worker = self.places[number]
         own = (f"engine-{engine}", worker, KEY, CPU)
-        return NeighbourReceiver(*own, f"gpu {gpus[number]}") if gpus else GroupReceiver(*own)
+        return NeighbourReceiver(*own, f"gpu {self.gpus[number]}") if self.gpus else GroupReceiver(*own)
 
     def close(self) -> None:
         for sender in self.senders:
             sender.close()
         for receiver in self.receivers:
-            receiver.close() if isinstance(receiver, NeighbourReceiver) else receiver.leave()
+            receiver.leave() if type(receiver) is GroupReceiver else receiver.close()
 
-    def update(self, version: int) -> tuple[list[str], list[str]]:
+    def announced(self, version: int, number: int) -> WeightUpdate:
+        location = location_of(number, [sender.address for sender in self.senders])
+        return WeightUpdate(version, None, KIND, location, 0, GROUPS, self.timeout_s)
+
+    def update(self, version: int, during: Callable[[], None] = lambda: None) -> tuple[list[str], list[str]]:
         """Bring all workers to a version. Returns how sending and receiving ended, as `outcomes` does."""
-        location = location_of(next(self._number), [sender.address for sender in self.senders])
-        update = WeightUpdate(version, None, KIND, location, 0, GROUPS, self.timeout_s)
+        announced = self.announced(version, next(self._number))
         rows = [part(weights(version), 0, SENDERS, rank) for rank in range(SENDERS)]
-        return outcomes(self.senders, self.receivers, self.plan, update, rows, self.staged)
+        return outcomes(self.senders, self.receivers, self.plan, announced, rows, self.staged, during)
 
     def has(self, version: int, rank: int) -> bool:
         expected = part(weights(version), 1, TP, self.places[rank][1])
@@ -93,6 +104,30 @@ class Members:
     def expect_whole(self, version: int) -> None:
         assert self.update(version) == ([""] * SENDERS, [""] * len(self.receivers))
         assert all(self.has(version, rank) for rank in range(len(self.receivers)))
+
+    def expect_lost_worker(self, sent: Sequence[str], got: Sequence[str]) -> None:
+        """Expect that an update has blamed the worker 1 of the engine 0, which was lost, and ended for all."""
+        assert "killed" in got[1] and all(got) and all(sent)
+        assert all(one.startswith("engine-0|") and "engine-0 worker 1 is lost" in one for one in sent), sent
+        assert all("has ended the update" in got[rank] for rank in (0, 2, 3)), got
+
+    def expect_lost_rank(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+        """Lose the rank 2 at a round of its group, and expect that no engine is blamed and the next version goes on."""
+        lost, rounds, original = self.senders[2], itertools.count(), PairGroup.exchange
+
+        def exchange(group: PairGroup, sends: Any, takes: Any) -> Any:
+            if group is lost._group and next(rounds) == at:
+                lost._tracker.close()
+                raise WeightTransferError("killed")
+            return original(group, sends, takes)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PairGroup, "exchange", exchange)
+            sent, got = self.update(1)
+        told = r"sender 2 at 127.0.0.1:\d+.*is lost|gave up|has ended the update"
+        assert all(re.search(told, one) for one in got) and any("sender 2" in one for one in got), got
+        assert all(one.startswith("|") for one in sent), sent
+        self.expect_whole(2)
 
     def expect_silence(self, sent: Sequence[str], got: Sequence[str], version: int) -> None:
         """Expect that an update has blamed the engine 1, which hung, alone, and that the next one goes on."""

@@ -22,10 +22,10 @@ from headrace.actors.weight_sync.pairs.neighbour_receiver import NeighbourReceiv
 from headrace.actors.weight_sync.pairs.neighbour_sender import NeighbourSender
 from headrace.actors.weight_sync.pairs.pair_sender import KIND, SLOTS, location_of
 from headrace.actors.weight_sync.plan.arguments import PlanArguments, read_arguments
-from headrace.actors.weight_sync.plan.layouts import expert_boxes, gated_experts, held
-from headrace.actors.weight_sync.plan.regions import Party, Region
+from headrace.actors.weight_sync.plan.regions import Party, Region, held
 from headrace.actors.weight_sync.transports.protocol import ReceiverGroup, WeightUpdate
 from headrace.dataplane.security.handshake import new_key
+from headrace.tests.actors.weight_sync.plan.weight_layouts import expert_boxes, gated_experts
 from headrace.tests.process_pool import FORKSERVER
 
 EXPERTS, ROWS, HIDDEN, LAYERS = 8, 128, 1024, 2

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,17 +16,7 @@ from headrace.actors.weight_sync.plan.transfer_plan import plan_transfer
 from headrace.actors.weight_sync.transports.protocol import WeightTransferError
 from headrace.tests.actors.weight_sync.pairs.group_members import SENDERS, SPECS, TP, Members, party
 
-
-@pytest.fixture
-def members() -> Iterator[Callable[..., Members]]:
-    with ExitStack() as stack:
-
-        def build(timeout_s: float = 20.0) -> Members:
-            made = Members(timeout_s)
-            stack.callback(made.close)
-            return made
-
-        yield build
+KIND = Members
 
 
 def groups(members: Members) -> set[str]:
@@ -93,37 +82,24 @@ def test_a_damaged_bucket_is_told_and_harms_no_other(
     ranks.expect_whole(2)
 
 
-def _stop_at(owner: Any, which: object, stop: Callable[[Any], None], round_: int = 2) -> Callable[..., Any]:
-    """Exchange function that calls `stop` at a round of one member."""
-    rounds = itertools.count()
-    original = PairGroup.exchange
-
-    def exchange(self: PairGroup, sends: Any, takes: Any) -> Any:
-        if self is owner._group and next(rounds) == round_:
-            stop(which)
-        return original(self, sends, takes)
-
-    return exchange
-
-
 def test_a_lost_receiver_is_named_and_the_next_version_goes_on(
     members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = members()
     ranks.expect_whole(1)
-    lost = ranks.receivers[1]
+    lost, rounds, original = ranks.receivers[1], itertools.count(), PairGroup.exchange
 
-    def stop(_: object) -> None:
-        for sender in lost._senders:
-            sender.link.close()
-        raise WeightTransferError("killed")
+    def exchange(self: PairGroup, sends: Any, takes: Any) -> Any:
+        if self is lost._group and next(rounds) == 2:
+            for sender in lost._senders:
+                sender.link.close()
+            raise WeightTransferError("killed")
+        return original(self, sends, takes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PairGroup, "exchange", _stop_at(lost, None, stop))
+        patch.setattr(PairGroup, "exchange", exchange)
         sent, got = ranks.update(2)
-    assert "killed" in got[1] and all(got) and all(sent)
-    assert all(one.startswith("engine-0|") and "engine-0 worker 1 is lost" in one for one in sent), sent
-    assert all("has ended the update" in got[rank] for rank in (0, 2, 3)), got
+    ranks.expect_lost_worker(sent, got)
     assert groups(ranks) == {""}
     ranks.expect_whole(3)
 
@@ -131,21 +107,7 @@ def test_a_lost_receiver_is_named_and_the_next_version_goes_on(
 def test_a_lost_sender_is_no_fault_of_an_engine(
     members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = members()
-    lost = ranks.senders[2]
-
-    def stop(_: object) -> None:
-        assert lost._tracker is not None
-        lost._tracker.close()
-        raise WeightTransferError("killed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PairGroup, "exchange", _stop_at(lost, None, stop, 3))
-        sent, got = ranks.update(1)
-    assert all(re.search(r"sender 2 at 127.0.0.1:\d+.*is lost|gave up|has ended the update", one) for one in got), got
-    assert any("sender 2" in one for one in got)
-    assert all(one.startswith("|") for one in sent), sent
-    ranks.expect_whole(2)
+    members().expect_lost_rank(monkeypatch, 3)
 
 
 def test_a_silent_receiver_is_at_fault_and_those_that_wait_are_not(

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,16 +28,7 @@ GPUS = (0, 1, 2, 0)
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def members() -> Iterator[Callable[..., Members]]:
-    with ExitStack() as stack:
-
-        def build(timeout_s: float = 20.0, gpus: Sequence[int] = GPUS) -> Members:
-            made = Members(timeout_s, gpus)
-            stack.callback(made.close)
-            return made
-
-        yield build
+KIND = partial(Members, gpus=GPUS)
 
 
 def test_a_worker_has_the_rank_on_its_gpu_or_one_on_its_host() -> None:
@@ -164,10 +155,8 @@ def test_a_lost_worker_is_named_at_any_bucket(
     with monkeypatch.context() as patch:
         patch.setattr(Unpacker, "take", take)
         sent, got = ranks.update(2)
-    assert "killed" in got[1] and all(got) and all(sent)
-    assert all(one.startswith("engine-0|") and "engine-0 worker 1 is lost" in one for one in sent), sent
-    assert all("has ended the update" in got[rank] for rank in (0, 2, 3)), got
-    ranks.receivers[1] = ranks.receiver(1, GPUS)
+    ranks.expect_lost_worker(sent, got)
+    ranks.receivers[1] = ranks.receiver(1)
     ranks.expect_whole(3)
 
 
@@ -175,23 +164,7 @@ def test_a_lost_worker_is_named_at_any_bucket(
 def test_a_lost_rank_is_no_fault_of_an_engine(
     members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    ranks = members()
-    lost, rounds, original = ranks.senders[2], itertools.count(), PairGroup.exchange
-
-    def exchange(self: PairGroup, sends: Any, takes: Any) -> Any:
-        if self is lost._group and next(rounds) == at:
-            assert lost._tracker is not None
-            lost._tracker.close()
-            raise WeightTransferError("killed")
-        return original(self, sends, takes)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PairGroup, "exchange", exchange)
-        sent, got = ranks.update(1)
-    assert all(re.search(r"sender 2 at 127.0.0.1:\d+.*is lost|gave up|has ended the update", one) for one in got), got
-    assert any("sender 2" in one for one in got)
-    assert all(one.startswith("|") for one in sent), sent
-    ranks.expect_whole(2)
+    members().expect_lost_rank(monkeypatch, at)
 
 
 def test_bytes_that_come_late_for_a_failed_version_do_not_reach_the_next(
@@ -254,5 +227,5 @@ def test_a_worker_that_has_started_again_takes_the_next_version(members: Callabl
     receiver = ranks.receivers[0]
     assert isinstance(receiver, NeighbourReceiver)
     receiver.close()
-    ranks.receivers[0] = ranks.receiver(0, GPUS)
+    ranks.receivers[0] = ranks.receiver(0)
     ranks.expect_whole(2)

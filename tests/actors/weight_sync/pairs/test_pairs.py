@@ -7,9 +7,8 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -17,116 +16,52 @@ import torch
 
 from headrace.actors.weight_sync.pairs import pair_receiver, pair_sender
 from headrace.actors.weight_sync.pairs.pair_receiver import PairReceiver
-from headrace.actors.weight_sync.pairs.pair_sender import KIND, PairSender, location_of
+from headrace.actors.weight_sync.pairs.pair_sender import PairSender
 from headrace.actors.weight_sync.pairs.payload_wire import receive_payload
 from headrace.actors.weight_sync.pairs.shared_slots import SharedSlots
-from headrace.actors.weight_sync.plan.layouts import held
-from headrace.actors.weight_sync.plan.regions import Party
-from headrace.actors.weight_sync.plan.transfer_plan import TransferPlan, plan_transfer
 from headrace.actors.weight_sync.transports.protocol import (
     BucketFrame,
-    ReceiverGroup,
     WeightTransferError,
-    WeightUpdate,
 )
 from headrace.codecs.weights.buckets import checksum
 from headrace.dataplane.security.handshake import new_key
 from headrace.dataplane.security.run_key import RunKey
-from headrace.tests.actors.weight_sync.pairs.outcomes import expect_abort_while_sending, outcomes
+from headrace.tests.actors.weight_sync.pairs.group_members import ENGINES, KEY, SENDERS, TP, Members, weights
+from headrace.tests.actors.weight_sync.pairs.outcomes import expect_abort_while_sending
 from headrace.tests.waiting import wait_until
 
-SPECS = {"w": (torch.float32, (64, 40)), "odd": (torch.bfloat16, (7, 3)), "scalar": (torch.float32, ())}
-SENDERS, ENGINES, TP = 3, 2, 2
-GROUPS = tuple(ReceiverGroup(f"engine-{number}", TP) for number in range(ENGINES))
-KEY = new_key()
-Tensors = dict[str, torch.Tensor]
 
+class Fleet(Members):
+    """Members whose connections carry the buckets."""
 
-def cut(whole: torch.Tensor, axis: int, num: int, index: int) -> torch.Tensor:
-    """Part of a weight; a weight without this axis is not cut."""
-    parts = whole.chunk(num, axis) if whole.ndim > axis else (whole,) * num
-    return parts[index].contiguous() if index < len(parts) else whole[:0]
-
-
-def weights(version: int) -> Tensors:
-    generator = torch.Generator().manual_seed(version)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, (dtype, shape) in SPECS.items()}
-
-
-def party(axis: int, num: int, index: int, host: str) -> Party:
-    regions = [
-        region
-        for name, (_, shape) in SPECS.items()
-        for region in held(name, shape, [(axis, num, index)] if len(shape) > axis else [])
-    ]
-    return Party(host, tuple(regions))
-
-
-class Fleet:
-    """Three trainer ranks with the rows of weights, and two engines of two workers with their columns."""
-
-    def __init__(self, timeout_s: float, key: bytes, shared: bool) -> None:
+    def __init__(self, timeout_s: float = 20.0, key: bytes = KEY, *, shared: bool = False) -> None:
         """shared: whether workers of the same number are on one host."""
-        self.timeout_s = timeout_s
-        self.senders = [PairSender("127.0.0.1", key, timeout_s) for _ in range(SENDERS)]
-        places = [*itertools.product(range(ENGINES), range(TP))]
-        self.receivers = [PairReceiver(f"engine-{engine}", worker, key) for engine, worker in places]
-        self.plan: TransferPlan = plan_transfer(
-            SPECS,
-            [party(0, SENDERS, rank, f"trainer {rank}") for rank in range(SENDERS)],
-            [party(1, TP, worker, f"host {worker}" if shared else f"{engine} {worker}") for engine, worker in places],
-            640,
-        )
-        self.staged = [self._columns(weights(0), worker) for _, worker in places]
-        self._number = itertools.count(1)
+        self.key = key
+        super().__init__(timeout_s, hosts=[f"host {number % TP}" for number in range(ENGINES * TP)] if shared else ())
 
-    def _columns(self, whole: Mapping[str, torch.Tensor], worker: int) -> Tensors:
-        return {name: cut(one, 1, TP, worker).clone() for name, one in whole.items()}
+    def sender(self, rank: int) -> PairSender:
+        return PairSender("127.0.0.1", self.key, self.timeout_s)
 
-    def announced(self, version: int, number: int) -> WeightUpdate:
-        location = location_of(number, [sender.address for sender in self.senders])
-        return WeightUpdate(version, None, KIND, location, 0, GROUPS, self.timeout_s)
-
-    def update(self, version: int, during: Callable[[], None] = lambda: None) -> tuple[list[str], list[str]]:
-        """Bring all workers to a version. Returns how sending and receiving ended, as `outcomes` does."""
-        announced = self.announced(version, next(self._number))
-        rows = [{name: cut(one, 0, SENDERS, rank) for name, one in weights(version).items()} for rank in range(SENDERS)]
-        return outcomes(self.senders, self.receivers, self.plan, announced, rows, self.staged, during)
-
-    def has(self, version: int, rank: int) -> bool:
-        expected = self._columns(weights(version), rank % TP)
-        return all(torch.equal(self.staged[rank][name], expected[name]) for name in SPECS)
-
-    def expect_whole(self, version: int) -> None:
-        assert self.update(version) == ([""] * SENDERS, [""] * len(self.receivers))
-        assert all(self.has(version, rank) for rank in range(len(self.receivers)))
+    def receiver(self, number: int) -> PairReceiver:
+        engine, worker = self.places[number]
+        return PairReceiver(f"engine-{engine}", worker, self.key)
 
 
-@pytest.fixture
-def fleet() -> Iterator[Callable[..., Fleet]]:
-    with ExitStack() as stack:
-
-        def build(timeout_s: float = 20.0, key: bytes = KEY, *, shared: bool = False) -> Fleet:
-            made = Fleet(timeout_s, key, shared)
-            for sender in made.senders:
-                stack.callback(sender.close)
-            return made
-
-        yield build
+KIND = Fleet
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_versions_arrive_whole_from_all_senders(fleet: Callable[..., Fleet], tls: bool) -> None:
-    ranks = fleet(key=RunKey.make(new_key(), "", "run", tls=tls))
+def test_versions_arrive_whole_from_all_senders(members: Callable[..., Members], tls: bool) -> None:
+    ranks = members(key=RunKey.make(new_key(), "", "run", tls=tls))
     assert all(len(ranks.plan.sending(rank)) > 2 * pair_sender.SLOTS for rank in range(SENDERS))
     for version in (1, 2, 5):
         ranks.expect_whole(version)
 
 
 def test_a_damaged_bucket_is_told_and_harms_no_other(
-    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+    members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = fleet()
+    ranks = members()
     numbers = itertools.count()
 
     def wrong(payload: torch.Tensor) -> int:
@@ -145,8 +80,10 @@ def test_a_damaged_bucket_is_told_and_harms_no_other(
     ranks.expect_whole(2)
 
 
-def test_a_lost_sender_is_no_fault_of_an_engine(fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = fleet()
+def test_a_lost_sender_is_no_fault_of_an_engine(
+    members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = members()
 
     original = pair_sender.PairSender._run
 
@@ -164,8 +101,8 @@ def test_a_lost_sender_is_no_fault_of_an_engine(fleet: Callable[..., Fleet], mon
     ranks.expect_whole(2)
 
 
-def test_a_lost_receiver_harms_no_other(fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = fleet()
+def test_a_lost_receiver_harms_no_other(members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = members()
     original = PairReceiver._receive
 
     def receive(self: PairReceiver, *args: object) -> None:
@@ -188,15 +125,15 @@ def test_a_lost_receiver_harms_no_other(fleet: Callable[..., Fleet], monkeypatch
     ranks.expect_whole(2)
 
 
-def test_an_abort_tells_its_reason(fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = fleet()
+def test_an_abort_tells_its_reason(members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = members()
     expect_abort_while_sending(ranks, pair_sender, monkeypatch)
     ranks.expect_whole(2)
 
 
-def test_an_abort_that_comes_before_the_sending_is_not_lost(fleet: Callable[..., Fleet]) -> None:
+def test_an_abort_that_comes_before_the_sending_is_not_lost(members: Callable[..., Members]) -> None:
     """Receivers that come before, while or after the ranks learn of it are all told the reason."""
-    ranks = fleet()
+    ranks = members()
 
     def receive(number: int) -> None:
         with pytest.raises(WeightTransferError, match="has ended the update: an engine failed"):
@@ -219,8 +156,8 @@ def test_an_abort_that_comes_before_the_sending_is_not_lost(fleet: Callable[...,
     ranks.expect_whole(2)
 
 
-def test_a_receiver_that_never_comes_is_named(fleet: Callable[..., Fleet]) -> None:
-    ranks = fleet(2.0)
+def test_a_receiver_that_never_comes_is_named(members: Callable[..., Members]) -> None:
+    ranks = members(2.0)
     known = ranks.receivers[3]
     ranks.receivers[3] = PairReceiver("engine-1", 1, new_key())
     sent, got = ranks.update(1)
@@ -231,9 +168,9 @@ def test_a_receiver_that_never_comes_is_named(fleet: Callable[..., Fleet]) -> No
 
 
 def test_bytes_come_over_the_link_once_for_all_receivers_of_a_host(
-    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+    members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = fleet(shared=True)
+    ranks = members(shared=True)
     taken: dict[socket.socket, int] = {}
 
     def receive(connection: socket.socket, *args: Any) -> None:
@@ -256,7 +193,7 @@ def test_bytes_come_over_the_link_once_for_all_receivers_of_a_host(
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
-def harmed(ranks: Fleet, owner: int) -> set[int]:
+def harmed(ranks: Members, owner: int) -> set[int]:
     """The owner of memory, and those that read in it."""
     found = {owner, *itertools.chain.from_iterable(ranks.plan.passing(owner).values())}
     assert 1 < len(found) < len(ranks.receivers)
@@ -265,9 +202,9 @@ def harmed(ranks: Fleet, owner: int) -> set[int]:
 
 @pytest.mark.parametrize("says_why", [True, False])
 def test_a_receiver_that_fails_harms_those_that_read_its_memory_in_this_version_only(
-    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch, says_why: bool
+    members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch, says_why: bool
 ) -> None:
-    ranks = fleet(shared=True)
+    ranks = members(shared=True)
     original = SharedSlots.pass_on
     last = max(ranks.plan.passing(0))  # By then all senders have begun, and the reader lacks this bucket for sure.
 
@@ -293,10 +230,10 @@ def test_a_receiver_that_fails_harms_those_that_read_its_memory_in_this_version_
 
 
 def test_a_receiver_that_reads_too_slowly_is_not_waited_for(
-    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+    members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is refused the version even if its bytes were right, because its slot could have been used again."""
-    ranks = fleet(4.0, shared=True)
+    ranks = members(4.0, shared=True)
     original, done = SharedSlots.serve, threading.Event()
 
     def serve(self: SharedSlots, *args: Any) -> None:
@@ -320,9 +257,9 @@ def test_a_receiver_that_reads_too_slowly_is_not_waited_for(
 
 
 def test_a_receiver_that_does_nothing_is_blamed_alone(
-    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+    members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = fleet(2.0, shared=True)
+    ranks = members(2.0, shared=True)
     stuck, original = threading.Event(), PairReceiver._run_all
 
     def run_all(self: PairReceiver, *args: Any) -> None:

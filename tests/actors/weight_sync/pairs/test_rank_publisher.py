@@ -24,8 +24,7 @@ from headrace.actors.weight_sync.pairs.planned_receiver import (
     missing_part,
 )
 from headrace.actors.weight_sync.pairs.rank_publisher import RankPublisher
-from headrace.actors.weight_sync.plan.layouts import held
-from headrace.actors.weight_sync.plan.regions import place
+from headrace.actors.weight_sync.plan.regions import held, place
 from headrace.actors.weight_sync.stream import SendReport
 from headrace.actors.weight_sync.transports.protocol import (
     ReceiverConfig,

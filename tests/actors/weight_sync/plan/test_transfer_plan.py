@@ -12,20 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.actors.weight_sync.plan.layouts import (
+from headrace.actors.weight_sync.plan.packing import Unpacker, pack, unpack
+from headrace.actors.weight_sync.plan.regions import Party, Region, Specs, held, lengths
+from headrace.actors.weight_sync.plan.transfer_plan import TransferPlan, plan_key, plan_transfer
+from headrace.codecs.weights.gpu_scatter import device_digest
+from headrace.tests.actors.weight_sync.plan.weight_layouts import (
     Heads,
     expert_boxes,
     fused_heads,
     gated,
     gated_experts,
     grouped_heads,
-    held,
     vocabulary,
 )
-from headrace.actors.weight_sync.plan.packing import Unpacker, pack, unpack
-from headrace.actors.weight_sync.plan.regions import Party, Region, Specs, lengths
-from headrace.actors.weight_sync.plan.transfer_plan import TransferPlan, plan_key, plan_transfer
-from headrace.codecs.weights.gpu_scatter import device_digest
 
 VOCAB, HIDDEN, EXPERTS, ROWS = 70, 12, 8, 8
 QKV = ("q.weight", "k.weight", "v.weight")

@@ -1,6 +1,5 @@
-"""Lists the regions that trainers' ranks and engines' workers have of a weight, for the usual ways to split a model.
+"""Lists the regions of a weight that ranks and workers have, for usual ways to split a model besides `held`.
 
-    held           fsdp shards, tensor-parallel rows and columns, experts by rank, and copies: any sequence of cuts
     vocabulary     rows of an embedding that is padded before it is split
     gated          gate and up matrices in one parameter (Megatron's linear_fc1, vLLM's gate_up_proj)
     gated_experts  the same for stacked experts (Megatron's weight1, vLLM's w13_weight)
@@ -17,24 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ....codecs.integers import round_up
-from .regions import Box, Region, cut, lengths, place, whole
-
-Cuts = Sequence[tuple[int, int, int]]
-"""Cuts applied one after the other: axis, number of parts, index of the part that is kept."""
-
-
-def held(name: str, shape: Sequence[int], cuts: Cuts = (), tensor: str = "") -> Iterator[Region]:
-    """Yield the region of a weight of which a process has one part as a tensor of its own; nothing if that is empty.
-
-    FSDP2 cuts axis 0 over its ranks, after axis 0 or 1 was cut over tensor-parallel ranks. No cuts mean a copy of the
-    whole weight. tensor: name of the local tensor; "" for that of the weight.
-    """
-    box = whole(shape)
-    for axis, num, index in cuts:
-        box = cut(box, axis, num, index)
-    if all(lengths(box)):
-        yield place(name, box, tensor)
+from headrace.actors.weight_sync.plan.regions import Box, Region, cut, lengths, place, whole
+from headrace.codecs.integers import round_up
 
 
 def vocabulary(
