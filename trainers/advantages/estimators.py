@@ -73,14 +73,6 @@ class AdvantageEstimator(Protocol):
         """Names of the individual rewards that the estimator needs in addition to the total reward."""
         ...
 
-    @property
-    def whole_step(self) -> bool:
-        """True when a row's advantage depends on rows of other groups, so that one call must get all rows of a step.
-
-        False when it depends only on the row's own group, so that groups may be passed one at a time.
-        """
-        ...
-
     def __call__(self, rows: RewardRows) -> np.ndarray:
         """Return one advantage per row, float32 `[N]`, computed in float64."""
         ...
@@ -143,7 +135,6 @@ class GrpoAdvantage:
     division gives very easy and very hard prompts more weight."""
 
     components = ()
-    whole_step = False
 
     def __call__(self, rows: RewardRows) -> np.ndarray:
         index = rows.valid_rows
@@ -166,7 +157,6 @@ class RlooAdvantage:
     """
 
     components = ()
-    whole_step = False
 
     def __call__(self, rows: RewardRows) -> np.ndarray:
         index = rows.valid_rows
@@ -194,7 +184,6 @@ class ReinforcePpAdvantage:
     baseline: Baseline = "step"
 
     components = ()
-    whole_step = True
 
     def __call__(self, rows: RewardRows) -> np.ndarray:
         index = rows.valid_rows
@@ -220,8 +209,6 @@ class GdpoAdvantage:
     weights: Mapping[str, float]
     """Weight w_k of each reward by its name in the rubric (the run's list of rewards). Rewards of weight 0 are left
     out."""
-
-    whole_step = True
 
     def __post_init__(self) -> None:
         if not self.weights:

@@ -30,7 +30,8 @@ from .supervised_runs import supervised_problems, warmup_problems
 VLLM_TEMPERATURE = 2.0
 """Highest temperature that vLLM takes."""
 WHOLE_STEP_ADVANTAGES = ("gdpo", "reinforce_pp")
-"""Values of `advantage.kind` that need all rows of a step at once. Their estimators set `whole_step`."""
+"""Values of `advantage.kind` that need all rows of a step at once, because a row's advantage depends on those of other
+groups. With the others, groups may be passed one at a time."""
 
 
 def contradictions(config: Config) -> list[str]:

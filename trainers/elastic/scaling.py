@@ -14,7 +14,6 @@ sync. Prompts that its rollout actor has not finished are issued again, and cont
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from ..cluster.places.placement import Host, Seat
 from ..grpo.run_parts import Run
 from .scale_order import ScaleOrders
 
-_log = logging.getLogger(__name__)
 LOOK_S = 0.5
 """Seconds between two looks for hosts with room."""
 

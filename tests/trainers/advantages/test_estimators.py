@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.trainers.advantages.config import AdvantageConfig
 from headrace.trainers.advantages.estimators import RewardRows, build_advantages
+from headrace.trainers.config.checks import WHOLE_STEP_ADVANTAGES
 
 EPS = 1e-6
 WEIGHTS = {"exact": 0.7, "shape": -1.5, "only logged": 0.0}
@@ -140,14 +141,15 @@ def taken(rows: RewardRows, index: np.ndarray) -> RewardRows:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_whole_step_says_whether_groups_may_come_one_by_one(kind: str) -> None:
+def test_the_checks_know_whether_groups_may_come_one_by_one(kind: str) -> None:
     rows, estimate = random_rows(np.random.default_rng(0)), build_advantages(CONFIGS[kind], WEIGHTS)
     whole, alone = estimate(rows), np.zeros(40, np.float32)
     for group in range(6):
         index = np.flatnonzero(rows.group_ids == group)
         alone[index] = estimate(taken(rows, index))
-    assert np.array_equal(alone, whole) != estimate.whole_step
-    assert np.allclose(alone, whole) != estimate.whole_step
+    assert (
+        np.array_equal(alone, whole) == np.allclose(alone, whole) == (CONFIGS[kind].kind not in WHOLE_STEP_ADVANTAGES)
+    )
 
 
 def test_gdpo_tells_mixes_apart_that_a_total_does_not() -> None:

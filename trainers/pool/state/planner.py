@@ -124,12 +124,6 @@ def plan_cycle(state: PoolState, *, starve_s: float) -> Plan:
     return draft.plan()
 
 
-def is_uneven(state: PoolState, difference: float = 0.1) -> bool:
-    """Return whether shares of work and of GPUs differ by more than `difference` for any tenant with work left."""
-    awake = {name: len(tenant.awake) for name, tenant in state.tenants.items()}
-    return any(abs(gap.gap) > difference and gap.share > 0 for gap in gaps(state, awake, state.num_idle).values())
-
-
 class Draft:
     """An unfinished plan, and the pool after the actions planned so far. Shards are numbered over all tenants."""
 

@@ -47,7 +47,7 @@ from .plan import (
     apply_plan,
     broken_checks,
 )
-from .planner import is_uneven, plan_cycle
+from .planner import plan_cycle
 
 MAX_FAILURES = 3
 """Number of failed attempts to wake a shard after which it is left out permanently."""
@@ -501,10 +501,6 @@ class Pool:
             self.orders[self.next_order] = Order(self.next_order, name, kind, own, due_s)
             running.orders.add(self.next_order)
             self.next_order += 1
-
-    def is_uneven(self, now_s: float) -> bool:
-        """Return whether shares of work and of GPUs differ so much that a cycle without an event is worth its time."""
-        return is_uneven(self.state(now_s))
 
 
 def _key(tenant: str, role: Role) -> str:

@@ -22,7 +22,7 @@ from headrace.trainers.pool.state.plan import (
     apply_plan,
     broken_checks,
 )
-from headrace.trainers.pool.state.planner import gaps, is_uneven, plan_cycle
+from headrace.trainers.pool.state.planner import gaps, plan_cycle
 
 STARVE_S = 60.0
 
@@ -181,12 +181,6 @@ def test_unknown_progress_is_skipped() -> None:
     unknown = replace(state.tenants["b"], remaining=None, estimate=None)
     state = replace(state, tenants=state.tenants | {"b": unknown})
     assert {shard.tenant for shard in plan_cycle(state, starve_s=STARVE_S).expands} == {"a"}
-
-
-def test_unevenness_is_seen() -> None:
-    state = equal_tenants(4)
-    assert is_uneven(state)
-    assert not is_uneven(after_cycle(state))
 
 
 BAD_PLANS = {
