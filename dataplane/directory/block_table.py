@@ -124,6 +124,49 @@ class BlockTable:
         held = self._rooms[room]
         return self.capacity_bytes - held.used_bytes - held.reserved_bytes - held.credit_bytes
 
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of a room that must stay free when space in it is granted to a writer in advance (credit), or to one on
+        another host, so that the grant does not make other writers wait: an eighth of the capacity."""
+        return self.capacity_bytes // 8
+
+    def rooms_for(self, near: int) -> list[int]:
+        """Return the numbers of the hosts on which a put may be stored, the best first.
+
+        That of its writer, with the process `near` of the store, comes first, then those with the most free bytes. On
+        hosts of other writers, `spare_bytes` are left to these.
+        """
+        own = self.near_room(near)
+        return sorted(self.rooms.rooms, key=lambda room: (room != own, -self.free_bytes(room)))
+
+    def near_room(self, near: int) -> int | None:
+        """Return the number of a writer's host, which is that of the process `near` of the store, or of the only host.
+        None if the store has several hosts, and no living process on the writer's."""
+        rooms = self.rooms
+        if len(rooms.rooms) == 1:
+            return next(iter(rooms.rooms))
+        room = None if near == ANY_HOLDER else rooms.room_of(near)
+        return room if room in rooms.rooms else None
+
+    def has_room(self, nbytes: int, near: int) -> bool:
+        """Return whether the directory's count leaves `nbytes` of the capacity free for a put. If so, a put that must
+        still wait waits only for room in the store itself."""
+        return any(nbytes <= self.free_bytes(room) for room in self.rooms_for(near))
+
+    def described_room(self, near: int) -> str:
+        """Return the use of the capacity, for the error of a put that finds no room."""
+        rooms, total = self.rooms.rooms, self.total
+        text = f"{total.used_bytes} in use and {total.reserved_bytes} reserved of {self.capacity_bytes * len(rooms)}"
+        if len(rooms) == 1:
+            return text
+        free = ", ".join(f"{self.free_bytes(room)} on {rooms[room]}" for room in self.rooms_for(near) if room in rooms)
+        return f"{text} on {len(rooms)} hosts, free: {free}"
+
+    @property
+    def allocated_credit_bytes(self) -> int:
+        """Bytes of credit (space granted in advance) that the store has allocated. They count as used."""
+        return sum(item.nbytes for item in self.credits() if item.location is not None)
+
     def reserve(
         self, writer: str, nbytes: int, num_blocks: int, deadline: float, *, room: int = 0, credit: bool = False
     ) -> Reservation | None:

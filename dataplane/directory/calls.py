@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -13,9 +14,11 @@ from ...codecs import messages
 from ...codecs.blocks import BlockLayout
 from ...codecs.gather import RowSource
 from ...codecs.schema import Schema
+from ..blobs.row_references import holds_blobs
 from ..block_store import ANY_HOLDER
 from ..errors import DuplicateKeys
 from ..meta import BlockRef, KVBatchMeta
+from .block_table import Reservation
 
 Outcome = Literal["done", "retry"]
 """Outcome of claimed rows: `done` if the task has finished them, `retry` if it can claim them again."""
@@ -235,3 +238,32 @@ def check_distinct(keys: Sequence[str], partition: str, op: str = "put") -> None
         seen: set[str] = set()
         twice = [key for key in keys if key in seen or seen.add(key)]
         raise DuplicateKeys(f"keys occur more than once in one {op}", op=op, partition=partition, keys=twice)
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """The leases and reservations that one call of `Directory.expire` ended because their deadlines had passed."""
+
+    num_rows: int
+    """Number of rows whose lease expired because a consumer died or stopped. They can be claimed again."""
+    writers: tuple[str, ...]
+    """Names of the writers that reserved space and did not commit in time. Writers of expired unused credit are not
+    included."""
+    reservations: tuple[Reservation, ...]
+    """Expired reservations. The caller must give their space back to the store."""
+
+
+def check_no_blobs(op: str, partition: str) -> None:
+    """Raise ValueError for the name of a partition of blobs. op: the call that got it."""
+    if holds_blobs(partition):
+        raise ValueError(
+            f"{op}: got partition {partition!r}, expected a name without '#'; blobs are put and cleared with their rows"
+        )
+
+
+def check_lease_id(op: str, lease_id: int) -> None:
+    """Raise ValueError for a receipt without a lease. op: the call that got it."""
+    if lease_id <= 0:
+        raise ValueError(
+            f"{op}: the receipt has no lease; expected a receipt from claim (concat of several has no lease)"
+        )

@@ -8,19 +8,17 @@ possible now). Each operation happens in full or not at all.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from ...codecs.integers import distinct
 from ...codecs.schema import Field, Schema
-from ..blobs.row_references import holds_blobs
 from ..block_store import ANY_HOLDER, HasRooms, holder_of
 from ..errors import CapacityExceeded, DataPlaneTimeout, LeaseLost
 from ..meta import BlockRef, KVBatchMeta
 from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from .block_table import BlockTable, FreedBlock, Reservation
-from .calls import ClaimRows, Committed, Grouping, Outcome, PutRows
+from .calls import ClaimRows, Committed, Expired, Grouping, Outcome, PutRows, check_lease_id, check_no_blobs
 from .fences import check_fences
 from .partition import Partition, PartitionState
 from .partition_registry import PartitionRegistry
@@ -30,24 +28,7 @@ from .rows import ROW_BITS, pick
 from .samplers import TaskConfig
 from .task_cursor import DONE, Lease, LeaseBook
 
-
-@dataclass(frozen=True, slots=True)
-class Expired:
-    """The leases and reservations that one call of `Directory.expire` ended because their deadlines had passed."""
-
-    num_rows: int
-    """Number of rows whose lease expired because a consumer died or stopped. They can be claimed again."""
-    writers: tuple[str, ...]
-    """Names of the writers that reserved space and did not commit in time. Writers of expired unused credit are not
-    included."""
-    reservations: tuple[Reservation, ...]
-    """Expired reservations. The caller must give their space back to the store."""
-
-
 Locate = Callable[[range, Sequence[int]], Sequence[bytes]]
-SPARE_PART = 8
-"""Divisor of the capacity: one eighth of it must stay free when space is granted to a writer in advance (credit), so
-that the grant does not make other writers wait."""
 
 
 class Directory:
@@ -69,7 +50,7 @@ class Directory:
         self._plane_id = plane_id
         self._lease_s = lease_s
         self._reserve_s = reserve_s
-        self._blocks = BlockTable(capacity_bytes, rooms)
+        self.blocks = BlockTable(capacity_bytes, rooms)
         self._puts_elsewhere = 0
         self._leases = LeaseBook()
         self._partitions = PartitionRegistry(samplers)
@@ -118,7 +99,7 @@ class Directory:
         Raises ValueError for invalid arguments, for a sampler that cannot be built, and without `redefine` if the
         partition is already registered with other arguments; the error names the difference.
         """
-        _check_no_blobs("register", name)
+        check_no_blobs("register", name)
         replaced = self._partitions.register(name, schema, tasks, group_size, redefine=redefine)
         return None if replaced is None else self._forget(replaced, replaced.rows.live())
 
@@ -134,7 +115,7 @@ class Directory:
     def unregister(self, name: str) -> tuple[int, list[FreedBlock]]:
         """Forget a partition. Returns the number of rows that were in it, and the blocks to which no row refers any
         more."""
-        _check_no_blobs("unregister", name)
+        check_no_blobs("unregister", name)
         part = self._partitions.remove(name)
         rows = part.rows.live()
         return len(rows), self._forget(part, rows)
@@ -149,7 +130,7 @@ class Directory:
         """Extend a partition's schema by fields, and return the schema. Fields that it has already are ignored. Raises
         ValueError for a field that is already declared differently; no field is added then."""
         part = self._partitions[partition]
-        _check_no_blobs("add_fields", partition)
+        check_no_blobs("add_fields", partition)
         part.add_fields(fields)
         self._partitions.add_blobs(part)
         return part.schema
@@ -167,68 +148,29 @@ class Directory:
         """Register a saved partition under a name, with its rows and its tasks' progress. No field of the rows is
         written yet. Raises ValueError if a partition of that name is registered, and the errors of `register`; nothing
         is registered then."""
-        _check_no_blobs("load", name)
+        check_no_blobs("load", name)
         self._partitions.restore(name, state, rows)
 
     # ---------------- These methods carry out puts.
-
-    def rooms_for(self, near: int) -> list[int]:
-        """Return the numbers of the hosts on which a put may be stored, the best first.
-
-        That of its writer, with the process `near` of the store, comes first, then those with the most free bytes. On
-        hosts of other writers, an eighth of the capacity is left to these.
-        """
-        blocks, own = self._blocks, self.near_room(near)
-        return sorted(blocks.rooms.rooms, key=lambda room: (room != own, -blocks.free_bytes(room)))
-
-    def near_room(self, near: int) -> int | None:
-        """Return the number of a writer's host, which is that of the process `near` of the store, or of the only host.
-        None if the store has several hosts, and no living process on the writer's."""
-        rooms = self._blocks.rooms
-        if len(rooms.rooms) == 1:
-            return next(iter(rooms.rooms))
-        room = None if near == ANY_HOLDER else rooms.room_of(near)
-        return room if room in rooms.rooms else None
 
     def reserve(self, put: PutRows, now: float, room: int = 0) -> Reservation | None:
         """Check a put and reserve space for it on a host. Returns None when there is not enough space at the moment.
         Raises the same errors as `check`."""
         self.check(put)
-        blocks, near = self._blocks, self.near_room(put.near)
-        spare = 0 if near in (None, room) else blocks.capacity_bytes // SPARE_PART
+        blocks, near = self.blocks, self.blocks.near_room(put.near)
+        spare = 0 if near in (None, room) else blocks.spare_bytes
         if put.nbytes > blocks.free_bytes(room) - spare:
             return None
         return blocks.reserve(put.writer, put.nbytes, len(put.sizes), now + self._reserve_s, room=room)
-
-    def holder_for(self, reservation: Reservation) -> int:
-        """Return the number of a process of the store on the host of a reservation."""
-        return self._blocks.rooms.holder_in(reservation.room)
-
-    def has_room(self, put: PutRows) -> bool:
-        """Return whether the directory's count leaves enough bytes of the capacity free. If so, a put that must still
-        wait waits only for room in the store itself."""
-        return any(put.nbytes <= self._blocks.free_bytes(room) for room in self.rooms_for(put.near))
-
-    def described_room(self, put: PutRows) -> str:
-        """Return the use of the capacity, for the error of a put that finds no room."""
-        rooms, blocks = self._blocks.rooms.rooms, self._blocks
-        total = blocks.total
-        text = f"{total.used_bytes} in use and {total.reserved_bytes} reserved of {blocks.capacity_bytes * len(rooms)}"
-        if len(rooms) == 1:
-            return text
-        free = ", ".join(
-            f"{blocks.free_bytes(room)} on {rooms[room]}" for room in self.rooms_for(put.near) if room in rooms
-        )
-        return f"{text} on {len(rooms)} hosts, free: {free}"
 
     def check(self, put: PutRows) -> None:
         """Check a put without changing anything. Raises SchemaMismatch, DuplicateKeys or AlreadyWritten when the
         partition cannot take it, RowsCleared or LeaseLost when a fence does not hold, and CapacityExceeded when it is
         larger than the whole capacity."""
         self._check_rows(put)
-        if put.nbytes > self._blocks.capacity_bytes:
+        if put.nbytes > self.blocks.capacity_bytes:
             raise CapacityExceeded(
-                f"the put takes {put.nbytes} bytes, more than the capacity of {self._blocks.capacity_bytes}; "
+                f"the put takes {put.nbytes} bytes, more than the capacity of {self.blocks.capacity_bytes}; "
                 "put fewer rows at a time or raise dataplane.store.capacity_mib",
                 op="put",
                 partition=put.partition,
@@ -238,8 +180,8 @@ class Directory:
     def grant(self, writer: str, nbytes: int, num_blocks: int, now: float, room: int = 0) -> Reservation | None:
         """Reserve space on a host in advance for a writer's next put (credit). Returns None if less than an eighth of
         the capacity would remain free, or if `nbytes` or `num_blocks` is 0."""
-        blocks = self._blocks
-        if not 0 < nbytes <= blocks.free_bytes(room) - blocks.capacity_bytes // SPARE_PART or num_blocks < 1:
+        blocks = self.blocks
+        if not 0 < nbytes <= blocks.free_bytes(room) - blocks.spare_bytes or num_blocks < 1:
             return None
         return blocks.reserve(writer, nbytes, num_blocks, now + self._reserve_s, room=room, credit=True)
 
@@ -247,32 +189,23 @@ class Directory:
         """Cancel credit (space granted in advance) on a host, the oldest first, until `nbytes` are free there. None
         cancels the credit of all hosts. Returns the cancelled reservations."""
         revoked = []
-        for item in self._blocks.credits(None if nbytes is None else room):
-            if nbytes is not None and self._blocks.free_bytes(room) >= nbytes:
+        for item in self.blocks.credits(None if nbytes is None else room):
+            if nbytes is not None and self.blocks.free_bytes(room) >= nbytes:
                 break
             revoked.append(item)
             self.abort(item.reservation_id)
         return revoked
 
-    @property
-    def allocated_credit_bytes(self) -> int:
-        """Bytes of credit (space granted in advance) that the store has allocated. They count as used."""
-        return sum(item.nbytes for item in self._blocks.credits() if item.location is not None)
-
     def reservation(self, reservation_id: int) -> Reservation:
         """Return a put's reservation of space. Raises DataPlaneTimeout if it has expired, was aborted, or was
         revoked."""
-        found = self.find_reservation(reservation_id)
+        found = self.blocks.reservations.get(reservation_id)
         if found is None:
             raise DataPlaneTimeout(
                 f"the put took longer than reserve_s={self._reserve_s:g}s (or was aborted): its bytes were reclaimed",
                 op="put",
             )
         return found
-
-    def find_reservation(self, reservation_id: int) -> Reservation | None:
-        """Return a put's reservation of space, or None if it has expired, was aborted, or was revoked."""
-        return self._blocks.reservations.get(reservation_id)
 
     def commit(self, reservation_id: int, put: PutRows, locate: Locate) -> tuple[Committed, list[FreedBlock]]:
         """Make all rows of a put readable at once. Returns what the writer needs to build its receipt (the keys and
@@ -305,28 +238,25 @@ class Directory:
         refs = [BlockRef(*item) for item in zip(block_ids, locations, put.all_layouts, strict=True)]
         live = [layout.num_rows * len(layout.fields) for layout in put.all_layouts]
         starts = token_starts(put.lengths, put.layouts) + [None] * (len(sizes) - of_rows)
-        self._blocks.settle(reservation, refs, sizes, starts, live)
-        room_of = self._blocks.rooms.room_of
+        self.blocks.settle(reservation, refs, sizes, starts, live)
+        room_of = self.blocks.rooms.room_of
         if put.near != ANY_HOLDER and locations and room_of(holder_of(locations[0])) != room_of(put.near):
             self._puts_elsewhere += 1
         replaced = partition.write(put, rows, block_ids[:of_rows], self._partitions.group_numbers)
-        return self._blocks.unlink(replaced) + self._refer(partition, put, rows, block_ids[of_rows:])
+        return self.blocks.unlink(replaced) + self._refer(partition, put, rows, block_ids[of_rows:])
 
     def _refer(self, part: Partition, put: PutRows, rows: np.ndarray, block_ids: Sequence[int]) -> list[FreedBlock]:
         """Add the blobs that a put brings, and make its rows refer to their blobs. Returns the blocks of blobs to which
         no row refers any more, and of those that another put has brought meanwhile."""
         freed: list[FreedBlock] = []
         for refs in put.blobs:
-            holder, own, block_ids = (
-                part.blobs[refs.field],
-                block_ids[: len(refs.carried)],
-                block_ids[len(refs.carried) :],
-            )
+            holder, count = part.blobs[refs.field], len(refs.carried)
+            own, block_ids = block_ids[:count], block_ids[count:]
             names = [refs.names[number] for number in refs.carried]
             there = holder.rows.find(names) >= 0
             for name, layout, block_id, known in zip(names, refs.layouts, own, there.tolist(), strict=True):
                 if known:
-                    freed += self._blocks.unlink(np.full(len(layout.fields), block_id << ROW_BITS))
+                    freed += self.blocks.unlink(np.full(len(layout.fields), block_id << ROW_BITS))
                     continue
                 groups = Grouping.of((name,), None)
                 blob = PutRows(holder.name, (name,), layout.fields, None, None, groups, {}, (layout,), False, "", 0)
@@ -347,7 +277,7 @@ class Directory:
     def abort(self, reservation_id: int) -> Reservation | None:
         """Cancel a reservation or credit, and return it so that the store can take its space back. Credit is a
         reservation made in advance. Returns None if it no longer exists."""
-        return self._blocks.cancel(reservation_id)
+        return self.blocks.cancel(reservation_id)
 
     def withdraw(self, partition: str, keys: Sequence[str], first_block_id: int, num_blocks: int) -> list[FreedBlock]:
         """Undo a committed put: remove those of its values that still exist. Rows that have no other values are
@@ -357,7 +287,7 @@ class Directory:
         rows = distinct(rows[rows >= 0])
         slots, leases = part.withdraw(rows, first_block_id, num_blocks)
         self._leases.drop_rows(leases)
-        return self._blocks.unlink(slots) + self._drop_references(part, rows)
+        return self.blocks.unlink(slots) + self._drop_references(part, rows)
 
     def tag(self, partition: str, keys: Sequence[str], tags: Mapping[str, np.ndarray]) -> None:
         """Set tags of existing rows: for each tag (a named number or text of a row), a value for each key.
@@ -435,7 +365,7 @@ class Directory:
         of rows that the lease does not hold any more, and ValueError if `lease_id` is not positive; nothing is extended
         then."""
         part = self._partitions[partition]
-        _check_lease_id("renew", lease_id)
+        check_lease_id("renew", lease_id)
         lease = self._leases.get(lease_id)
         rows = part.rows.find(keys)
         held = rows >= 0
@@ -443,10 +373,7 @@ class Directory:
             held[:] = False
         else:
             held[held] = part.tasks[lease.task].column[rows[held]] == lease_id
-        lost = pick(keys, np.flatnonzero(~held))
-        if lost:
-            message = f"lease {lease_id} no longer holds {len(lost)} of {len(keys)} rows"
-            raise LeaseLost(message, op="renew", partition=partition, keys=lost)
+        _check_held("renew", partition, f"lease {lease_id}", keys, held)
         self._leases.renew((lease_id,), now + self._lease_s)
 
     def release(self, partition: str, task: str, lease_id: int, keys: Sequence[str], outcome: Outcome) -> None:
@@ -463,32 +390,20 @@ class Directory:
                 f"release: got task {task!r} and outcome {outcome!r}, expected one of the tasks "
                 f"{sorted(part.tasks)} and the outcome done or retry"
             )
-        _check_lease_id("release", lease_id)
+        check_lease_id("release", lease_id)
         rows = part.rows.find(keys)
         held = rows >= 0
         held[held] = cursor.column[rows[held]] == lease_id
         released = distinct(rows[held])
         self._leases.drop(lease_id, len(released))
         cursor.set(released, DONE if outcome == "done" else 0)
-        lost = pick(keys, np.flatnonzero(~held))
-        if lost:
-            message = f"lease {lease_id} of task {task!r} no longer holds {len(lost)} of {len(keys)} rows"
-            raise LeaseLost(message, op="release", partition=partition, keys=lost)
+        _check_held("release", partition, f"lease {lease_id} of task {task!r}", keys, held)
 
     def leases(self, partition: str, now: float) -> tuple[LeaseStatus, ...]:
         """Return the leases of a partition, oldest first."""
         part = self._partitions[partition]
-        return tuple(
-            LeaseStatus(
-                lease.lease_id,
-                lease.task,
-                lease.holder,
-                tuple(part.rows.keys[self._rows_of(lease)].tolist()),
-                now - lease.granted,
-                lease.deadline - now,
-            )
-            for lease in self._leases.of(partition)
-        )
+        leases = self._leases.of(partition)
+        return tuple(lease.status(part.rows.keys[self._rows_of(lease)].tolist(), now) for lease in leases)
 
     def revoke_leases(self, partition: str, task: str, older_than_s: float, now: float) -> int:
         """End the leases of a task that were granted at least `older_than_s` seconds before `now`. Returns the number
@@ -527,7 +442,7 @@ class Directory:
 
         Raises KeysNotFound for unknown keys, and then nothing is cleared.
         """
-        _check_no_blobs("clear", partition)
+        check_no_blobs("clear", partition)
         part = self._partitions[partition]
         rows = part.rows.live() if keys is None else distinct(part.find(keys, "clear"))
         return len(rows), self._forget(part, rows)
@@ -538,10 +453,10 @@ class Directory:
 
         Raises KeysNotFound for unknown keys, and then nothing is dropped.
         """
-        _check_no_blobs("free", partition)
+        check_no_blobs("free", partition)
         part = self._partitions[partition]
         rows = distinct(part.find(keys, "free"))
-        return len(rows), self._blocks.unlink(part.free(rows)) + self._drop_references(part, rows)
+        return len(rows), self.blocks.unlink(part.free(rows)) + self._drop_references(part, rows)
 
     def clear_stale(self, claim: ClaimRows) -> tuple[list[str], list[FreedBlock]]:
         """Forget the ready rows that a claim like `claim` skips as too old, except those leased to any task. A claim of
@@ -572,14 +487,14 @@ class Directory:
 
         Returns the number of rows that have lost a value, and the blocks.
         """
-        blocks = self._blocks.lose(holders)
+        blocks = self.blocks.lose(holders)
         block_ids = np.array([block.block_id for block in blocks], dtype=np.int64)
         lost = [part.lose(block_ids, holders.values()) for part in self._partitions] if blocks else []
         for part in self._partitions if blocks else ():
             for name, holder in part.blobs.items():
                 gone = holder.rows.live()
                 rows = part.references[name].referrers(gone[holder.rows.lost(gone)])
-                blocks += self._blocks.unlink(part.lose_field(name, rows, holders.values()))
+                blocks += self.blocks.unlink(part.lose_field(name, rows, holders.values()))
             blocks += self._drop_references(part, part.rows.live())
         return sum(lost), blocks
 
@@ -598,7 +513,7 @@ class Directory:
     def expire(self, now: float) -> Expired:
         """End the leases and reservations whose deadline has passed."""
         returned = sum(self._end(lease) for lease in self._leases.take_expired(now))
-        late = [item for item in self._blocks.reservations.values() if item.deadline <= now]
+        late = [item for item in self.blocks.reservations.values() if item.deadline <= now]
         for item in late:
             self.abort(item.reservation_id)
         return Expired(returned, tuple(item.writer for item in late if not item.credit), tuple(late))
@@ -609,10 +524,8 @@ class Directory:
 
     def next_deadline(self) -> float | None:
         """Return the earliest time at which `expire` will have something to do; None when there is none."""
-        first, lease = next(iter(self._blocks.reservations.values()), None), self._leases.next_deadline()
-        if first is None or lease is None:
-            return lease if first is None else first.deadline
-        return min(first.deadline, lease)
+        first = next((item.deadline for item in self.blocks.reservations.values()), None)
+        return min((one for one in (first, self._leases.next_deadline()) if one is not None), default=None)
 
     def status(self, partition: str | None, now: float) -> DataPlaneStatus:
         """Return the numbers of rows and leases of one partition or all, and of blocks and bytes in the whole store.
@@ -622,7 +535,7 @@ class Directory:
         for part in parts:
             for name, count in part.rows.num_written.items():
                 ready[name] = ready.get(name, 0) + count
-        total, rooms = self._blocks.total, self._blocks.rooms.rooms
+        total, rooms = self.blocks.total, self.blocks.rooms.rooms
         leases = self._leases.of(partition)
         oldest = min(leases, key=lambda lease: lease.granted, default=None)
         return DataPlaneStatus(
@@ -633,14 +546,14 @@ class Directory:
             leased_rows=sum(lease.held for lease in leases),
             oldest_lease_s=0.0 if oldest is None else now - oldest.granted,
             oldest_lease="" if oldest is None else f"task {oldest.task!r} of {oldest.partition!r}, {oldest.holder}",
-            blocks=len(self._blocks),
+            blocks=len(self.blocks),
             bytes_used=total.used_bytes,
             bytes_reserved=total.reserved_bytes,
-            bytes_capacity=self._blocks.capacity_bytes * len(rooms),
+            bytes_capacity=self.blocks.capacity_bytes * len(rooms),
             bytes_credit=total.credit_bytes,
             stale_rows=sum(cursor.num_stale for part in parts for cursor in part.tasks.values()),
             lost_rows=sum(part.num_lost for part in parts),
-            bytes_by_host={rooms[room]: count for room, count in self._blocks.used_by_room().items() if rooms[room]},
+            bytes_by_host={rooms[room]: count for room, count in self.blocks.used_by_room().items() if rooms[room]},
             puts_elsewhere=self._puts_elsewhere,
         )
 
@@ -665,28 +578,23 @@ class Directory:
             return []
         slots, leases = part.remove(rows)
         self._leases.drop_rows(leases)
-        return self._blocks.unlink(slots) + self._drop_references(part, rows)
+        return self.blocks.unlink(slots) + self._drop_references(part, rows)
 
     def _check_rows(self, put: PutRows) -> tuple[Partition, np.ndarray]:
         """Check the rows of a put. Returns its partition, and the result of `Partition.check_put`."""
-        _check_no_blobs("put", put.partition)
+        check_no_blobs("put", put.partition)
         part = self._partitions[put.partition]
         check_fences(part, self._leases, put)
         return part, part.check_put(put)
 
     def _receipt(self, part: Partition, rows: np.ndarray, fields: tuple[str, ...], lease_id: int = 0) -> KVBatchMeta:
-        return receipt_of(part, self._blocks, rows, fields, lease_id, self._plane_id)
+        return receipt_of(part, self.blocks, rows, fields, lease_id, self._plane_id)
 
 
-def _check_no_blobs(op: str, partition: str) -> None:
-    if holds_blobs(partition):
-        raise ValueError(
-            f"{op}: got partition {partition!r}, expected a name without '#'; blobs are put and cleared with their rows"
-        )
-
-
-def _check_lease_id(op: str, lease_id: int) -> None:
-    if lease_id <= 0:
-        raise ValueError(
-            f"{op}: the receipt has no lease; expected a receipt from claim (concat of several has no lease)"
+def _check_held(op: str, partition: str, lease: str, keys: Sequence[str], held: np.ndarray) -> None:
+    """Raise LeaseLost unless a lease holds all rows of `keys`. held: whether it does, bool `[N]`."""
+    lost = pick(keys, np.flatnonzero(~held))
+    if lost:
+        raise LeaseLost(
+            f"{lease} no longer holds {len(lost)} of {len(keys)} rows", op=op, partition=partition, keys=lost
         )

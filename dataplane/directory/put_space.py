@@ -130,7 +130,7 @@ class PutSpace:
     def reserve_at_once(self, put: PutRows) -> Reservation | None:
         """Reserve space for a put if that takes no time. Returns None if the put has to wait, for its turn or for room,
         so that `reserve` must be called. Raises the errors of `Directory.check`."""
-        room = self._directory.near_room(put.near)
+        room = self._directory.blocks.near_room(put.near)
         if self._queues[room].waiting or room is None:
             self._directory.check(put)
             return None
@@ -143,7 +143,7 @@ class PutSpace:
     async def reserve(self, put: PutRows, timeout_s: float) -> Reservation:
         """Reserve space for a put that has passed the directory's check, once it is its turn and there is room. Raises
         CapacityExceeded after `timeout_s` seconds, and DirectoryLost when the service is closed meanwhile."""
-        deadline, queue = _now() + timeout_s, self._queues[self._directory.near_room(put.near)]
+        deadline, queue = _now() + timeout_s, self._queues[self._directory.blocks.near_room(put.near)]
         with queue.place(f"{put.nbytes} bytes for {put.writer}") as place:
             try:
                 async with _turn(place, deadline):
@@ -157,7 +157,9 @@ class PutSpace:
                         # The call of `usage` also frees the space of ended writers, so the attempt is repeated.
                         if not unfreed_bytes and (reservation := await self._try_reserve(put)) is not None:
                             return reservation
-                        refused = self._directory.has_room(put)  # Only the store refused; /dev/shm may be full.
+                        refused = self._directory.blocks.has_room(
+                            put.nbytes, put.near
+                        )  # Only the store refused; /dev/shm may be full.
                         await self._wait_for_space(seen, deadline, look_again=refused or unfreed_bytes > 0)
             except TimeoutError:
                 raise await self._no_room(put, queue.before(place, "put"), timeout_s) from None
@@ -165,8 +167,8 @@ class PutSpace:
     async def _no_room(self, put: PutRows, before: str, timeout_s: float) -> CapacityExceeded:
         """Build the error for a put that found no space in time. before: description of the puts ahead of it in the
         queue; "" when it was this put's turn."""
-        message = f"no room for {put.nbytes} bytes: {self._directory.described_room(put)}{before}"
-        if not before and self._directory.has_room(put):
+        message = f"no room for {put.nbytes} bytes: {self._directory.blocks.described_room(put.near)}{before}"
+        if not before and self._directory.blocks.has_room(put.nbytes, put.near):
             reason = await self._store.shortage()
             message += f"; {reason}" if reason else ""
         return CapacityExceeded(message, op="put", partition=put.partition, keys=put.keys, elapsed_s=timeout_s)
@@ -175,7 +177,7 @@ class PutSpace:
         """Reserve space for a put, both in the directory's count of bytes and in the store. Credit (space granted to
         writers in advance) is revoked if necessary. Returns None when even that does not free enough."""
         reservation = None
-        for room in self._directory.rooms_for(put.near):
+        for room in self._directory.blocks.rooms_for(put.near):
             reservation = self._directory.reserve(put, _now(), room)
             if reservation is None:
                 await self.take_back(self._directory.revoke(put.nbytes, room))
@@ -219,11 +221,11 @@ class PutSpace:
     def grant(self, writer: str, near: int, nbytes: int, num_blocks: int) -> Reservation | None:
         """Reserve space for the next put of a writer in advance (credit). Returns None when another put of its host
         waits for space, or when too little space is free. near: number of a process of the store on that host."""
-        room = self._directory.near_room(near)
+        room = self._directory.blocks.near_room(near)
         if self._queues[room].waiting:
             return None
         if room is None:
-            [room, *_] = self._directory.rooms_for(near)
+            [room, *_] = self._directory.blocks.rooms_for(near)
         credit = self._directory.grant(writer, nbytes, num_blocks, _now(), room)
         if credit is not None and not self._store.allocate_ready(credit):
             self._directory.abort(credit.reservation_id)

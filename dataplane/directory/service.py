@@ -214,11 +214,11 @@ class DirectoryService:
 
     def _as_space(self, reservation: Reservation) -> requests.Space:
         ids, location = reservation.block_ids, reservation.location or b""
-        holder = self._directory.holder_for(reservation)
+        holder = self._directory.blocks.rooms.holder_in(reservation.room)
         return requests.Space(reservation.reservation_id, ids.start, len(ids), reservation.nbytes, location, holder)
 
     def _commit(self, request: requests.Commit) -> Answer:
-        reservation, sizes = self._directory.find_reservation(request.space_id), request.put.sizes
+        reservation, sizes = self._directory.blocks.reservations.get(request.space_id), request.put.sizes
         if reservation is not None and not self._store.count_at_once(reservation, sizes):
             return self._commit_later(request, reservation)
         body, freed = self._commit_now(request)
@@ -232,7 +232,7 @@ class DirectoryService:
 
     def _commit_now(self, request: requests.Commit) -> tuple[bytes, list[FreedBlock]]:
         is_revocable = request.credit or request.space_id < self._directory.first_space
-        if is_revocable and self._directory.find_reservation(request.space_id) is None:
+        if is_revocable and self._directory.blocks.reservations.get(request.space_id) is None:
             return requests.REVOKED, []
         put = request.put
         committed, freed = self._directory.commit(request.space_id, put, self._store.locate(request.locations))
@@ -426,10 +426,8 @@ class DirectoryService:
         return reply
 
     def _describe(self, request: requests.Describe) -> bytes:
-        schema, usual = (
-            pack_schema(self._directory.schema(request.partition)),
-            self._space.usual.get(request.partition, (0, 0)),
-        )
+        schema = pack_schema(self._directory.schema(request.partition))
+        usual = self._space.usual.get(request.partition, (0, 0))
         credit = self._space.grant(request.writer, request.near, *usual)
         return messages.encode(requests.Described(schema, credit and self._as_space(credit)))
 
@@ -455,7 +453,7 @@ class DirectoryService:
             waiting_claims=sum(queue.waiting for queue in self._claim_queues.values()),
             waiting_puts=self._space.num_waiting,
             store_kind=self._store.spec.kind,
-            store_bytes=store_bytes - self._directory.allocated_credit_bytes,
+            store_bytes=store_bytes - self._directory.blocks.allocated_credit_bytes,
             bytes_unfreed=unfreed_bytes,
             directory_cpu_s=time.process_time(),
         ).to_bytes()
@@ -548,10 +546,8 @@ class DirectoryService:
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
         def done(freed: asyncio.Future[None]) -> None:
-            if answer.done():  # Its client has gone.
-                return
-            if freed.cancelled():
-                answer.cancel()
+            if answer.done() or freed.cancelled():
+                answer.cancel()  # This does nothing if its client has gone.
                 return
             error = freed.exception()
             if isinstance(error, DataPlaneError | ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from ...codecs.integers import distinct, distinct_counts
 from ..errors import SamplerError
-from ..status import TaskReset, TaskStatus
+from ..status import LeaseStatus, TaskReset, TaskStatus
 from .ready import ReadyView
 from .rows import GroupTable, Notes, RowTable, grown
 from .samplers import ClaimRequest, FirstInOrder, StreamProgress, TaskConfig, build_sampler, chosen
@@ -237,6 +237,11 @@ class Lease:
     last_deadline: float
     """Latest time to which the lease can be renewed, by the same clock; infinite without `max_hold_s`."""
     holder: str
+
+    def status(self, keys: Sequence[str], now: float) -> LeaseStatus:
+        """Return the state of the lease, which holds the rows of `keys`."""
+        held_s, expires_s = now - self.granted, self.deadline - now
+        return LeaseStatus(self.lease_id, self.task, self.holder, tuple(keys), held_s, expires_s)
 
 
 class LeaseBook:

@@ -112,15 +112,15 @@ class RecordedDirectory(Directory):
                 self._redo(kind, content, now)
             num_items += 1
         self._is_replaying = False
-        blocks = self._blocks
+        blocks = self.blocks
         blocks.next_block = max(blocks.next_block, self._next_ids[0])
         self.first_space = blocks.next_reservation = max(blocks.next_reservation, self._next_ids[1])
         return num_items > 0
 
     def adopted(self) -> tuple[list[tuple[int, bytes, int]], int]:
         """Return the arguments of `Recovers.adopt`: the blocks, and the lowest id of later ones."""
-        entries = self._blocks.entries.values()
-        return [(item.ref.block_id, item.ref.location, item.nbytes) for item in entries], self._blocks.next_block
+        entries = self.blocks.entries.values()
+        return [(item.ref.block_id, item.ref.location, item.nbytes) for item in entries], self.blocks.next_block
 
     def _redo(self, kind: str, content: bytes, now: float) -> None:
         if kind == "reply":
@@ -129,7 +129,7 @@ class RecordedDirectory(Directory):
             copied = messages.decode(content, Copied)
             for payload in copied.served:
                 self.served(payload)
-            load(copied.state, self._partitions, self._blocks, self._leases, now, self._lease_s)
+            load(copied.state, self._partitions, self.blocks, self._leases, now, self._lease_s)
             self._next_ids, self._puts_elsewhere = copied.next_ids, copied.state.puts_elsewhere
         elif kind == "served":
             self.served(content)
@@ -192,7 +192,7 @@ class RecordedDirectory(Directory):
         items, self._pending = self._pending, []
         self._log.append(items)
         if self._log.nbytes > self._compact_at:
-            state = saved(self._partitions, self._blocks, self._leases, self._puts_elsewhere)
+            state = saved(self._partitions, self.blocks, self._leases, self._puts_elsewhere)
             copied = messages.encode(Copied(state, self._next_ids, tuple(self._served)))
             self._log.begin([("state", copied), *(("reply", name + reply) for name, reply in self._replies.items())])
             self._compact_at = self._log.nbytes + COMPACT_BYTES
@@ -228,7 +228,7 @@ class RecordedDirectory(Directory):
 
     def _record_ids(self) -> None:
         """Record that ids of blocks and reservations are used, a good many in advance."""
-        blocks = self._blocks
+        blocks = self.blocks
         if blocks.next_block > self._next_ids[0] or blocks.next_reservation > self._next_ids[1]:
             self._next_ids = (blocks.next_block + AHEAD, blocks.next_reservation + AHEAD)
             self._record("ids", self._next_ids)

@@ -59,7 +59,7 @@ class Run:
 
     def state(self) -> bytes:
         of = self.directory
-        return messages.encode(saved(of._partitions, of._blocks, of._leases, of._puts_elsewhere))
+        return messages.encode(saved(of._partitions, of.blocks, of._leases, of._puts_elsewhere))
 
     def die(self) -> None:
         self.directory.flush()

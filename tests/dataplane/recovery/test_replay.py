@@ -47,7 +47,7 @@ def opened(files: Files, now: float = 0.0) -> RecordedDirectory:
 
 
 def state(directory: RecordedDirectory) -> bytes:
-    parts = directory._partitions, directory._blocks, directory._leases, directory._puts_elsewhere
+    parts = directory._partitions, directory.blocks, directory._leases, directory._puts_elsewhere
     found: SavedState = saved(*parts)
     return messages.encode(found)
 
@@ -132,10 +132,10 @@ def test_replies_ids_and_notes_outlive_the_process(files: Files) -> None:
     directory.flush()
     after = opened(files)
     assert after.earlier_reply(b"client 1 002") == b"the receipt" and after.earlier_reply(b"client 1 003") is None
-    assert late.reservation_id < after.first_space and after.find_reservation(late.reservation_id) is None
-    assert after._blocks.next_block > late.block_ids.stop
+    assert late.reservation_id < after.first_space and late.reservation_id not in after.blocks.reservations
+    assert after.blocks.next_block > late.block_ids.stop
     assert state(after) == state(directory)
-    assert put(after, keys_of(9), FIELDS).blocks[0].block_id >= after._blocks.next_block - 1
+    assert put(after, keys_of(9), FIELDS).blocks[0].block_id >= after.blocks.next_block - 1
 
 
 def test_numbers_that_a_sampler_noted_before_it_failed_outlive_the_process(
