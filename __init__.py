@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from . import rewards as rewards
     from .actors.engines.protocol import Completion, GenerationEngine, SamplingParams
     from .actors.failures import JudgeFailed, LimitExceeded, SandboxFailed
-    from .actors.protocols import MicroBatch, TrainBackend
     from .actors.train.microbatch_plan import Budget, ShardPlan, plan_shards
     from .actors.train.topology import Topology
+    from .actors.train_backend import MicroBatch, TrainBackend
     from .codecs.batch import Batch, Jagged
     from .codecs.blobs import Blob, BlobRows, blob_field
     from .codecs.schema import Field, Kind, Schema
@@ -136,7 +136,7 @@ __all__ = [
 _MODULES = {
     "actors.engines.protocol": "Completion GenerationEngine SamplingParams",
     "actors.failures": "JudgeFailed LimitExceeded SandboxFailed",
-    "actors.protocols": "MicroBatch TrainBackend",
+    "actors.train_backend": "MicroBatch TrainBackend",
     "actors.train.microbatch_plan": "Budget ShardPlan plan_shards",
     "actors.train.topology": "Topology",
     "codecs.batch": "Batch Jagged",

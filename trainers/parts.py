@@ -23,8 +23,8 @@ from ..actors.engines.config import ModelConfig, engine_dtype
 from ..actors.engines.factory import EngineConfig, build_engine
 from ..actors.engines.in_process import InProcessEngine
 from ..actors.engines.protocol import CommitReport, GenerationEngine
-from ..actors.protocols import TrainBackend
 from ..actors.rollout.config import RolloutConfig
+from ..actors.train_backend import TrainBackend
 from ..actors.weight_sync.config import SyncConfig
 from ..actors.weight_sync.publisher import WeightPublisher
 from ..actors.weight_sync.transports.factory import build_sender

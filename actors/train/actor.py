@@ -15,7 +15,8 @@ from ..process.remote_methods import in_thread_of, invoke
 from ..process.rendezvous_store import RendezvousServer, RendezvousStore
 from ..weight_sync.base_offer import BaseRecord, Recovery
 from .process_groups import ProcessGroups
-from .worker import TrainWorker, WorkerSetup
+from .worker import TrainWorker
+from .worker_setup import WorkerSetup
 
 CONCURRENCY_GROUPS = {"weights": 1, "abort": 1, "progress": 1}
 """Ray concurrency groups: name -> number of threads that the actor has for it in addition to its main thread. Used as

@@ -24,7 +24,8 @@ from ...codecs.jagged import concat
 from ...codecs.schema import Schema
 from ...codecs.tokens.packed_rows import piece_lengths, slice_batch
 from ...codecs.tokens.routes import RouteSpec
-from ..protocols import MicroBatch, Span
+from ..protocols import Span
+from ..train_backend import MicroBatch
 from .links import Part, ReplicaLinks
 from .step_rows import (
     ColumnCache,

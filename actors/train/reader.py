@@ -25,7 +25,8 @@ from ...codecs.schema import Schema
 from ...codecs.tokens.routes import RouteSpec
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.meta import KVBatchMeta
-from ..protocols import MicroBatch, Span
+from ..protocols import Span
+from ..train_backend import MicroBatch
 from .delivery import Deliver, Delivery, Independent, Leader, RankView, Sibling
 from .links import GRACE_S, ReplicaLinks
 from .step_rows import StepRows, TrainShard

@@ -25,7 +25,8 @@ from ...dataplane.meta import KVBatchMeta
 from ..engine_actor import EngineActor, ScoreCall, ScoreReply
 from ..engines.protocol import EngineDied
 from ..process.remote_methods import decode_result, encode_arguments, submit
-from ..protocols import TOP_IDS, TOP_LOGPROBS, MicroBatch, TokenScores, TrainBackend
+from ..protocols import TOP_IDS, TOP_LOGPROBS
+from ..train_backend import MicroBatch, TokenScores, TrainBackend
 from .reader import ReplicaReader
 from .step_rows import TrainShard, cut
 

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from ...actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, MicroBatch, row_schema
+from ...actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, row_schema
+from ...actors.train_backend import MicroBatch
 from ...codecs.batch import Batch, Jagged
 from ...codecs.tokens.routes import ROUTES, RouteSpec
 from ...trainers.losses.config import LossConfig

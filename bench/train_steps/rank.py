@@ -25,7 +25,7 @@ from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from ...actors.engines.config import RouterReplayConfig
-from ...actors.protocols import MicroBatch
+from ...actors.train_backend import MicroBatch
 from ...codecs.tokens.routes import RouteSpec
 from ...trainers.backends.config import BackendConfig, TrainerConfig
 from ...trainers.backends.factory import build_backend

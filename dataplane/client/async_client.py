@@ -26,8 +26,8 @@ from ..rpc.links import Link, wait_out
 from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from .arguments import Fields, Keys
 from .counted_client import CountedClient
-from .operations import Ask, Moved, Steps, Work
 from .saving import load, save
+from .steps import Ask, Moved, Steps, Work
 
 T = TypeVar("T")
 

@@ -21,9 +21,9 @@ from ..rpc.cancellation import CallCancelled, Cancellation
 from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from .arguments import Fields, Keys
 from .counted_client import CountedClient
-from .operations import Ask, Moved, Shield, Steps, Work
 from .saving import load, save
 from .shielded_calls import Shielded, can_be_interrupted
+from .steps import Ask, Moved, Shield, Steps, Work
 
 T = TypeVar("T")
 

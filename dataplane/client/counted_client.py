@@ -13,8 +13,9 @@ from ..handle import DataPlaneHandle
 from ..rpc.links import Link
 from ..traffic import ClientStats
 from .lease_renewal import LeaseRenewal
-from .operations import Ask, Moved, Operations, Steps
+from .operations import Operations
 from .partition_shards import ShardedOperations
+from .steps import Ask, Moved, Steps
 
 T = TypeVar("T")
 

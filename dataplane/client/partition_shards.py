@@ -9,7 +9,8 @@ from typing import Any
 from ..blobs.row_references import with_its_rows
 from ..meta import KVBatchMeta
 from ..status import DataPlaneStatus
-from .operations import Operations, Steps
+from .operations import Operations
+from .steps import Steps
 
 
 def shard_of(partition: str, count: int) -> int:

@@ -37,7 +37,8 @@ from ..errors import DataPlaneError
 from ..meta import KVBatchMeta
 from ..status import PartitionRows
 from .arguments import checked
-from .operations import ABORT_TIMEOUT_S, SHIELD, Ask, Moved, Operations, Steps, Work, undo_s
+from .operations import ABORT_TIMEOUT_S, Operations, undo_s
+from .steps import SHIELD, Ask, Moved, Steps, Work
 
 T = TypeVar("T")
 

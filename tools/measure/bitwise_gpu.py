@@ -5,10 +5,10 @@ batches of random shapes, with cached prefixes and prompts in chunks, and the gr
 backend. Each line of OUT/bitwise.jsonl is one comparison. The program ends with the status 1 if any differs.
 """
 
-# pyright: reportMissingImports=false
-# vLLM need not be installed where types are checked.
 from __future__ import annotations
 
+# pyright: reportMissingImports=false
+# vLLM need not be installed where types are checked.
 import argparse
 import json
 import os
@@ -330,7 +330,8 @@ def micro_batch(rows: list[list[int]], prompts: list[int], logprobs: Any = None)
     tokens, float32; None for zeros."""
     import torch
 
-    from headrace.actors.protocols import ROLLOUT_SCHEMA, MicroBatch
+    from headrace.actors.protocols import ROLLOUT_SCHEMA
+    from headrace.actors.train_backend import MicroBatch
     from headrace.codecs.batch import Batch, Jagged
 
     lengths = np.array([len(row) for row in rows], np.int64)

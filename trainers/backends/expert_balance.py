@@ -30,7 +30,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ...actors.protocols import MicroBatch
+from ...actors.train_backend import MicroBatch
 from ...codecs.tokens.routes import RouteSpec
 from ..losses.aggregation import Aggregation
 from .config import BackendConfig, MoeConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...actors.protocols import TrainBackend
+from ...actors.train_backend import TrainBackend
 from ...actors.weight_sync.base_offer import KnownBase
 from .config import BackendConfig
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from ...actors.adapters.spec import AdapterSpec
-from ...actors.protocols import TOP_IDS, MicroBatch, OffloadReport
+from ...actors.protocols import TOP_IDS
+from ...actors.train_backend import MicroBatch, OffloadReport
 from ...actors.weight_sync.base_offer import BaseRecord
-from ...actors.weight_sync.plan.layouts import held
-from ...actors.weight_sync.plan.regions import Region
+from ...actors.weight_sync.plan.regions import Region, held
 from ...codecs.schema import DTYPES
 from ...codecs.weights.conversion import wire_dtype
 from ..losses.step_loss import build_loss

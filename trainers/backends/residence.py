@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ...actors.process.memory import available_memory, pin, unpin
-from ...actors.protocols import OffloadReport, device_bytes_in_use, offloaded_error
+from ...actors.train_backend import OffloadReport, device_bytes_in_use, offloaded_error
 from ...codecs.integers import ALIGN, round_up
 
 _BLOCK_BYTES, _SMALL_BYTES = 512, 1 << 20

@@ -16,7 +16,7 @@ from ...actors.engines.config import ModelConfig, engine_dtype
 from ...actors.engines.hf.quantized_layers import quantization_of
 from ...actors.train.microbatch_plan import Budget
 from ...actors.train.teachers import TeacherSetup
-from ...actors.train.worker import WorkerSetup
+from ...actors.train.worker_setup import WorkerSetup
 from ...actors.weight_sync.config import SyncConfig
 from ...actors.weight_sync.pairs.pair_sender import KIND as PAIRS
 from ...actors.weight_sync.pairs.rank_publisher import RankPublisher

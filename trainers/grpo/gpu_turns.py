@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol, TypeVar
 
 from ...actors.process.memory import ProcessMemory
-from ...actors.protocols import OffloadReport
+from ...actors.train_backend import OffloadReport
 from ...dataplane.client.client import DataPlaneClient
 from ..cluster.calls import ActorFailed, Call, gather, gather_each
 from ..cluster.engine_pool import Engine, NoEngineLeft

@@ -1,10 +1,12 @@
 """Computes a step's episodes and advantages from the tags of rows, which are numbers stored apart from the content.
 
-Several rows may belong to one episode, which counts once, and several episodes to one group.
+Several rows may belong to one episode, which counts once, and several episodes to one group. Dynamic sampling, as in
+DAPO, leaves groups without a training signal out of a step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,3 +73,32 @@ def trained_tokens(meta: KVBatchMeta) -> np.ndarray:
     """Return the trained response tokens of each row, float32 `[N]`: 0 for failed and masked rows."""
     trained = meta.tags.get(TRAINED_TOKENS)
     return meta.tags["response_length"] * (meta.tags["valid"] > 0) if trained is None else trained
+
+
+ALIKE = 1e-6
+"""Smallest range of rewards (largest minus smallest) that gives a group a training signal."""
+
+
+def flat_groups(meta: KVBatchMeta, components: Sequence[tuple[str, float]]) -> list[int]:
+    """Return the group numbers of the groups in `meta` without a training signal, in order of appearance. A group has
+    no signal if all its valid episodes have the same raw reward (the weighted sum of `components`), or if it has fewer
+    than two valid episodes. components: name and weight of each reward in the sum."""
+    episodes = episodes_of(meta)
+    raw, groups = np.zeros(len(episodes.first)), meta.groups[episodes.first]
+    for name, weight in components:
+        raw += weight * meta.tags[reward_tag(name)][episodes.first]
+    flat = []
+    for group in dict.fromkeys(meta.groups.tolist()):
+        rewards = raw[(groups == group) & episodes.valid]
+        if len(rewards) < 2 or np.ptp(rewards) < ALIKE:
+            flat.append(group)
+    return flat
+
+
+def useful_rows(meta: KVBatchMeta, components: Sequence[tuple[str, float]], most_dropped: int) -> np.ndarray:
+    """Return which rows to train on, bool `[N]`. The rows of the first `most_dropped` groups without a training signal
+    are left out. components: as in `flat_groups`."""
+    keep = np.ones(len(meta), dtype=bool)
+    for group in flat_groups(meta, components)[: max(0, most_dropped)]:
+        keep &= meta.groups != group
+    return keep

@@ -14,11 +14,11 @@ from ...actors.images.prompt_pictures import PictureCounts
 from ...actors.rewards.rubric import reward_tag
 from ...actors.rollout.results import merge_reports
 from ...actors.rollout.rows import KV_STALENESS, MaskCounts, RouteCounts
-from ...actors.train.worker import WorkerReport
+from ...actors.train.worker_setup import WorkerReport
 from ...dataplane.meta import KVBatchMeta
 from ..advantages.estimators import AdvantageEstimator
 from ..observe.data_plane_watch import covered_s, mean_covered_s
-from .feed import FeedTally
+from .rollouts import FeedTally
 from .row_tags import episodes_of, with_advantages
 from .run_parts import Run
 from .weight_sync import SyncReport

@@ -23,7 +23,8 @@ from ...actors.train.reader import FetchPolicy, holds_receipt
 from ...actors.train.step_rows import TrainShard
 from ...actors.train.teachers import TEACHER
 from ...actors.train.topology import Topology
-from ...actors.train.worker import REF, WorkerReport
+from ...actors.train.worker import REF
+from ...actors.train.worker_setup import WorkerReport
 from ...dataplane.meta import POSITION, KVBatchMeta
 from ..advantages.estimators import AdvantageEstimator, build_advantages
 from ..backends.config import TrainerConfig

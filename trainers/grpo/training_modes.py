@@ -45,7 +45,8 @@ from types import FrameType
 import numpy as np
 
 from ...actors.rollout.results import RolloutReport
-from ...actors.train.worker import PREV, WorkerReport
+from ...actors.train.worker import PREV
+from ...actors.train.worker_setup import WorkerReport
 from ...dataplane.meta import KVBatchMeta
 from ..backends.fsdp.bitwise.conditions import expect_equal
 from ..cluster.handles import RolloutHandle

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from headrace.actors.adapters.spec import AdapterSpec
-from headrace.actors.protocols import MicroBatch, OffloadReport
+from headrace.actors.train_backend import MicroBatch, OffloadReport
 from headrace.actors.weight_sync.base_offer import BaseRecord
-from headrace.actors.weight_sync.plan.layouts import held
-from headrace.actors.weight_sync.plan.regions import Region
+from headrace.actors.weight_sync.plan.regions import Region, held
 from headrace.tests.actors.train.replica_ranks import content
 
 MODEL = {"embed": torch.arange(100.0), "half": torch.arange(200).bfloat16(), "bias": torch.arange(3)}

@@ -19,11 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headrace.actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, MicroBatch
+from headrace.actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS
 from headrace.actors.train.microbatch_plan import Budget, plan_shards
 from headrace.actors.train.reader import FetchPolicy, ReplicaReader, build_links, holds_receipt
 from headrace.actors.train.step_rows import TrainShard
 from headrace.actors.train.topology import Topology
+from headrace.actors.train_backend import MicroBatch
 from headrace.codecs.batch import Batch, Jagged
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig

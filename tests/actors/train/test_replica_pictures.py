@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, MicroBatch
+from headrace.actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS
 from headrace.actors.train.reader import FetchPolicy, ReplicaReader, build_links
 from headrace.actors.train.topology import Topology
+from headrace.actors.train_backend import MicroBatch
 from headrace.codecs.blobs import Blob, blob_field
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.client.client import DataPlaneClient

@@ -21,11 +21,13 @@ from headrace.actors.engines.factory import EngineConfig
 from headrace.actors.engines.protocol import EngineDied
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.process.remote_methods import invoke
-from headrace.actors.protocols import TOP_IDS, TOP_LOGPROBS, MicroBatch, TokenScores, row_schema
+from headrace.actors.protocols import TOP_IDS, TOP_LOGPROBS, row_schema
 from headrace.actors.rollout.config import RolloutConfig
 from headrace.actors.train.teachers import TEACHER, EngineTeacher, Mixture, TeacherSetup
 from headrace.actors.train.topology import Topology
-from headrace.actors.train.worker import TrainWorker, WorkerSetup
+from headrace.actors.train.worker import TrainWorker
+from headrace.actors.train.worker_setup import WorkerSetup
+from headrace.actors.train_backend import MicroBatch, TokenScores
 from headrace.codecs import messages
 from headrace.codecs.batch import Batch
 from headrace.codecs.jagged import pack

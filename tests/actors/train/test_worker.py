@@ -18,12 +18,14 @@ import ray
 import torch
 import torch.distributed as dist
 
-from headrace.actors.protocols import TRAIN_FIELDS, MicroBatch
+from headrace.actors.protocols import TRAIN_FIELDS
 from headrace.actors.sample_file import SampleFile, SamplesConfig
 from headrace.actors.train.actor import CONCURRENCY_GROUPS, MeetingPoint, TrainActor
 from headrace.actors.train.step_rows import TrainShard
 from headrace.actors.train.topology import Topology
-from headrace.actors.train.worker import PREV, REF, TrainWorker, WorkerReport, WorkerSetup
+from headrace.actors.train.worker import PREV, REF, TrainWorker
+from headrace.actors.train.worker_setup import WorkerReport, WorkerSetup
+from headrace.actors.train_backend import MicroBatch
 from headrace.actors.weight_sync.config import SyncConfig
 from headrace.actors.weight_sync.transports.protocol import ReceiverGroup
 from headrace.codecs import messages

@@ -25,8 +25,9 @@ from transformers import (
 )
 
 from headrace.actors.adapters.spec import tensor_names
-from headrace.actors.protocols import ROLLOUT_SCHEMA, MicroBatch, TrainBackend
+from headrace.actors.protocols import ROLLOUT_SCHEMA
 from headrace.actors.train.topology import Topology
+from headrace.actors.train_backend import MicroBatch, TrainBackend
 from headrace.codecs.batch import Batch, Jagged, Ragged
 from headrace.codecs.schema import Schema
 from headrace.codecs.tokens.masks import MASK_FIELD, MASKS, encode_sets, without_sets

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headrace.actors.protocols import TrainBackend
+from headrace.actors.train_backend import TrainBackend
 
 
 class LiveBytes(TorchDispatchMode):

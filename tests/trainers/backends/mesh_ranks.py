@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headrace.actors.protocols import MicroBatch
 from headrace.actors.train.step_rows import stage_batch, stage_fields
 from headrace.actors.train.topology import Place, Topology
+from headrace.actors.train_backend import MicroBatch
 from headrace.codecs.tokens.packed_rows import slice_batch
 from headrace.codecs.tokens.routes import RouteSpec
 from headrace.tests.trainers.backends.backend_ranks import (

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from headrace.actors.protocols import OffloadReport, TrainBackend
 from headrace.actors.train.process_groups import ProcessGroups
+from headrace.actors.train_backend import OffloadReport, TrainBackend
 from headrace.tests.trainers.backends.backend_ranks import MEASURED, random_rows, weights_of
 from headrace.tests.trainers.backends.mesh_ranks import Case, sent
 

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.actors.engines.hf.engine import HfEngine
-from headrace.actors.protocols import MicroBatch, row_schema
+from headrace.actors.protocols import row_schema
+from headrace.actors.train_backend import MicroBatch
 from headrace.codecs.batch import Batch, Jagged
 from headrace.tests.trainers.backends.backend_ranks import (
     TEMPERATURE,

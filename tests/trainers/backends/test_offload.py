@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.actors.protocols import TrainBackend
 from headrace.actors.train.process_groups import ProcessGroups
+from headrace.actors.train_backend import TrainBackend
 from headrace.tests.actors.train.group_ranks import run_with_groups
 from headrace.tests.trainers.backends.backend_ranks import VOCAB
 from headrace.tests.trainers.backends.mesh_ranks import Case, cases

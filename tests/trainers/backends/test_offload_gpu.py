@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from headrace.actors.protocols import device_bytes_in_use
 from headrace.actors.train.process_groups import ProcessGroups
+from headrace.actors.train_backend import device_bytes_in_use
 from headrace.tests.actors.train.group_ranks import run_with_groups
 from headrace.tests.trainers.backends.backend_ranks import TINY, weights_of
 from headrace.tests.trainers.backends.mesh_ranks import Case, cases

@@ -15,7 +15,8 @@ from headrace.actors.process.remote_methods import decode_arguments
 from headrace.actors.protocols import SpanTable
 from headrace.actors.rollout.actor import RolloutActor
 from headrace.actors.train.step_rows import TrainShard
-from headrace.actors.train.worker import TrainWorker, WorkerReport
+from headrace.actors.train.worker import TrainWorker
+from headrace.actors.train.worker_setup import WorkerReport
 from headrace.codecs import messages
 from headrace.testing import PENDING, FakeActor, FakeCluster
 from headrace.trainers.cluster import calls, handles

@@ -4,8 +4,6 @@ They are those of `_generated_ppo_trainer.yaml` in verl-project/verl at commit
 1a7e2cabcbb38696dc9c1e692a27e9986f9b2334, without the names of classes.
 """
 
-from __future__ import annotations
-
 ACTOR = """
     optim.optimizer optim.optimizer_impl optim.lr optim.lr_warmup_steps_ratio optim.total_training_steps
     optim.weight_decay optim.lr_warmup_steps optim.betas optim.clip_grad optim.min_lr_ratio optim.num_cycles

@@ -24,7 +24,7 @@ from transformers import AutoConfig
 from headrace.actors.engines.config import RouterReplayConfig
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import Generator, SamplingParams
-from headrace.actors.protocols import MicroBatch
+from headrace.actors.train_backend import MicroBatch
 from headrace.codecs.tokens.routes import RouteSpec
 from headrace.tests.trainers.backends.backend_ranks import Row, backend_config, logprobs_of, micro_batch, weights_of
 from headrace.tests.trainers.backends.experts.routed_rows import random_routes, routed

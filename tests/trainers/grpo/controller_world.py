@@ -18,7 +18,8 @@ import torch
 from headrace.actors.protocols import SpanTable
 from headrace.actors.train.microbatch_plan import Budget
 from headrace.actors.train.step_rows import TrainShard
-from headrace.actors.train.worker import TrainWorker, WorkerReport, WorkerSetup
+from headrace.actors.train.worker import TrainWorker
+from headrace.actors.train.worker_setup import WorkerReport, WorkerSetup
 from headrace.codecs.batch import Jagged, Ragged
 from headrace.dataplane.factory import DataPlane
 from headrace.dataplane.meta import KVBatchMeta

@@ -25,7 +25,7 @@ from headrace.actors.engines.protocol import (
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.process.memory import ProcessMemory
 from headrace.actors.process.own_process import ActorInfo
-from headrace.actors.protocols import OffloadReport
+from headrace.actors.train_backend import OffloadReport
 from headrace.actors.weight_sync.config import SyncConfig
 from headrace.actors.weight_sync.inbox import WeightInbox
 from headrace.actors.weight_sync.publisher import WeightPublisher

@@ -11,8 +11,7 @@ from headrace.actors.protocols import Prompt, RowTokens, Sample, Score
 from headrace.actors.rollout.rows import EPISODE, rollout_rows, sample_keys
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.trainers.advantages.estimators import GrpoAdvantage, RlooAdvantage
-from headrace.trainers.grpo.dynamic_sampling import flat_groups
-from headrace.trainers.grpo.row_tags import with_advantages
+from headrace.trainers.grpo.row_tags import flat_groups, with_advantages
 from headrace.trainers.grpo.step_metrics import row_metrics
 
 

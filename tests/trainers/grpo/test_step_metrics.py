@@ -9,9 +9,9 @@ import pytest
 
 from headrace.actors.protocols import Prompt, Sample, Score, SpanTable
 from headrace.actors.rollout.results import GroupFigures, RolloutReport, RolloutTally, group_figures
-from headrace.actors.train.worker import WorkerReport
+from headrace.actors.train.worker_setup import WorkerReport
 from headrace.dataplane.traffic import Traffic
-from headrace.trainers.grpo.feed import FeedTally
+from headrace.trainers.grpo.rollouts import FeedTally
 from headrace.trainers.grpo.step_metrics import distillation_metrics, idle_shares, rollout_metrics, staleness_metrics
 from headrace.trainers.grpo.supervised.held_out_loss import supervised_metrics
 from headrace.trainers.observe.data_plane_watch import Busy, covered_s, mean_covered_s

@@ -1,9 +1,9 @@
 """Tests the trackers with the packages of their services, whose files are read back; needs the extra `trackers`."""
 
-# pyright: reportAttributeAccessIssue=false
-# What a tracker brings is known only where it is installed.
 from __future__ import annotations
 
+# pyright: reportAttributeAccessIssue=false
+# What a tracker brings is known only where it is installed.
 import importlib
 import json
 import logging

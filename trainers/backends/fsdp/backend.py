@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from ....actors.engines.hf.positions import fix_rotary_length
-from ....actors.protocols import MicroBatch, TokenScores
+from ....actors.train_backend import MicroBatch, TokenScores
 from ..config import BackendConfig
 from ..expert_balance import ExpertBalance
 from ..layers import compile_layers, recompute_layers

@@ -27,8 +27,8 @@ from torch import nn
 from transformers import AttentionInterface
 
 from ....actors.engines.hf.pictures import packed_positions, picture_arguments, takes_token_types
-from ....actors.protocols import MicroBatch
 from ....actors.train.topology import Topology
+from ....actors.train_backend import MicroBatch
 from ..layers import attend_rows
 from ..optimizers.groups import freeze
 from ..rows.row_layout import RowLayout

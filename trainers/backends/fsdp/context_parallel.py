@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface
 
-from ....actors.protocols import ROLLOUT_SCHEMA, MicroBatch
+from ....actors.protocols import ROLLOUT_SCHEMA
 from ....actors.train.topology import Place, Topology
+from ....actors.train_backend import MicroBatch
 from ....codecs.batch import Batch, Jagged
 from ....codecs.tokens.packed_rows import slice_batch
 from ..rows.context_attention import AttentionPlan, attend_by_plan

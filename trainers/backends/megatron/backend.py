@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....actors.protocols import MicroBatch
+from ....actors.train_backend import MicroBatch
 from ....codecs.tokens.routes import RouteSpec
 from ..config import BackendConfig
 from ..hf_model import HfSource

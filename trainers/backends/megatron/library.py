@@ -4,10 +4,10 @@ It works with megatron-core 0.16 (Python 3.11) and 0.19 (Python 3.12 and newer);
 each was run. TransformerEngine and Apex are not needed.
 """
 
-# pyright: reportMissingImports=false
-# Types are also checked on machines without megatron-core.
 from __future__ import annotations
 
+# pyright: reportMissingImports=false
+# Types are also checked on machines without megatron-core.
 import inspect
 import warnings
 from typing import Any

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from ....actors.engines.config import RouterReplayConfig
-from ....actors.protocols import MicroBatch
 from ....actors.train.step_rows import stage_layers
 from ....actors.train.topology import Topology
+from ....actors.train_backend import MicroBatch
 from ....codecs.tokens.routes import RouteSpec
 from ..config import BackendConfig
 from ..expert_balance import ExpertBalance, LayerLoss, RowShares

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ....actors.protocols import MicroBatch
 from ....actors.train.topology import Place, Topology
+from ....actors.train_backend import MicroBatch
 from ....codecs.integers import exclusive_cumsum, round_up
 from ....codecs.tokens.packed_rows import chunks
 from ..vocab.allowed import Allowed

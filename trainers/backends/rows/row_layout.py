@@ -15,7 +15,8 @@ import torch
 
 from ....actors.columns import ColumnConfig
 from ....actors.engines.hf.pictures import Pictures
-from ....actors.protocols import TOP_LOGPROBS, MicroBatch
+from ....actors.protocols import TOP_LOGPROBS
+from ....actors.train_backend import MicroBatch
 from ....codecs.batch import Batch
 from ....codecs.integers import exclusive_cumsum
 from ...losses.terms import LossInputs

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ....actors.engines.hf.pictures import feature_places, picture_positions, read_pictures
-from ....actors.protocols import MicroBatch
 from ....actors.train.topology import Topology
+from ....actors.train_backend import MicroBatch
 from ....codecs.blobs import BlobRows
 from ..rows.row_layout import RowLayout, to_device
 

@@ -5,10 +5,10 @@ as further copies of that size, which takes as long as the matrix product. `logp
 torch.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportOperatorIssue=false
-# Types are also checked on machines without Triton. A kernel's grid is an index, and its sums have no types.
 from __future__ import annotations
 
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportOperatorIssue=false
+# Types are also checked on machines without Triton. A kernel's grid is an index, and its sums have no types.
 from typing import Any
 
 import torch

@@ -22,8 +22,9 @@ from ....actors.engines.config import EngineKeys, ModelConfig, RouterReplayConfi
 from ....actors.engines.factory import EngineConfig, build_engine
 from ....actors.engines.protocol import Completion
 from ....actors.engines.tokenizer import encode_prompts, load_tokenizer
-from ....actors.protocols import MicroBatch, row_schema
+from ....actors.protocols import row_schema
 from ....actors.rollout.config import RolloutConfig
+from ....actors.train_backend import MicroBatch
 from ....codecs.jagged import pack
 from ....codecs.tokens.masks import MASKS, without_sets
 from ....codecs.tokens.routes import ROUTES, RouteSpec, align_routes

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from headrace.actors.protocols import MicroBatch
+from headrace.actors.train_backend import MicroBatch
 from headrace.codecs.batch import Batch, Jagged
 from headrace.codecs.schema import Schema
 from headrace.codecs.tokens.routes import ROUTES, RouteSpec

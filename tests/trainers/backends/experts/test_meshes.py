@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headrace.actors.engines.config import RouterReplayConfig
-from headrace.actors.protocols import MicroBatch
+from headrace.actors.train_backend import MicroBatch
 from headrace.codecs.tokens.routes import RouteSpec
 from headrace.tests.trainers.backends.backend_ranks import TEMPERATURE, random_rows, run_on_ranks, weights_of
 from headrace.tests.trainers.backends.experts.routed_rows import random_routes, routed, spec_of

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, GPT2Config
 
-from headrace.actors.protocols import MicroBatch
+from headrace.actors.train_backend import MicroBatch
 from headrace.tests.trainers.backends.backend_ranks import (
     TEMPERATURE,
     VOCAB,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.actors.protocols import MicroBatch
 from headrace.actors.train.step_rows import without_pixels
 from headrace.actors.train.topology import Topology
+from headrace.actors.train_backend import MicroBatch
 from headrace.tests.trainers.backends.backend_ranks import (
     TEMPERATURE,
     backend_config,

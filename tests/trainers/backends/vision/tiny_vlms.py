@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from headrace.actors.protocols import MicroBatch
+from headrace.actors.train_backend import MicroBatch
 from headrace.codecs.blobs import BlobRows, References
 from headrace.codecs.jagged import pack
 from headrace.codecs.schema import Field, Kind, Schema
