@@ -76,17 +76,11 @@ class BlockLayout:
         """Number of bytes of the whole block when its parts are laid end to end, padding included."""
         return _end_to_end(self.part_bytes)[1]
 
-    def parts_of(self, schema: Schema, fields: Sequence[str]) -> tuple[int, ...]:
-        """Return the numbers of the parts (byte arrays of a block) that hold the values and indexes of `fields`.
-
-        schema: declares at least `fields`. The header (part 0) is not included. Raises ValueError if the block lacks a
-        field, or if the presence of a field's index part in the block does not fit the field's kind.
-        """
-        return tuple(number for name in fields for number in self.field_parts(schema[name]))
-
     def field_parts(self, field: Field) -> tuple[int, ...]:
-        """Return the part numbers of one field: (values part,) or (values part, index part). Raises ValueError as
-        `parts_of` does."""
+        """Return the numbers of the parts that hold one field: (values part,) or (values part, index part).
+
+        Raises ValueError if the block lacks the field, or if the presence of its index part does not fit its kind.
+        """
         if field.name not in self.fields:
             raise ValueError(f"field {field.name!r} is not in the block, which holds {', '.join(self.fields)}")
         position = self.fields.index(field.name)

@@ -158,11 +158,6 @@ class EpisodeHost:
         """The environment that plays the episodes."""
         return self._environment
 
-    @property
-    def num_running(self) -> int:
-        """Number of episodes that run now."""
-        return self._gate.running
-
     async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
         """Play `params.n` episodes of the prompt and return their samples, in order.
 

@@ -63,11 +63,6 @@ class UserProcesses:
         self._all: set[asyncio.subprocess.Process] = set()
         self._name = target.rpartition(":")[2]
 
-    @property
-    def num_processes(self) -> int:
-        """Number of processes that exist now."""
-        return len(self._all)
-
     async def call(self, arguments: Sequence[Any], timeout_s: float, retries: int = 0, method: str = "__call__") -> Any:
         """Call the function, or another method of the class's instance, and return what it returns. Prompts among the
         arguments arrive as objects with the same attributes; everything else must fit into JSON.
@@ -163,11 +158,6 @@ class UserThreads:
         self._places = asyncio.Semaphore(num_threads)
         self._lock = threading.Lock()
         self._num_hung = 0
-
-    @property
-    def num_hung(self) -> int:
-        """Number of calls that hang: they timed out or were cancelled, but their functions are still running."""
-        return self._num_hung
 
     async def call(
         self, name: str, function: Callable[[], T], timeout_s: float, since: Callable[[], float] | None = None

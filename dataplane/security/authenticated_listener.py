@@ -255,11 +255,6 @@ class AuthenticatedListener:
         self._thread = threading.Thread(target=self._run, name=f"headrace-{service.replace(' ', '-')}", daemon=True)
         self._thread.start()
 
-    @property
-    def num_strangers(self) -> int:
-        """Number of open connections whose clients have not proved yet that they know the run's key."""
-        return len(self._strangers)
-
     def close(self) -> None:
         """Stop listening, and close the strangers' connections. Connections that were handed over stay open.
         Idempotent; a no-op in a process that was forked from the listener's."""

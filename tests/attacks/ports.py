@@ -242,7 +242,7 @@ class UnitPort:
             received(connection)
 
     def num_strangers(self) -> int:
-        return self._unit._listener.num_strangers
+        return len(self._unit._listener._strangers)
 
     def close(self) -> None:
         self._link.close()
@@ -310,7 +310,7 @@ class WeightsPort:
             received(connection)
 
     def num_strangers(self) -> int:
-        return self._listener._listener.num_strangers
+        return len(self._listener._listener._strangers)
 
     def close(self) -> None:
         self._ended.set()

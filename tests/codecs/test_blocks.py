@@ -55,7 +55,7 @@ def part_names(block):
     """Part number -> (field, "values" or "index")."""
     names = {}
     for name in block.layout.fields:
-        for number, what in zip(block.layout.parts_of(SCHEMA, [name]), ("values", "index"), strict=False):
+        for number, what in zip(block.layout.field_parts(SCHEMA[name]), ("values", "index"), strict=False):
             names[number] = (name, what)
     return names
 
@@ -85,15 +85,14 @@ def test_values_are_not_copied(batch):
         "reward": batch.tensor("reward"),
     }
     for name, values in memory.items():
-        number = block.layout.parts_of(SCHEMA, [name])[0]
+        number = block.layout.field_parts(SCHEMA[name])[0]
         assert np.shares_memory(block.parts[number], values.numpy())
 
 
 def test_parts_follow_from_the_layout(batch):
     layout = encode_block(batch, 0, ROWS, checksum=False).layout
     assert layout.fields == ("ids", "reward", "log", "image")  # those with an index part last
-    assert layout.parts_of(SCHEMA, ["image", "ids"]) == (5, 6, 1)
-    assert layout.parts_of(SCHEMA.subset(["image"]), ["image"]) == (5, 6)
+    assert layout.field_parts(SCHEMA["image"]) == (5, 6) and layout.field_parts(SCHEMA["ids"]) == (1,)
     assert layout.num_rows == ROWS and layout.num_tokens == len(batch.jagged("ids").values)
     ends = [offset + nbytes for offset, nbytes in zip(layout.offsets, layout.part_bytes, strict=True)]
     assert all(end <= offset for end, offset in zip(ends, layout.offsets[1:], strict=False))
@@ -103,9 +102,9 @@ def test_parts_follow_from_the_layout(batch):
 def test_layout_refuses_what_the_block_does_not_hold():
     layout = BlockLayout(("ids", "log"), 1, 1, (100, 4, 4, 8))
     with pytest.raises(ValueError, match="field 'reward' is not in the block, which holds ids, log"):
-        layout.parts_of(SCHEMA, ["reward"])
+        layout.field_parts(SCHEMA["reward"])
     with pytest.raises(ValueError, match="field 'ids': its kind in the block is not object"):
-        layout.parts_of(Schema([Field("ids", Kind.OBJECT)]), ["ids"])
+        layout.field_parts(Field("ids", Kind.OBJECT))
 
 
 def test_rows_without_a_byte():
@@ -177,7 +176,7 @@ def test_rows_scattered_over_other_row_blocks_are_read_past_a_changed_one(batch)
     block = encode_block(batch, 0, ROWS, checksum=True)
     views = {number: view.copy() for number, view in enumerate(block.parts)}
     for name in ("ids", "image", "reward", "log"):
-        views[block.layout.parts_of(SCHEMA, [name])[0]][0] ^= 1
+        views[block.layout.field_parts(SCHEMA[name])[0]][0] ^= 1
     rows = np.random.default_rng(2).permutation(np.arange(CHECKSUM_ROWS, ROWS))
     assert read(batch, block, rows, views).num_rows == len(rows)
     with pytest.raises(ChecksumMismatch, match=f"rows 0 to {CHECKSUM_ROWS - 1}:"):
@@ -250,7 +249,7 @@ def test_only_row_blocks_that_are_read_are_verified(batch, flipped):
 def test_mismatch_names_field_rows_and_both_sums(batch):
     block = encode_block(batch, 0, ROWS, checksum=True)
     views = {number: view.copy() for number, view in enumerate(block.parts)}
-    views[block.layout.parts_of(SCHEMA, ["reward"])[0]][4 * (CHECKSUM_ROWS + 6)] ^= 1
+    views[block.layout.field_parts(SCHEMA["reward"])[0]][4 * (CHECKSUM_ROWS + 6)] ^= 1
     rows = f"rows {CHECKSUM_ROWS} to {2 * CHECKSUM_ROWS - 1}"
     with pytest.raises(ChecksumMismatch, match=f"field 'reward', {rows}: xxh3 .* is [0-9a-f]{{16}}, but [0-9a-f]"):
         verify(SCHEMA, source_of(block, [CHECKSUM_ROWS + 6]), 0, block.layout, views)

@@ -83,16 +83,6 @@ class EndpointServer:
         self._serving: asyncio.Task[None] | None = None
         self._url = ""
 
-    @property
-    def num_sessions(self) -> int:
-        """Number of episodes that may call the policy now."""
-        return len(self._sessions)
-
-    @property
-    def num_calls(self) -> int:
-        """Number of requests that are being answered now."""
-        return self._num_calls
-
     async def open(self, episode: Episode) -> EndpointAddress:
         """Open a session for an episode, and return the address at which its agent reaches the policy. The first call
         starts to listen. Raises OSError if the address cannot be bound."""

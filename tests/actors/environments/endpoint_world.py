@@ -77,7 +77,7 @@ def played(play: Callable[[Episode], Awaitable[Any]], engine: Any, **settings: A
             return await world.run(n, most=most)
         finally:
             await world.host.close()
-            assert world.server.num_sessions == 0 and world.server.num_calls == 0
+            assert not world.server._sessions and world.server._num_calls == 0
 
     return asyncio.run(main())
 

@@ -99,7 +99,7 @@ async def blow(seconds: float, at_once: int) -> Storm:
     weighing = asyncio.create_task(weigh())
     await asyncio.gather(*(prompts() for _ in range(at_once // GROUP)))
     weighing.cancel()
-    storm.sessions_left, storm.calls_left = world.server.num_sessions, world.server.num_calls
-    storm.episodes_left = world.host.num_running
+    storm.sessions_left, storm.calls_left = len(world.server._sessions), world.server._num_calls
+    storm.episodes_left = world.host._gate.running
     await world.host.close()
     return storm

@@ -98,14 +98,14 @@ def test_an_episode_takes_no_more_places_than_its_own() -> None:
 
     async def test(ends: Ends) -> None:
         readers = [await ends.connect(ends.head("a", 1000)) for _ in range(32)]
-        await ends.until(lambda: ends.server.num_calls >= 4)
+        await ends.until(lambda: ends.server._num_calls >= 4)
         refused = [asyncio.create_task(reader.readline()) for reader in readers]
         while sum(task.done() for task in refused) < 28:
             await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED, timeout=0.01)
         assert all(task.result().split()[1] == b"429" for task in refused if task.done())
-        assert ends.server.num_calls == 4 and await ends.status("b") == 400
+        assert ends.server._num_calls == 4 and await ends.status("b") == 400
         ends.close()
-        await ends.until(lambda: ends.server.num_calls == 0)
+        await ends.until(lambda: ends.server._num_calls == 0)
         assert await ends.status("a") == 400, "the places are free again"
         for task in refused:
             task.cancel()
@@ -138,7 +138,7 @@ def test_a_half_head_ends_in_time_also_after_an_answer(monkeypatch: pytest.Monke
         async with asyncio.timeout(20):
             await first.read()
             await second.read()
-        assert ends.server.num_calls == 0
+        assert ends.server._num_calls == 0
 
     run(test)
 
@@ -159,9 +159,9 @@ def test_garbage_fills_no_log_and_ends_nothing(count: int, caplog: pytest.LogCap
                 assert await ends.status("b") == 400
                 ends.close()
         ends.close()
-        await ends.until(lambda: ends.server.num_calls == 0)
+        await ends.until(lambda: ends.server._num_calls == 0)
         assert await ends.status("a") == await ends.status("b") == 400
-        assert ends.server.num_sessions == 2
+        assert len(ends.server._sessions) == 2
 
     with caplog.at_level(logging.WARNING):
         run(test)

@@ -222,7 +222,7 @@ def test_too_many_hanging_episodes_end_the_run(monkeypatch: pytest.MonkeyPatch) 
             await host.run(Prompt("p", "q", "", {}), engine, TOKENIZER, params)
         release = True
         await asyncio.sleep(0.1)
-        assert not host._hung and host.num_running == 0
+        assert not host._hung and host._gate.running == 0
 
     asyncio.run(main())
 

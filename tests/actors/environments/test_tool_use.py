@@ -170,7 +170,7 @@ def test_hung_tools_hold_up_neither_weights_nor_the_journal_until_too_many_hang(
         with pytest.raises(TooManyHang, match="tools: 16 calls hang.*tool 'hang'.*its own time limit"):
             await episodes(1)
         release.set()
-        while environment.environment._threads.num_hung:
+        while environment.environment._threads._num_hung:
             await asyncio.sleep(0.005)
         [sample] = await episodes(1)
         assert sample.text == "late"

@@ -138,12 +138,12 @@ def test_a_cancelled_call_leaves_no_process_behind() -> None:
     async def run() -> None:
         processes = UserProcesses("time:sleep", {}, 2)
         task = asyncio.create_task(processes.call([3600], 60.0))
-        while not processes.num_processes:
+        while not processes._all:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        assert processes.num_processes == 0
+        assert not processes._all
         with pytest.raises(UserFunctionFailed, match="cannot be loaded.*no attribute 'slep'"):
             await UserProcesses("time:slep", {}, 1).call([], 5.0)
 

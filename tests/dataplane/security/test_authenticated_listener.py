@@ -59,7 +59,7 @@ def test_who_knows_the_key_is_admitted_and_what_it_sends_next_is_left_to_the_ser
             assert far.recv(100) == b"request"
             far.sendall(b"reply")
             assert near.recv(100) == b"reply"
-    assert admitted.listener.num_strangers == 0
+    assert len(admitted.listener._strangers) == 0
 
 
 def test_who_does_not_know_the_key_is_told_apart_by_both_ends(
@@ -115,7 +115,7 @@ def test_strangers_are_few_and_keep_nobody_out(admitted: Admitted) -> None:
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(admitted.address, 30)) for _ in range(300)]
         assert strangers[0].recv(1) == b"", "the oldest is closed long before its ten seconds"
-        wait_until(lambda: admitted.listener.num_strangers <= MAX_STRANGERS)
+        wait_until(lambda: len(admitted.listener._strangers) <= MAX_STRANGERS)
         stack.enter_context(admitted.connect())
         stack.enter_context(admitted.connections.get(timeout=30))
 
@@ -125,7 +125,7 @@ def test_a_stranger_who_takes_its_time_is_closed(admitted: Admitted, monkeypatch
     with socket.create_connection(admitted.address, 30) as stranger:
         stranger.sendall(ClientHandshake(KEY, SERVICE).hello[:-1])
         assert stranger.recv(1) == b""
-    assert admitted.listener.num_strangers == 0
+    assert len(admitted.listener._strangers) == 0
 
 
 def test_a_client_whose_handshake_is_cut_off_connects_again() -> None:
@@ -159,7 +159,7 @@ def test_nobody_there_is_told_at_once_and_a_silent_server_in_time() -> None:
 def test_closing_ends_strangers_and_the_thread_and_not_who_was_admitted(admitted: Admitted) -> None:
     with admitted.connect() as near, admitted.connections.get(timeout=30) as far:
         with socket.create_connection(admitted.address, 30) as stranger:
-            wait_until(lambda: admitted.listener.num_strangers == 1)
+            wait_until(lambda: len(admitted.listener._strangers) == 1)
             admitted.listener.close()
             admitted.listener.close()
             assert stranger.recv(1) == b""
