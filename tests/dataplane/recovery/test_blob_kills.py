@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from headrace import DataPlane, DataPlaneConfig, Schema, connect, open_data_plane
+from headrace import DataPlaneClient, DataPlaneConfig, KVBatchMeta, Schema, connect, open_data_plane
 from headrace.codecs.blobs import Blob, BlobRows, blob_field
 from headrace.codecs.schema import Field, Kind
 from headrace.dataplane.block_store import Want
 from headrace.dataplane.config import StoreConfig
-from headrace.dataplane.errors import ClaimTimeout, StoreLost
+from headrace.dataplane.errors import StoreLost
 from headrace.dataplane.stores.shared_memory import SharedMemoryStore
 from headrace.dataplane.stores.tcp.wire import Connection
-from headrace.tests.dataplane.recovery.kills import rows_over_kills
+from headrace.tests.dataplane.recovery.kills import ROWS, rows_over_kills
 from headrace.tests.process_pool import kill
 
 pytestmark = pytest.mark.processes
 
 IMAGES = blob_field("images", [Field("pixels", Kind.RAGGED, torch.uint8, ndim=2)])
 SCHEMA = Schema([Field("number", Kind.PER_SAMPLE, torch.int64), IMAGES])
-NUM_PUTS, ROWS, PICTURES = 25, 4, 6
+NUM_PUTS, PICTURES = 25, 6
 
 
 def picture(number: int) -> Blob:
@@ -36,39 +36,21 @@ def wanted(number: int) -> list[int]:
     return [(number + step) % PICTURES for step in range(number % 3)]
 
 
-def write(plane: DataPlane, writer: int, failed: list[BaseException]) -> None:
-    try:
-        with connect(plane.handle) as client:
-            for number in range(NUM_PUTS):
-                keys = [f"{writer}-{number}.{row}" for row in range(ROWS)]
-                listed = [[picture(one) for one in wanted(number + row)] for row in range(ROWS)]
-                client.put("p", keys, {"number": torch.arange(number, number + ROWS), "images": listed})
-    except BaseException as error:
-        failed.append(error)
+def fields_of(number: int) -> dict[str, Any]:
+    listed = [[picture(one) for one in wanted(number + row)] for row in range(ROWS)]
+    return {"number": torch.arange(number, number + ROWS), "images": listed}
 
 
-def consume(plane: DataPlane, seen: list[str], failed: list[BaseException], done: threading.Event) -> None:
-    try:
-        with connect(plane.handle) as client:
-            while not done.is_set():
-                try:
-                    rows = client.claim("p", "a", ("number", "images"), ROWS, timeout_s=1.0)
-                except ClaimTimeout:
-                    continue
-                numbers, found = client.get(rows, ["number"]).tensor("number"), client.get_blobs(rows, "images")
-                values = found.blobs.ragged("pixels").values.view(-1, 64 * 1024)
-                for row, number in enumerate(numbers.tolist()):
-                    assert [values[i].unique().tolist() for i in found.of(row)] == [[one] for one in wanted(number)]
-                client.release(rows, "a", "done")
-                client.clear("p", rows.keys)
-                seen += rows.keys
-    except BaseException as error:
-        failed.append(error)
+def check(client: DataPlaneClient, rows: KVBatchMeta) -> None:
+    numbers, found = client.get(rows, ["number"]).tensor("number"), client.get_blobs(rows, "images")
+    values = found.blobs.ragged("pixels").values.view(-1, 64 * 1024)
+    for row, number in enumerate(numbers.tolist()):
+        assert [values[i].unique().tolist() for i in found.of(row)] == [[one] for one in wanted(number)]
 
 
 @pytest.mark.parametrize("kind", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_no_picture_is_lost_or_left_when_the_directory_is_killed(kind: str) -> None:
-    seen, status = rows_over_kills(kind, SCHEMA, write, consume, 2 * NUM_PUTS * ROWS, 2)
+    seen, status = rows_over_kills(kind, SCHEMA, fields_of, check, NUM_PUTS, 2)
     assert (status.rows, status.leases, status.blocks, status.bytes_used, status.store_bytes) == (0, 0, 0, 0, 0)
     assert len(seen) == len(set(seen)) == 2 * NUM_PUTS * ROWS
 

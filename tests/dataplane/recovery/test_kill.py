@@ -13,7 +13,7 @@ import pytest
 import ray
 import torch
 
-from headrace import DataPlane, DataPlaneConfig, connect, connect_async, open_data_plane
+from headrace import DataPlane, DataPlaneClient, DataPlaneConfig, KVBatchMeta, connect, connect_async, open_data_plane
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.compact import pack_keys
 from headrace.dataplane.config import StoreConfig
@@ -21,45 +21,26 @@ from headrace.dataplane.directory import requests
 from headrace.dataplane.directory.calls import ClaimRows
 from headrace.dataplane.errors import ClaimTimeout, DataPlaneTimeout, DirectoryLost
 from headrace.dataplane.rpc.socket_link import SocketLink
-from headrace.tests.dataplane.recovery.kills import rows_over_kills
+from headrace.tests.dataplane.recovery.kills import ROWS, rows_over_kills
 
 pytestmark = pytest.mark.processes
 
 SCHEMA = Schema([Field(name="ids", kind=Kind.PER_SAMPLE, dtype=torch.int32)])
 NUM_PUTS = 60
-ROWS = 4
 
 
-def write(plane: DataPlane, writer: int, failed: list[BaseException]) -> None:
-    try:
-        with connect(plane.handle) as client:
-            for number in range(NUM_PUTS):
-                keys = [f"{writer}-{number}.{row}" for row in range(ROWS)]
-                client.put("p", keys, {"ids": torch.full((ROWS,), number, dtype=torch.int32)})
-    except BaseException as error:
-        failed.append(error)
+def fields_of(number: int) -> dict[str, torch.Tensor]:
+    return {"ids": torch.full((ROWS,), number, dtype=torch.int32)}
 
 
-def consume(plane: DataPlane, seen: list[str], failed: list[BaseException], done: threading.Event) -> None:
-    try:
-        with connect(plane.handle) as client:
-            while not done.is_set():
-                try:
-                    rows = client.claim("p", "a", ("ids",), ROWS, timeout_s=1.0)
-                except ClaimTimeout:
-                    continue
-                values = torch.as_tensor(client.get(rows)["ids"])
-                assert values.tolist() == [int(key.partition("-")[2].partition(".")[0]) for key in rows.keys]
-                client.release(rows, "a", "done")
-                client.clear("p", rows.keys)
-                seen += rows.keys
-    except BaseException as error:
-        failed.append(error)
+def check(client: DataPlaneClient, rows: KVBatchMeta) -> None:
+    values = torch.as_tensor(client.get(rows)["ids"])
+    assert values.tolist() == [int(key.partition("-")[2].partition(".")[0]) for key in rows.keys]
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_no_row_is_lost_or_seen_twice_when_the_directory_is_killed(kind: str) -> None:
-    seen, status = rows_over_kills(kind, SCHEMA, write, consume, 2 * NUM_PUTS * ROWS, 4)
+    seen, status = rows_over_kills(kind, SCHEMA, fields_of, check, NUM_PUTS, 4)
     assert (status.rows, status.leases, status.bytes_used) == (0, 0, 0)
     assert len(seen) == len(set(seen)) == 2 * NUM_PUTS * ROWS
 

@@ -109,7 +109,9 @@ class Ranks:
         for inbox in self.inboxes:
             expect_equal(staged(inbox), source)
             inbox.committed(version)
-        return [send.result(20) for send in sends]
+        reports = [send.result(20) for send in sends]
+        assert all(report.num_bytes == update.num_bytes for report in reports)
+        return reports
 
     def close(self) -> None:
         for part in (*self.inboxes, *self.senders):
@@ -142,18 +144,10 @@ def expect_equal(got: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) 
 def test_all_ranks_send_what_they_hold_and_versions_follow(num: int, wire: Wire) -> None:
     with ranks(num, "one", "two", wire=wire) as run:
         for version in (1, 2):
-            source = weights(version)
-            update, sends = run.start(version, source)
-            for prepared in run.prepare(update):
-                prepared.result(20)
-            reports = [send.result(20) for send in sends]
-            for inbox in run.inboxes:
-                expect_equal(staged(inbox), source)
-                inbox.committed(version)
+            reports = run.sync(version, source := weights(version))
             # Before the first version, the ranks do not know that the engines share memory.
             size = sum(tensor.nbytes for tensor in source.values()) * (2 if wire or version == 1 else 1)
             assert size <= sum(report.bytes_sent for report in reports) < size + 10_000
-            assert all(report.num_bytes == update.num_bytes for report in reports)
 
 
 @WIRES
@@ -307,13 +301,7 @@ def test_a_worker_that_cannot_read_the_memory_of_another_gets_a_copy_of_its_own(
     with ranks(2, "one", "two") as run:
 
         def sync(version: int) -> int:
-            update, sends = run.start(version, weights(version))
-            for prepared in run.prepare(update):
-                prepared.result(20)
-            for inbox in run.inboxes:
-                expect_equal(staged(inbox), weights(version))
-                inbox.committed(version)
-            return round(sum(send.result(20).bytes_sent for send in sends) / size)
+            return round(sum(report.bytes_sent for report in run.sync(version, weights(version))) / size)
 
         assert [sync(1), sync(2)] == [2, 1]
         with monkeypatch.context() as patched:
@@ -384,11 +372,7 @@ def test_a_damaged_bucket_is_refused_and_the_next_version_goes_on(monkeypatch: p
                     send.result(20)
                 assert set(caught.value.engines) <= {"one", "two"}
         assert all(inbox.staged is None for inbox in run.inboxes)
-        update, sends = run.start(2, weights(2))
-        for prepared in run.prepare(update):
-            prepared.result(20)
-        assert len([send.result(20) for send in sends]) == 2
-        expect_equal(staged(run.inboxes[1]), weights(2))
+        assert len(run.sync(2, weights(2))) == 2
 
 
 def test_a_receiver_that_never_joins_is_named_by_every_rank() -> None:
