@@ -68,17 +68,15 @@ class TrainWorker:
         setup: WorkerSetup,
         address: str = LOOPBACK,
         *,
-        device: torch.device = CPU,
         groups: ProcessGroups | None = None,
         recovery: Recovery | None = None,
     ) -> None:
         """Build the reader, the backend and, on rank 0, the publisher of weights. The call is collective, and the
         ranks' process group must have been joined before.
 
-        address: IP address of this host at which engines reach rank 0. device: device to which the reader delivers
-        rows. It is the CPU in training, because the backends arrange the rows in CPU memory. groups: the mesh's process
-        groups, which `offload` destroys; None if the rank forms no process groups, such as a single rank whose backend
-        needs none. recovery: facts about the base of the adapter for a rank that starts again; None at the first start.
+        address: IP address of this host at which engines reach rank 0. groups: the mesh's process groups, which
+        `offload` destroys; None if the rank forms no process groups, such as a single rank whose backend needs none.
+        recovery: facts about the base of the adapter for a rank that starts again; None at the first start.
         """
         self._groups = groups
         self._offloaded = False
@@ -88,7 +86,7 @@ class TrainWorker:
         self._parts = ExitStack()  # The parts are closed last in, first out.
         self._client = connect(setup.data_plane, name=self._name)
         self._parts.callback(self._client.close)
-        self._reader = self._open_reader(device)
+        self._reader = self._open_reader()
         self._replayed = () if setup.routes is None else (ROUTES,)
         """Fields that the policy's passes read for router replay. Those of the reference model have no use for them."""
         self._own = tuple(column.name for column in setup.columns)
@@ -114,7 +112,8 @@ class TrainWorker:
         self._open = False
         """True while a train step has begun in the backend and is not finished."""
 
-    def _open_reader(self, device: torch.device) -> ReplicaReader:
+    def _open_reader(self) -> ReplicaReader:
+        """Open the reader. It delivers rows to the CPU, because backends arrange them in CPU memory."""
         setup = self._setup
         links = build_links(
             setup.topology,
@@ -122,13 +121,11 @@ class TrainWorker:
             setup.fetch,
             name=str(ActorInfo.here(self._name)),
             timeout_s=setup.timeout_s,
-            device=device,
+            device=CPU,
             routes=setup.routes,
         )
         schema = row_schema(setup.routes, setup.columns, setup.top_k, masks=bool(setup.masks))
-        return ReplicaReader(
-            self._client, schema, setup.topology, setup.rank, links, device=device, routes=setup.routes
-        )
+        return ReplicaReader(self._client, schema, setup.topology, setup.rank, links, device=CPU, routes=setup.routes)
 
     def _known(self, recovery: Recovery) -> KnownBase:
         sync, key, connect = self._setup.sync, self._setup.data_plane.store.key, None

@@ -63,25 +63,22 @@ def overridden_keys(overrides: Sequence[str]) -> set[str]:
     return {override.partition("=")[0].strip() for override in overrides}
 
 
-def read_sections(
-    path: str | os.PathLike[str], overrides: Sequence[str] = (), root: type[BaseModel] = Config
-) -> dict[str, Any]:
-    """Return the sections of the YAML file `path` with `overrides` applied, unchecked. root: class that declares the
-    keys, which says whether a value is text. Raises ConfigError if the file cannot be read or is not YAML with keys, or
-    if an override does not fit the file."""
+def read_sections(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the sections of the YAML file `path` with `overrides` applied, unchecked. Raises ConfigError if the file
+    cannot be read or is not YAML with keys, or if an override does not fit the file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError([f"{path}: the file cannot be read ({error.strerror}), expected a YAML file"]) from error
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path}: the file is not UTF-8 text ({error.reason}), expected a YAML file"]) from error
-    data = parse_yaml(text, str(path), root)
+    data = parse_yaml(text, str(path), Config)
     if data is None:
         data = {}
     if not isinstance(data, dict):
         raise ConfigError([f"{path}: got {_shown(data)}, expected sections such as `trainer:` with keys below them"])
     for override in overrides:
-        apply_override(data, override, root)
+        apply_override(data, override, Config)
     return data
 
 

@@ -16,13 +16,11 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from ....codecs import messages
 from ....codecs.weights.gpu_scatter import as_signed
-from ....dataplane.owned_folder import SHARED_MEMORY
 from .ends import SenderUpdate, bucket_offsets
 from .ipc_base import Contents, IpcSenderBase, IpcStreamBase, Lease, SharedStatus, lease_holders
 from .protocol import BucketFrame, Deadline, WeightUpdate, worker_name
@@ -98,10 +96,10 @@ class _Handle:
 class CudaIpcSender(IpcSenderBase):
     """WeightSender that publishes weights from a GPU to receivers on the same host."""
 
-    def __init__(self, run_id: str, timeout_s: float, device: torch.device, root: Path = SHARED_MEMORY) -> None:
+    def __init__(self, run_id: str, timeout_s: float, device: torch.device) -> None:
         """Create the sender's folder in shared memory. Raises ValueError if a running sender of the same run owns the
         folder, or if the host has no shared memory."""
-        super().__init__(run_id, timeout_s, root)
+        super().__init__(run_id, timeout_s)
         self._device = device
         self._ring: list[torch.Tensor] = []
         self._digests = torch.empty(0, dtype=torch.int64, device=device)

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 from ....codecs.integers import ALIGN
-from ....dataplane.owned_folder import SHARED_MEMORY
 from .cuda_ipc import CudaIpcStream, RingCache
 from .ends import Receiver, SenderUpdate, Stream, bucket_offsets
 from .ipc_base import WITHDRAWN, Contents, IpcSenderBase, IpcStreamBase, Lease, SharedStatus, join, lease_holders
@@ -54,10 +53,10 @@ class IpcSender(IpcSenderBase):
 
     lasting = True
 
-    def __init__(self, run_id: str, timeout_s: float, root: Path = SHARED_MEMORY) -> None:
+    def __init__(self, run_id: str, timeout_s: float) -> None:
         """Create the sender's folder in shared memory. Raises ValueError if a running sender of the same run owns the
         folder, or if the host has no shared memory."""
-        super().__init__(run_id, timeout_s, root)
+        super().__init__(run_id, timeout_s)
         self._slots: list[_Slot] = []
         self._num_slots = 0
         self._token = uuid.uuid4().hex[:8]

@@ -228,14 +228,14 @@ class IpcSenderBase(Sender):
 
     kind = KIND
 
-    def __init__(self, run_id: str, timeout_s: float, root: Path = SHARED_MEMORY) -> None:
+    def __init__(self, run_id: str, timeout_s: float) -> None:
         """Create the sender's folder in shared memory. Raises ValueError if a running sender of the same run owns the
         folder, or if the host has no shared memory."""
-        if not root.is_dir():
-            raise ValueError(f"sync.transport='ipc' needs {root}, which this host does not have")
+        if not SHARED_MEMORY.is_dir():
+            raise ValueError(f"sync.transport='ipc' needs {SHARED_MEMORY}, which this host does not have")
         super().__init__(timeout_s)
-        remove_stale_folders(root)
-        self.folder = root / f"{PREFIX}{run_id}-weights"
+        remove_stale_folders(SHARED_MEMORY)
+        self.folder = SHARED_MEMORY / f"{PREFIX}{run_id}-weights"
         self._owner = create_owned_folder(self.folder, run_id)
 
     def _announce(self, update: SenderUpdate, contents: Contents) -> SharedStatus:
