@@ -18,6 +18,9 @@ from ..block_store import ANY_HOLDER, HasRooms, holder_of
 from ..meta import BlockRef
 from .rows import ROW_BITS
 
+SPARE_PART = 8
+"""Divisor of the capacity: one eighth of it is spare (`BlockTable.spare_bytes`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class FreedBlock:
@@ -126,9 +129,11 @@ class BlockTable:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of a room that must stay free when space in it is granted to a writer in advance (credit), or to one on
-        another host, so that the grant does not make other writers wait: an eighth of the capacity."""
-        return self.capacity_bytes // 8
+        """Bytes of a room that stay free when space is granted in advance (credit) or to writers of other hosts.
+
+        Without them, the grant would make other writers wait.
+        """
+        return self.capacity_bytes // SPARE_PART
 
     def rooms_for(self, near: int) -> list[int]:
         """Return the numbers of the hosts on which a put may be stored, the best first.

@@ -29,7 +29,7 @@ from headrace.codecs.weights.parameter_digests import NUM_SAMPLED
 from headrace.dataplane.client.block_io import BLOCK_ROWS, LEAST_BYTES, MOST_BYTES
 from headrace.dataplane.client.put_credit import MAX_BYTES, RECENT_PUTS, SLACK_PART
 from headrace.dataplane.config import DataPlaneConfig, StoreKind
-from headrace.dataplane.directory.directory import SPARE_PART
+from headrace.dataplane.directory.block_table import SPARE_PART
 from headrace.dataplane.rpc.links import GRACE_S
 from headrace.dataplane.security.authenticated_listener import HANDSHAKE_TIMEOUT_S, MAX_STRANGERS, MOST_STRANGERS
 from headrace.dataplane.security.handshake import HELLO_BYTES, KEY_BYTES
