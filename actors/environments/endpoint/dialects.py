@@ -17,7 +17,8 @@ from ...engines.protocol import Completion, SamplingParams
 Json = dict[str, Any]
 IGNORED = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "tool_choice", "parallel_tool_calls", "reasoning", "reasoning_effort", "thinking",
+    "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "use_beam_search", "tool_choice",
+    "parallel_tool_calls", "reasoning", "reasoning_effort", "thinking",
 )  # fmt: skip
 """Fields of a request that have no effect, because the run decides how the policy samples."""
 _CUTS: dict[str, tuple[type, str]] = {
@@ -25,7 +26,8 @@ _CUTS: dict[str, tuple[type, str]] = {
 }  # fmt: skip
 """Fields that say from which tokens each token is drawn, which training can repeat."""
 _UNCHANGED: dict[str, Any] = {
-    "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {},
+    "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "bad_words": [],
+    "allowed_token_ids": [], "min_tokens": 0, "use_beam_search": False,
 }  # fmt: skip
 """Fields that change the distribution itself -> the value with which they do not."""
 MAX_DEPTH = 100

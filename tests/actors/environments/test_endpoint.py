@@ -152,6 +152,8 @@ def test_requests_say_from_which_tokens_they_are_answered_where_they_may() -> No
                 ({"temperature": 0.3}, "temperature: got 0.3, expected 1 or unset, because training repeats the run's"),
                 ({"frequency_penalty": 0.5}, "frequency_penalty: got 0.5, expected 0 or unset"),
                 ({"logit_bias": {"5": 1}}, "logit_bias: got {'5': 1}, expected {} or unset"),
+                ({"extra_body": {"bad_words": ["a"]}}, "bad_words: got ['a'], expected [] or unset"),
+                ({"extra_body": {"min_tokens": 3}}, "min_tokens: got 3, expected 0 or unset"),
                 ({"top_p": 1.5}, "top_p: got 1.5, expected above 0, at most 1"),
                 ({"extra_body": {"top_k": 2.5}}, "top_k: got 2.5, expected 0 (off) or more"),
                 ({"extra_body": {"top_k": 10**30}}, "expected 0 (off) or more"),
