@@ -33,6 +33,9 @@ _FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "use_cache", "logits_to_
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
 _ROUTERS = ("TopKRouter", "TopkRouter")
 """Suffixes of the names of most of transformers' router classes (5.23), such as Qwen3MoeTopKRouter."""
+_CHOOSERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""Names of the modules that choose experts or weigh them: linear layers, or modules with linear layers inside, such as
+the `router.proj` of Gemma 4."""
 _CONVERTIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -125,6 +128,22 @@ def require_decoder(model: Any) -> None:
             f"model: the forward method of {model.__name__} has no argument {', '.join(missing)}, expected a "
             "decoder-only model"
         )
+
+
+def linear_layers(model: Any, *, with_routers: bool = False) -> dict[str, torch.nn.Linear]:
+    """Return the linear layers of a HF causal LM's text part without the output layer, by their names in the model.
+
+    with_routers: whether the layers that choose experts or weigh them are among them.
+    """
+    head, text = model.get_output_embeddings(), set(model.get_decoder().modules())
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and module is not head
+        and module in text
+        and (with_routers or not _CHOOSERS & set(name.split(".")))
+    }
 
 
 def find_experts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:

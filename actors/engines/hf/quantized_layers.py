@@ -9,9 +9,6 @@ import torch
 from ....codecs.weights.quantization import BLOCK, Quantization, Scheme
 
 KEY = "rollout.quantization"
-_ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Last parts of the names of layers that choose experts, or weigh them. They stay as they are: rounding changes the
-choice, and vLLM does not quantize them."""
 _STACKED = {"gate_up_proj", "down_proj"}
 """Names of the weights of stacked experts, of which each row makes one output."""
 
@@ -19,8 +16,9 @@ _STACKED = {"gate_up_proj", "down_proj"}
 def quantization_of(model: str, scheme: Scheme) -> Quantization:
     """Return the quantization of a model, of which no weights are loaded.
 
-    All linear layers and experts of its text part are quantized, without routers and the output layer. model: a folder
-    or hub id. Raises ValueError with one sentence for a model whose layers cannot be quantized so.
+    All linear layers and experts of its text part are quantized, without routers and the output layer. Routers stay as
+    they are, because rounding changes the choice, and vLLM does not quantize them. model: a folder or hub id. Raises
+    ValueError with one sentence for a model whose layers cannot be quantized so.
     """
     # The imports take seconds, and the driver only passes this function on.
     from transformers import AutoConfig
@@ -35,20 +33,12 @@ def quantization_of(model: str, scheme: Scheme) -> Quantization:
 
 def quantization_of_layers(meta: Any, model: str, scheme: Scheme) -> Quantization:
     """Return the quantization of a model that is on the meta device. model: its folder or hub id, for errors."""
-    from .model import find_experts
+    from .model import find_experts, linear_layers
 
     def refusal(why: str, other: str = "none") -> ValueError:
         return ValueError(f"{KEY}: got {scheme!r}, expected {other!r} for {model!r}, because {why}")
 
-    head, text = meta.get_output_embeddings(), set(meta.get_decoder().modules())
-    weights = {
-        f"{name}.weight": module.weight
-        for name, module in meta.named_modules()
-        if isinstance(module, torch.nn.Linear)
-        and module is not head
-        and module in text
-        and name.rpartition(".")[2] not in _ROUTERS
-    }
+    weights = {f"{name}.weight": layer.weight for name, layer in linear_layers(meta).items()}
     for name, module in find_experts(meta):
         stacked = dict(module.named_parameters(recurse=False))
         if stacked.keys() != _STACKED or getattr(module, "is_transposed", False):

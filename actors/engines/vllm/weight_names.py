@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from ....codecs.weights.quantization import SUFFIX, Quantization, Scheme, scale_shape
-from ..hf.model import auto_class
+from ..hf.model import auto_class, linear_layers
 from ..hf.quantized_layers import quantization_of_layers
 from ..hf.stored_names import StoredTensor, stored_tensors
 
@@ -52,12 +52,7 @@ class WeightNames:
         """One name of each weight that an update must contain, in the model's order: the first name of a tied weight,
         the only name of any other. An update may leave out buffers."""
         self._first_names = frozenset(self.required)
-        head, text = meta.get_output_embeddings(), set(meta.get_decoder().modules())
-        self.linear = tuple(
-            name
-            for name, module in meta.named_modules()
-            if isinstance(module, torch.nn.Linear) and module is not head and module in text
-        )
+        self.linear = tuple(linear_layers(meta, with_routers=True))
         """Names of the linear layers of the text part, without the output layer: the modules that can have an
         adapter."""
         self._stored = self._saved(meta, config.model_type)

@@ -17,14 +17,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ....actors.engines.hf.model import find_experts
+from ....actors.engines.hf.model import find_experts, linear_layers
 from ..lora_config import ALL_LINEAR, LoraConfig
 from .matrices import is_matrix, target_of
 
 MATRICES = ("lora_A", "lora_B")
 """Names of the two children of a target layer."""
-_CHOOSERS = frozenset({"gate", "router", "shared_expert_gate"})
-"""Names of the layers that choose experts or weigh them, which `all-linear` leaves out."""
 
 
 @dataclass(slots=True)
@@ -56,36 +54,20 @@ class LoraSwitch:
             self.drops = False
 
 
-def all_linear(model: Any) -> list[str]:
-    """Return the names of the linear layers of a HF causal LM's decoder, without routers and the output layer."""
-    return [name for name in _linear(model) if name.rpartition(".")[2] not in _CHOOSERS]
-
-
-def _linear(model: Any) -> dict[str, nn.Linear]:
-    """Return the linear layers of a HF causal LM's decoder without the output layer, by their names in the model."""
-    decoder = model.get_decoder()
-    prefix = next(name for name, module in model.named_modules() if module is decoder)
-    return {
-        f"{prefix}.{name}": module
-        for name, module in decoder.named_modules()
-        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
-    }
-
-
 def find_targets(model: Any, config: LoraConfig) -> list[str]:
     """Return the names of the linear layers of a HF causal LM that get an adapter.
 
     Raises ValueError, which names the key, if a target fits no layer of the decoder, or if there is none.
     """
     if config.targets == ALL_LINEAR:
-        found = all_linear(model)
+        found = list(linear_layers(model))
         if not found:
             raise ValueError(
                 f"trainer.lora.targets: got {ALL_LINEAR!r}, expected a model with linear layers; "
                 f"{type(model).__name__} has none in its decoder"
             )
         return found
-    layers = _linear(model)
+    layers = linear_layers(model, with_routers=True)
     for target in config.targets:
         if not any(_fits(name, target) for name in layers):
             there = ", ".join(sorted({name.rpartition(".")[2] for name in layers})) or "none"

@@ -6,8 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GptOssConfig, PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GptOssConfig,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
+from headrace.actors.engines.hf.model import linear_layers
 from headrace.actors.engines.hf.quantized_layers import quantization_of
 from headrace.tests.actors.images.tiny_vision import write_folder
 
@@ -34,6 +43,28 @@ def test_experts_are_quantized_and_routers_are_not(tmp_path: Path) -> None:
     shared = {f"shared_expert.{part}_proj" for part in ("gate", "up", "down")}
     more = saved(tmp_path / "b", Qwen2MoeConfig(**SIZES, shared_expert_intermediate_size=128))
     assert kinds(more) == attention | EXPERTS | shared, "not the gate of the shared expert either"
+
+
+def test_routers_with_layers_inside_are_routers() -> None:
+    attended = {"self_attention.experts.router.layer", "mlp.router.layer"}
+    kinds: dict[str, tuple[dict[str, Any], set[str]]] = {
+        "jetmoe": ({"num_local_experts": 16}, attended),
+        "gemma4_text": (
+            {"enable_moe_block": True, "num_experts": 16, "top_k_experts": 2, "moe_intermediate_size": 64},
+            {"router.proj"},
+        ),
+        "llama4_text": (
+            {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1},
+            {"feed_forward.router"},
+        ),
+        "hunyuan_v1_moe": ({"num_experts": 16, "moe_topk": 2}, {"mlp.gate.wg"}),
+    }
+    sizes = {name: size for name, size in SIZES.items() if "expert" not in name and name != "moe_intermediate_size"}
+    for kind, (keys, routers) in kinds.items():
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **keys))
+        left_out = linear_layers(model, with_routers=True).keys() - linear_layers(model).keys()
+        assert {name.removeprefix("model.layers.0.") for name in left_out} == routers, kind
 
 
 def test_what_reads_pictures_is_not_quantized(tmp_path: Path) -> None:
