@@ -22,6 +22,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.distributed.checkpoint.default_planner"
         "._EmptyStateDictLoadPlanner": "bench/train_steps/test_benchmark.py",
         "torch.distributed.checkpoint.state_dict_loader._load_state_dict": "bench/train_steps/test_benchmark.py",
+        "torch.ops.aten._unsafe_view": "trainers/backends/fsdp/test_fp8_layers.py",
         "torch.nested._internal.nested_tensor.NestedTensor": "dataplane/contract/test_rows.py",
         "torch.utils.data._utils.collate.default_collate_fn_map": "dataplane/test_streaming.py",
         "torch.utils._python_dispatch.TorchDispatchMode": "actors/engines/vllm/test_copy_plan.py",

@@ -59,6 +59,8 @@ def test_a_choice_of_the_user_stays() -> None:
          "trainer.fp8: got 'rowwise' with trainer.backend='megatron', expected 'none'"),
         ({"trainer": {"fp8": "rowwise", "lora": {"rank": 4}}},
          "trainer.fp8: got 'rowwise' with trainer.lora.rank=4, expected 'none', because torchao would"),
+        ({"trainer": {"fp8": "rowwise"}, "run": {"bitwise": True}},
+         "trainer.fp8: got 'rowwise' with run.bitwise=true, expected 'none'"),
         ({"rollout": {"engine": "scripted", "quantization": "fp8"}, "trainer": {"backend": "fsdp"}},
          "rollout.quantization: got 'fp8' with rollout.engine='scripted', expected 'none'"),
     ],

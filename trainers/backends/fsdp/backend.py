@@ -91,8 +91,9 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         group = None if self._mesh is None else self._mesh["dp"].get_group()
         if config.trainer.moe.active:
             self._balance = balance_experts(self._policy.model, config, self._device, group)
-        with self._policy.exact():
+        with self._policy.exact() as called:
             self._check_rows()
+        self._policy.keep_fp8(called, config.trainer.fp8, self._device)
         if config.trainer.compile:
             compile_layers(layers)
         recompute_layers(layers, config.trainer.recompute, config.trainer.recompute_layers)

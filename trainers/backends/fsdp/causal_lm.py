@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -37,7 +37,7 @@ from ..vision.shared_features import SharedFeatures, encodes_alike
 from ..vocab.candidates import candidate_logprobs, most_likely
 from ..vocab.logprobs import Entropy, ExactSoftmax, VocabShard, token_logprobs
 from .bitwise.engine_functions import compute_as_engine
-from .fp8_layers import exact, use_fp8
+from .fp8_layers import exact, log_layers, use_fp8
 
 
 class TokenValues(NamedTuple):
@@ -153,7 +153,14 @@ class CausalLM(nn.Module):
         """Make the linear layers of the decoder compute in fp8, see `fp8_layers.use_fp8`."""
         self.fp8 = use_fp8(self.model, recipe, device, tp, trained=trained)
 
-    def exact(self) -> AbstractContextManager[None]:
+    def keep_fp8(self, called: Container[nn.Module], recipe: str, device: torch.device) -> None:
+        """Count only the layers in `called` as layers that compute in fp8, and log how many they are. A no-op without
+        any."""
+        if self.fp8:
+            self.fp8 = [layer for layer in self.fp8 if layer in called]
+            log_layers(self.model, recipe, self.fp8, gpu=device.type == "cuda")
+
+    def exact(self) -> AbstractContextManager[set[nn.Module]]:
         """Context in which no layer computes in fp8, see `fp8_layers.exact`."""
         return exact(self.fp8)
 

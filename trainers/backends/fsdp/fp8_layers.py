@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ....actors.engines.hf.model import linear_layers
 from ....dataplane.imports import MissingExtra
-from ..lora.adapted_layers import all_linear
 
 MULTIPLE = 16
 """Number that must divide both sizes of a weight, because the kernels compute in blocks of 16 bytes."""
@@ -40,11 +40,11 @@ def _library(name: str) -> Any:
 def use_fp8(model: Any, recipe: str, device: torch.device, tp: int, *, trained: bool) -> list[nn.Module]:
     """Make the linear layers of a HF causal LM's decoder compute in fp8, and return them.
 
-    Routers, the output layer, and layers that `trainer.freeze` names are left out. A line of the log says how many
-    layers compute in fp8. recipe: value of `trainer.fp8`. device: that of the passes; a CPU computes the same numbers
-    in float32. tp: number of ranks over which a layer can be split. trained: false for a model without an optimizer,
-    whose parameters need no gradients. The model may be on the meta device. Raises ValueError, which names the key, if
-    no layer can compute in fp8 or the GPU cannot, and MissingExtra without torchao.
+    Routers, the output layer, and layers that `trainer.freeze` names are left out. recipe: value of `trainer.fp8`.
+    device: that of the passes; a CPU computes the same numbers in float32. tp: number of ranks over which a layer can
+    be split. trained: false for a model without an optimizer, whose parameters need no gradients. The model may be on
+    the meta device. Raises ValueError, which names the key, if no layer can compute in fp8 or the GPU cannot, and
+    MissingExtra without torchao.
     """
     gpu = device.type == "cuda"
     if gpu and torch.cuda.get_device_capability(device) < OLDEST:
@@ -52,14 +52,14 @@ def use_fp8(model: Any, recipe: str, device: torch.device, tp: int, *, trained: 
             f"trainer.fp8: got {recipe!r}, expected 'none' on a GPU of the kind {torch.cuda.get_device_name(device)}, "
             "which does not compute in fp8"
         )
-    every = {name: model.get_submodule(name) for name in all_linear(model)}
+    every = linear_layers(model)
     # torchao would compute the gradients of frozen weights, too, which costs more than the layer saves.
     wanted = {name: layer for name, layer in every.items() if layer.weight.requires_grad or not trained}
     chosen = {name for name, layer in wanted.items() if _fits(layer, MULTIPLE * tp)}
     if not chosen:
         raise ValueError(
             f"trainer.fp8: got {recipe!r}, expected 'none' for {type(model).__name__}, whose decoder has no trained "
-            f"linear layer with sizes that are multiples of {MULTIPLE * tp}"
+            f"layer of torch's class Linear with sizes that are multiples of {MULTIPLE * tp}"
         )
     library = _library("")
     config = dataclasses.replace(library.Float8LinearConfig.from_recipe_name(recipe), emulate=not gpu)
@@ -67,17 +67,39 @@ def use_fp8(model: Any, recipe: str, device: torch.device, tp: int, *, trained: 
     layers: list[Any] = [model.get_submodule(name) for name in chosen]
     for layer in layers:
         layer.multiply = _library(".float8_linear").matmul_with_hp_or_float8_args.apply
+        layer.register_forward_pre_hook(_contiguous)
+        layer.register_forward_hook(_changeable)
         # Gradients of weights are sums over tokens, whose number is arbitrary here. The other two products need no
         # padding, which would copy their operands even if nothing is missing.
         products = layer.linear_mm_config
         layer.linear_mm_config = products._replace(grad_weight=products.grad_weight._replace(pad_inner_dim=True))
-    share = sum(layer.weight.numel() for layer in layers) / sum(param.numel() for param in model.parameters())
-    rest = ", ".join(sorted({name.rpartition(".")[2] for name in every.keys() - chosen})) or "none"
+    return layers
+
+
+def log_layers(model: Any, recipe: str, layers: Collection[nn.Module], *, gpu: bool) -> None:
+    """Log how many linear layers of a HF causal LM's decoder compute in fp8, and the names of the others. recipe: value
+    of `trainer.fp8`. layers: those that compute in fp8."""
+    every = linear_layers(model)
+    share = sum(one.weight.numel() for one in every.values() if one in layers) / sum(
+        map(torch.numel, model.parameters())
+    )
+    rest = ", ".join(sorted({name.rpartition(".")[2] for name, one in every.items() if one not in layers})) or "none"
     _log.info(
-        "trainer.fp8: %s: %d linear layers with %.0f %% of the weights compute in fp8%s; left out: %s",
+        "trainer.fp8=%s: %d linear layers with %.0f %% of the weights compute in fp8%s; left out: %s",
         recipe, len(layers), 100 * share, "" if gpu else ", which a CPU emulates", rest,
     )  # fmt: skip
-    return layers
+
+
+def _contiguous(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Return the inputs of a layer without gaps. torchao cannot make one of rows out of a transposed tensor that is
+    rounded already, as Mamba's is."""
+    return tuple(one.contiguous() for one in inputs)
+
+
+def _changeable(_: nn.Module, __: Any, out: torch.Tensor) -> torch.Tensor:
+    """Return the result of a layer as a tensor that the model may change in place, as Llama 4 does. torchao's is a view
+    that a function of its own made, which autograd forbids to change."""
+    return torch.ops.aten._unsafe_view(out, out.shape)  # pyright: ignore
 
 
 def _fits(layer: nn.Linear, multiple: int) -> bool:
@@ -86,20 +108,27 @@ def _fits(layer: nn.Linear, multiple: int) -> bool:
 
 
 @contextmanager
-def exact(layers: Sequence[nn.Module]) -> Iterator[None]:
+def exact(layers: Sequence[nn.Module]) -> Iterator[set[nn.Module]]:
     """Context in which the layers that `use_fp8` returned do not round. Checks of a model's formula need it: with a
-    scale for a whole tensor, log-probs depend on all rows of a microbatch."""
+    scale for a whole tensor, log-probs depend on all rows of a microbatch.
+
+    Gives the set of the layers that have been called in the context. A layer whose weight is read by the model's own
+    code, or by a kernel, is not called, and does not compute in fp8."""
+    called = set[nn.Module]()
     if not layers:
-        yield
+        yield called
         return
     library, every = _library(""), [(layer, layer.config) for layer in layers]  # pyright: ignore
     off = library.CastConfig(scaling_type=library.ScalingType.DISABLED)
     plain = library.Float8LinearConfig(cast_config_input=off, cast_config_weight=off, cast_config_grad_output=off)
+    hooks = [layer.register_forward_pre_hook(lambda layer, _: called.add(layer)) for layer in layers]
     try:
         for layer in layers:
             layer.config = plain
-        yield
+        yield called
     finally:
+        for hook in hooks:
+            hook.remove()
         for layer, config in every:
             layer.config = config
 

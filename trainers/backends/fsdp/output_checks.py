@@ -44,7 +44,7 @@ def _selects(model: Any) -> bool:
     try:
         return _logits_are_those_of_the_head(model)
     except Exception as error:  # This is code of the model's authors.
-        _log.info("trainer.head: %s was not understood: %r", type(model).__name__, error)
+        _log.debug("trainer.head: %s was not understood: %r", type(model).__name__, error)
         return False
 
 

@@ -56,7 +56,8 @@ def check_rows(
     For packed rows, the tokens of the rows before the checked row are also changed. This must not change a bit of its
     log-probs, so rows that see each other are detected however small the model's weights are. Only models with experts
     may round differently, because their experts then compute different numbers of tokens together. Padded rows are
-    checked if the model's config counts tokens (see `COUNTS`).
+    checked if the model's config counts tokens (see `COUNTS`), or if layers compute in fp8, so that all of these are
+    called.
 
     `module` is already sharded. Collective over all ranks, which together hold one model. Raises ValueError on every
     rank if the check fails on one. precision: context in which the forward passes of `module` run. packed: layout of
@@ -65,7 +66,7 @@ def check_rows(
     """
     config = module.model.config.get_text_config().to_dict()
     own, beside = lengths(list(token_counts(config)), packed=packed, longest=longest, budget=budget)
-    if not packed and beside == [own]:
+    if not packed and beside == [own] and not module.fp8:
         return
     dtype = torch.bfloat16 if half else torch.float32
     run = _Rows(module, device, own, beside, packed)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,6 +33,7 @@ from headrace.tests.trainers.backends.backend_ranks import (
 )
 from headrace.tests.trainers.backends.mesh_ranks import NUM_ROWS, Case, cases, train
 from headrace.tests.trainers.backends.vision.tiny_vlms import save_vlm
+from headrace.tests.trainers.families.tiny_models import save_family
 from headrace.trainers.backends.fsdp import fp8_layers
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.fsdp.fp8_layers import exact, use_fp8
@@ -161,6 +162,21 @@ def test_a_gpu_trains_within_the_bound(wide: Path, recipe: str) -> None:
         wanted = gradients_of(plain, micros)
         assert 0.01 < worst(gradients_of(backend, micros), wanted) < 1.2 * model_error(recipe)
     assert run_step(backend, [random_rows(0, 8)])["train/skipped"] == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inputs_may_have_gaps_and_results_may_be_changed_in_place(recipe: str) -> None:
+    """Mamba transposes what it gives to a layer, and Llama 4 adds to what it gets."""
+    torch.manual_seed(0)
+    model = OneLayer(torch.float32)
+    given = torch.randn(2, 64, 5).transpose(1, 2), torch.randn(2, 48, 5).transpose(1, 2)
+    use_fp8(model, recipe, torch.device("cpu"), 1, trained=True)
+    dense = products(model, *(one.contiguous() for one in given))
+    for got, wanted in zip(products(model, *given), dense, strict=True):  # Sums can be in another order.
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
+    hidden = given[0].clone().requires_grad_()
+    model.decoder["layer"](hidden).add_(1).backward(given[1])
+    torch.testing.assert_close(cast(torch.Tensor, hidden.grad), dense[1], rtol=1e-5, atol=1e-4)
 
 
 @contextmanager
@@ -320,12 +336,38 @@ def test_only_trained_linear_layers_of_the_decoder_round(folder: Path, tmp_path:
     assert len(found) == 14 and all("language_model.layers" in name for name in found)
 
 
+@pytest.mark.parametrize(
+    ("family", "left_out", "num"),
+    [("mamba", "dt_proj", 6), ("jamba", "dt_proj", 20), ("llama4_text", "none", 28)],
+)
+def test_layers_that_a_model_does_not_call_do_not_count(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    left_out: str,
+    num: int,
+) -> None:
+    """Mamba reads the weight of `dt_proj` itself. Each layer that counts rounds its weight in a step."""
+    monkeypatch.setattr(fp8_layers, "MULTIPLE", 2)
+    save_family(tmp_path / family, family)
+    with caplog.at_level("INFO", logger=fp8_layers.__name__):
+        backend = build(tmp_path, model=family, **SMOOTH)
+    assert f"trainer.fp8=rowwise: {num} linear layers with" in caplog.text and caplog.text.endswith(f": {left_out}\n")
+    micro = micro_batch(random_rows(1, 6))
+    rounded = gradients_of(backend, [micro])
+    assert all(value.isfinite().all() for value in rounded.values()) and len(backend._policy.fp8) == num
+    for layer in backend._policy.fp8:
+        with damaged(layer, 4.0, monkeypatch):
+            assert any(not torch.equal(value, rounded[name]) for name, value in gradients_of(backend, [micro]).items())
+
+
 def test_what_cannot_train_in_fp8_is_told(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=32)).save_pretrained(tmp_path / "gpt2")
     refused = {
-        "'none' for GPT2LMHeadModel, whose decoder has no trained linear": {"model": "../gpt2"},
+        "'none' for GPT2LMHeadModel, whose decoder has no trained layer of torch's class": {"model": "../gpt2"},
         "with sizes that are multiples of 16": {"freeze": ["*_proj.weight"]},
         "with trainer.lora.rank=4, expected 'none', because torchao": {"lora": {"rank": 4}},
     }
