@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from dataclasses import dataclass
@@ -34,6 +35,17 @@ class MeetingPoint:
     port: int
 
 
+class _Notes(logging.Handler):
+    """Keeps the lines that this package logs while a worker is built, because users do not see the log of an actor."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 class TrainActor:
     """Hosts the TrainWorker of one rank, which `build` creates."""
 
@@ -52,6 +64,7 @@ class TrainActor:
         self._groups: ProcessGroups | None = None
         """The process groups of the ranks; None before `build`, and where the setup has none."""
         self._worker: TrainWorker | None = None
+        self._notes = _Notes()
 
     @property
     def worker(self) -> TrainWorker:
@@ -110,10 +123,20 @@ class TrainActor:
                 key=key,
             )
             self._groups.form()
-        self._worker = TrainWorker(setup, self._address, groups=self._groups, recovery=recovery)
+        log = logging.getLogger(__name__.partition(".")[0])
+        log.setLevel(logging.INFO)
+        log.addHandler(self._notes)
+        try:
+            self._worker = TrainWorker(setup, self._address, groups=self._groups, recovery=recovery)
+        finally:
+            log.removeHandler(self._notes)
         if self._groups is not None:
             self._groups.prove()
         return self._worker.base_record
+
+    def notes(self) -> tuple[str, ...]:
+        """Return sentences for the user about how the rank computes, such as the layers that compute in fp8."""
+        return tuple(self._notes.lines)
 
     def close(self) -> None:
         """Close the worker and leave the process group. Idempotent."""

@@ -27,7 +27,9 @@ CASES = {
     "fsdp -> 2 hf, collective delta": (
         "untied", (*HF, "rollout.num_engines=2", "sync.transport=collective", "sync.delta=true"), SHORT,
     ),
-    "fsdp tp2 -> hf, store": ("tied", (*HF, "trainer.tp=2", "sync.transport=store"), SHORT),
+    "fsdp tp2 in fp8 -> hf, store": (
+        "tied", (*HF, "trainer.tp=2", "trainer.fp8=rowwise", "sync.transport=store", "sync.verify=full"), SHORT,
+    ),
     "fsdp dp2 -> hf, disk delta": ("untied", (*HF, "trainer.dp=2", "sync.transport=disk", "sync.delta=true"), 20),
     "fsdp -> hf, ipc delta": ("tied", (*HF, "sync.transport=ipc", "sync.delta=true"), 20),
     "fsdp -> hf, store delta": ("tied", (*HF, "sync.transport=store", "sync.delta=true"), 20),
@@ -168,6 +170,9 @@ def test_every_engine_has_the_trainers_weights_after_every_sync(tmp_path: Path, 
                 assert report.bytes_sent < 1.05 * report.num_bytes
             if name == "fsdp dp2 -> 2 hf in bfloat16, pairs delta" and number > 1:
                 assert report.bytes_sent < report.num_bytes * report.engines
+            if run.config.trainer.fp8 != "none":
+                assert report.num_bytes == sum(4 * one.numel() for one in before.parameters()), "as without fp8"
+                assert any("trainer.fp8=rowwise: 14 linear layers with" in note for note in run.actors.notes)
             if run.config.rollout.scheme and not run.config.sends_adapter:
                 weights = [*before.parameters()]
                 assert report.num_bytes < sum(2.5 * one.numel() for one in weights), "most are sent in one byte"

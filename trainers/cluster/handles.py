@@ -45,6 +45,7 @@ class TrainHandle(ActorHandle):
     progress = calling(TrainActor.progress)
     open_rendezvous = calling(TrainActor.open_rendezvous)
     build = calling(TrainActor.build)
+    notes = calling(TrainActor.notes)
     begin = calling(TrainWorker.begin)
     write_logprobs = calling(TrainWorker.write_logprobs)
     sum_logprobs = calling(TrainWorker.sum_logprobs)

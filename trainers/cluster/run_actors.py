@@ -39,8 +39,8 @@ class RunActors:
     """The train workers, in rank order."""
     max_replaced: int
     """Largest number of rollout actors and engines that may be replaced, counted together."""
-    data_notes: tuple[str, ...]
-    """Sentences for the user about the prompts, such as how many were left out."""
+    notes: tuple[str, ...]
+    """Sentences for the user about the prompts, such as how many were left out, and about what the train workers do."""
     start_timeout_s: float
     """Largest number of seconds for each part of an actor's start (`resources.start_timeout_s`)."""
     placement: Placement = ON_CPUS

@@ -91,7 +91,8 @@ class StartingActors:
         else:
             build(generators, self.workers, timeout_s, times)
         counts = [host.num_workers() for host in self.hosts]
-        notes, pictures = self.rollouts[0].data_notes(), self.rollouts[0].picture_schema()
+        notes: list[Call[tuple[str, ...]]] = [self.rollouts[0].data_notes(), self.workers[0].notes()]
+        pictures = self.rollouts[0].picture_schema()
         pairs = zip(self.hosts, started(counts, "start", timeout_s), strict=True)
         slept = loan is not None and not loan.shares_engines
         dropped = slept and loan is not None and loan.sleep_level == 2
@@ -101,9 +102,9 @@ class StartingActors:
         if not self._embedded:
             _introduce(engines, self.rollouts, timeout_s)
         introduce_teachers(self.teachers, self.workers, timeout_s)
-        [data_notes] = started([notes], "start", timeout_s)
+        lines = tuple(line for lines in started(notes, "start", timeout_s) for line in lines)
         [schema] = started([pictures], "start", timeout_s)
-        actors = RunActors(engines, self.rollouts, self.workers, self._max_replaced, data_notes, timeout_s, placement)
+        actors = RunActors(engines, self.rollouts, self.workers, self._max_replaced, lines, timeout_s, placement)
         actors.pictures = next(iter(schema.values()), None)
         actors.on_started, actors.teachers, actors.move = self._on_started, self.teachers, self._starter.move
         actors.starter = self._starter

@@ -419,7 +419,7 @@ class _Training:
             self._folder.metrics.event("placement", state.step, note=placement.sentence)
         if run.roles_note:
             self._progress.message(run.roles_note)
-        for note in dict.fromkeys((*self._notes, *run.actors.data_notes)):
+        for note in dict.fromkeys((*self._notes, *run.actors.notes)):
             self._progress.message(f"note: {note}")
             self._folder.metrics.event("data", state.step, note=note)
 
