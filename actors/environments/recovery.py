@@ -187,7 +187,7 @@ class RecoveringEngine:
     # ---------------- These methods are private.
 
     def _key(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """Return the hash of what a request asks: the episode, the tokens, and the limits of the answer.
+        """Return the hash of what a request asks: the episode, the tokens, and how they are drawn.
 
         The number of a request in its episode does not count, because an agent's concurrent calls come in any order.
         """
@@ -197,7 +197,7 @@ class RecoveringEngine:
         else:  # Another sample with the same tokens so far has another rest.
             source = f"{self._asked.get(begun.request_id, begun.request_id)} {begun.sample}"
         limits = (params.n, params.max_new_tokens, params.stop, params.stop_token_ids, params.adapter, params.schema)
-        limits += tuple(picture.name for picture in params.pictures)
+        limits += (params.top_p, params.top_k, params.min_p, *(picture.name for picture in params.pictures))
         asked = xxhash.xxh3_64(f"{source} {limits} {params.routes_from}".encode())
         asked.update(np.asarray(prompt_ids, np.int32).tobytes())
         return asked.intdigest()

@@ -40,6 +40,7 @@ OWN_KEYS: Mapping[str, str] = {
 OWN_VALUES: Mapping[str, str] = {
     "generation_config": "the model's own defaults would change the distribution that is sampled from",
     "override_generation_config": "other defaults would change the distribution that is sampled from",
+    "logits_processors": "they would change the distribution that is sampled from, which training cannot repeat",
     "logprobs_mode": "training needs the log-probs of the distribution that was sampled from",
     "weight_transfer_config": "Headrace brings new weights itself, as `sync` says",
     "worker_extension_cls": "Headrace's own extension receives the weights",

@@ -54,6 +54,7 @@ def test_what_vllm_takes_is_accepted() -> None:
         ("data_parallel_size", 2, "got 2, expected it unset, because rollout.num_engines sets it"),
         ("data_parallel_size_local", 2, "got 2, expected it unset, because rollout.num_engines sets it"),
         ("pipeline_parallel_size", 2, "because weights are sent to tensor-parallel processes only, see rollout.tp"),
+        ("logits_processors", ["mine:Cut"], "because they would change the distribution that is sampled from"),
         ("logprobs_mode", "raw_logits", "because training needs the log-probs of the distribution"),
     ],
 )
