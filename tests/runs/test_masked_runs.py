@@ -19,6 +19,20 @@ RUNS = {
     "hf, fsdp, async keep": ("algorithm.mode=async", "sync.in_flight=keep"),
     "hf, fsdp, async abort": ("algorithm.mode=async", "sync.in_flight=abort"),
     "hf, fsdp, tools": ("environment.kind=tool_use", "rollout.min_p=0.01"),
+    "hf, fsdp, async streaming keep": (
+        "algorithm.mode=async_streaming",
+        "algorithm.max_staleness=2",
+        "sync.in_flight=keep",
+    ),
+    "hf int8, fsdp": ("rollout.quantization=int8", "sync.verify=full"),
+    "vllm int8, fsdp": ("rollout.engine=vllm", "rollout.quantization=int8", "sync.verify=full", "trainer.fp8=rowwise"),
+    "vllm tp2, fsdp tp2": ("rollout.engine=vllm", "rollout.tp=2", "trainer.tp=2"),
+    "vllm, fsdp, tools, async streaming": (
+        "rollout.engine=vllm",
+        "environment.kind=tool_use",
+        "algorithm.mode=async_streaming",
+        "sync.in_flight=abort",
+    ),
     "vllm, fsdp": ("rollout.engine=vllm", "rollout.mask_limit=12"),
 }
 
@@ -35,5 +49,5 @@ def test_tokens_are_trained_on_the_sets_from_which_they_were_drawn(tmp_path, nam
     assert counted and all(1 <= step["masks/ids_per_token"] <= 10 and not step["masks/cut_share"] for step in counted)
     assert all(1 <= step["masks/bytes_per_token"] < 8 for step in counted)
     assert all(0 <= step["train/entropy"] < 2.31 for step in (first, second)), "at most the logarithm of 10, in nats"
-    assert first["logprob/mismatch_max"] < 1e-4, "same weights, same sets, float32"
+    assert first["logprob/mismatch_max"] < (1.0 if "int8" in name else 1e-4), "same weights, same sets, float32"
     assert first["train/grad_norm"] > 0
