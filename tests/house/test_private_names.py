@@ -68,6 +68,9 @@ NAMES: dict[str, dict[str, str]] = {
         "_webui_url": "trainers/cluster/test_ray_cluster.py",
     },
     "vllm": {
+        "vllm.model_executor.model_loader.reload.layerwise._get_original_loader": (
+            "actors/engines/vllm/test_quantized_engine.py"
+        ),
         "_adapter_manager": "actors/engines/vllm/test_adapters.py",
         "_create_merged_loras_inplace": "actors/engines/vllm/test_adapters.py",
         "_get_mm_fields_config": "actors/engines/vllm/vision/test_prepared_pictures.py",

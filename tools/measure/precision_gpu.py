@@ -115,7 +115,9 @@ async def measure_one(arguments: Any, size: str, scheme: str, folder: str) -> di
     sent = specs if engine.quantization is None else engine.quantization.specs(specs)
     nbytes = sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in sent.values())
     speed = {"tokens_s": statistics.median(rates), "sync_bytes": nbytes}
-    return speed | {"sync_ms": 1e3 * statistics.median(times[1:]), "proved": f"{proved} of {len(sent)}", **found}
+    way = getattr(engine, "load_way", "")
+    sync = {"sync_ms": 1e3 * statistics.median(times[1:]), "way": way, "proved": f"{proved} of {len(sent)}"}
+    return {**speed, **sync, **found}
 
 
 def _digests(engine: Any, backend: Any, version: int) -> Any:

@@ -5,7 +5,8 @@
 
 A plan is made only of a load that wrote every element of every parameter exactly once, by plain copies of parts of the
 weights as they were sent. After any other load (with a cast, a transposed or computed value, or a gap) the model keeps
-using its loaders, and the reason is reported.
+using its loaders, and the reason is reported. Modules that vLLM loads again layer by layer can be left out: the plan
+names the weights that go there.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class CopyPlan:
     """Dtype and shape of each weight, by name."""
     places: ParameterPlaces
     """The model's modules, its parameters and their memory at the time of the recording."""
+    others: frozenset[str] = frozenset()
+    """Names of the weights that also went to something else than the parameters; loaders must load them again."""
 
     @property
     def num_copies(self) -> int:
@@ -129,9 +132,21 @@ class PlanRecorder:
     """Watches a model's loaders and makes a copy plan from their copies. Put `watching` around each load, then call
     `plan`."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._places = ParameterPlaces(model)
-        self._parameters = _Areas((name, parameter.detach()) for name, parameter in model.named_parameters())
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        memory: Mapping[int, torch.Tensor] | None = None,
+        without: Collection[torch.nn.Module] = (),
+    ) -> None:
+        """memory: views into which loaders write instead of the parameters, by the parameters' ids. without: modules
+        that are left out. If there are any, the plan copies only to those views, and loaders must load the rest."""
+        self._places = ParameterPlaces(model, without)
+        views, left = memory or {}, {id(parameter) for module in without for parameter in module.parameters()}
+        named = {name: one for name, one in model.named_parameters() if id(one) not in left}
+        self._parameters = _Areas((name, views.get(id(one), one).detach()) for name, one in named.items())
+        self._views = frozenset(name for name, one in named.items() if id(one) in views)
+        self._planned = self._views if without else named.keys()
+        self._leaves_out, self._others = bool(without), set[str]()
         self._copies: defaultdict[str, list[_Copy]] = defaultdict(list)
         self._specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._written: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -151,15 +166,21 @@ class PlanRecorder:
             yield
 
     def plan(self) -> CopyPlan | str:
-        """Return the copy plan, or a string with the reason why the recorded copies must not be repeated."""
+        """Return the copy plan, or a string with the reason why the recorded copies must not be repeated. Raises
+        RuntimeError if the loaders have not written all of a view."""
         if not self._places.stand():
             self._hinder("the loaders replaced parameters")
         for name, parameter in self._parameters:
-            self._hinder(_gap(name, self._written[name], parameter.numel()))
+            gap = _gap(name, self._written[name], parameter.numel())
+            if gap and name in self._views:
+                raise RuntimeError(f"{gap} by the model's loaders")
+            self._hinder(gap)
         if self._hindrance:
             return self._hindrance
         copies = {name: tuple(made) for name, made in self._copies.items()}
-        return CopyPlan(copies, dict(self._specs), self._places)
+        # It is not seen what goes to a module that is left out, so that everything else may.
+        unseen = self._specs.keys() - copies.keys() if self._leaves_out else ()
+        return CopyPlan(copies, dict(self._specs), self._places, frozenset(self._others.union(unseen)))
 
     # ---------------- These methods note what the loaders do with the weights.
 
@@ -167,10 +188,14 @@ class PlanRecorder:
         self._hindrance = self._hindrance or reason
 
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor, weights: _Areas) -> None:
-        if not target.numel() or (place := self._parameters.find(target)) is None:
-            return  # The target is not a parameter. A later copy from it into a parameter is noticed then.
-        parameter, offset = place
+        if not target.numel():
+            return
         origin = weights.find(source)
+        if (place := self._parameters.find(target)) is None:
+            # A later copy from there into a parameter is noticed then.
+            self._others.update(() if origin is None else origin[:1])
+            return
+        parameter, offset = place
         if origin is None:
             self._hinder(f"{parameter} is computed from what was sent")
         elif source.dtype != target.dtype or weights[origin[0]].dtype != source.dtype:
@@ -179,6 +204,9 @@ class PlanRecorder:
             self._hinder(f"{parameter} is spread out from {origin[0]}")
         else:
             self._note_write(parameter, offset, target)
+            if parameter not in self._planned:
+                self._others.add(origin[0])
+                return
             weight = weights[origin[0]]
             whole = origin[1] == 0 and source.shape == weight.shape and source.is_contiguous()
             part = None if whole else _Part(origin[1], tuple(source.shape), source.stride())
@@ -190,9 +218,11 @@ class PlanRecorder:
             self._note_write(*place, target)
 
     def _note_write(self, parameter: str, offset: int, target: torch.Tensor) -> None:
-        if not target.is_contiguous():
+        span = _span(self._parameters[parameter], offset, target)
+        if span is None:
             self._hinder(f"{parameter} is written in strips")
-        self._written[parameter].append((offset, offset + target.numel()))
+        else:
+            self._written[parameter].append(span)
 
     def _note_other(self, func: Any, written: torch.Tensor) -> None:
         if written.numel() and (place := self._parameters.find(written)) is not None:
@@ -231,11 +261,14 @@ class ParameterPlaces:
     without a Python loop, in 0.1 ms for 30 layers.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._tables = [table for one in model.modules() for table in (one._modules, one._parameters)]
+    def __init__(self, model: torch.nn.Module, without: Collection[torch.nn.Module] = ()) -> None:
+        """without: modules that are left out, with the modules in them."""
+        left = {id(one) for module in without for one in module.modules()}
+        modules = [one for one in model.modules() if id(one) not in left]
+        self._tables = [table for one in modules for table in (one._modules, one._parameters)]
         self._members = self._present()
         self._sizes = [*map(len, self._tables)]
-        self._tensors = list(model.parameters())
+        self._tensors = [tensor for one in modules for tensor in one.parameters(recurse=False)]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
     def stand(self) -> bool:
@@ -276,10 +309,26 @@ class _Areas:
         start, name = self._sorted[at]
         whole = self._tensors[name]
         offset, rest = divmod(view.data_ptr() - start, whole.element_size())
-        last = offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
-        if view.device != whole.device or view.dtype != whole.dtype or rest or last >= whole.numel():
+        if view.device != whole.device or view.dtype != whole.dtype or rest or offset + _last(view) > _last(whole):
             return None
         return name, offset
+
+
+def _last(tensor: torch.Tensor) -> int:
+    """Return the position of a tensor's last element in memory, counted from its first."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _span(whole: torch.Tensor, offset: int, target: torch.Tensor) -> tuple[int, int] | None:
+    """Return start and end of the elements of `whole` that `target` is, `offset` elements of memory behind its first.
+    None if they do not follow each other. A padded `whole` has memory between its rows."""
+    if whole.is_contiguous():
+        return (offset, offset + target.numel()) if target.is_contiguous() else None
+    row, rest = divmod(offset, whole.stride(0))
+    if rest or target.shape[1:] != whole.shape[1:] or target.stride() != whole.stride():
+        return None
+    width = math.prod(whole.shape[1:])
+    return row * width, (row + len(target)) * width
 
 
 def _gap(name: str, written: Sequence[tuple[int, int]], numel: int) -> str:

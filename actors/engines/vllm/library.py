@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import os
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,7 +42,9 @@ try:
         from vllm.model_executor.model_loader import register_model_loader
         from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+        from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+        from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
         from vllm.multimodal import MULTIMODAL_REGISTRY
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
         from vllm.platforms import current_platform
@@ -92,9 +94,10 @@ __all__ = [
     "forget_moe_kernels",
     "full_attention_group",
     "initialize_layerwise_reload",
-    "in_place_hindrance",
+    "hindrances",
     "leave_out_tokenizer",
     "load_tokenizer",
+    "loader_parameter",
     "lora_rank",
     "mend_int8_on_cpus",
     "noted_copies",
@@ -404,24 +407,39 @@ def forget_moe_kernels(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
-def in_place_hindrance(model: torch.nn.Module) -> str:
-    """Return the reason why weights must not be written directly into the live parameters; "" if writing is allowed.
+def hindrances(
+    model: torch.nn.Module, but: Collection[torch.nn.Module] = ()
+) -> Iterator[tuple[torch.nn.Module | None, str]]:
+    """Yield each module into whose live parameters weights must not be written directly, and the reason. The module is
+    None if it also derives tensors from the weights of others, so that it cannot be loaded again alone.
 
     Writing is allowed if every parameter is still as the loader made it: its kernels read the layout of the checkpoint,
-    and nothing is quantised, repacked or derived.
+    and nothing is quantised, repacked or derived. but: modules of whose weights this is known to be so.
     """
+    known = {id(module) for module in but}
     for name, module in model.named_modules():
         # A quantisation method is checked as the `quant_method` of its layer.
-        if isinstance(module, QuantizeMethodBase):
+        if isinstance(module, QuantizeMethodBase) or id(module) in known:
             continue
         method = getattr(module, "quant_method", None)
         if method is not None and not _is_plain(method) and not isinstance(module, Attention):
-            return f"{name or type(model).__name__} uses {type(method).__name__}"
-        if hasattr(module, "process_weights_after_loading") and not isinstance(module, Attention):
-            return f"{name}: {type(module).__name__} derives tensors from its weights"
-        if reason := _changed_layout(module):
-            return f"{name}.{reason}"
-    return ""
+            yield module, f"{name or type(model).__name__} uses {type(method).__name__}"
+        elif hasattr(module, "process_weights_after_loading") and not isinstance(module, Attention):
+            yield None, f"{name}: {type(module).__name__} derives tensors from its weights"
+        elif hasattr(module, "cpu_linear"):
+            yield module, f"{name} is multiplied with a copy that a kernel of CPUs has"
+        elif reason := _changed_layout(module):
+            yield module, f"{name}.{reason}"
+
+
+def loader_parameter(module: torch.nn.Module, name: str, memory: torch.Tensor) -> torch.nn.Parameter:
+    """Return a parameter as vLLM's loaders knew it before kernels changed its form, with `memory` as its numbers."""
+    made: Any = memory.detach()
+    recorded = get_layerwise_info(module).restore_metadata[0][name]
+    made.__class__, made.__dict__ = recorded.__class__, recorded.__dict__.copy()
+    restore_layer_refs(made, module)
+    made.weight_loader = _get_original_loader(made)  # A layerwise reload leaves one that loads nothing outside of it.
+    return made
 
 
 def plain_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -475,8 +493,10 @@ def _changed_layout(module: torch.nn.Module) -> str:
     """Describe a parameter whose layout has changed since the loader made it; "" if none has. Parameters of the
     module's children do not count."""
     made: dict[str, Any] = get_layerwise_info(module).restore_metadata[0]
+    if isinstance(module, Attention) and not module._parameters:
+        return ""  # It had scales of its cache while it was loaded, which are not sent and stay as they are.
     live = dict(module.named_parameters(recurse=False))
-    for name in live.keys() | made.keys():
+    for name in (live.keys() | made.keys()) - SKIP_TENSORS:  # vLLM's own reload writes these in place.
         before, now = made.get(name), live.get(name)
         if before is None or now is None:
             return f"{name} was added or removed after loading"

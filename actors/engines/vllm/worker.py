@@ -302,10 +302,9 @@ class StagedWeightEngine(library.WeightTransferEngine):
         for whole in inbox.arriving(update, self.loader.places):
             first = not got
             got.update(name for name, _ in whole)
-            if not self.loader.in_place:
-                # Layerwise reload keeps tensors until their layer is complete, but these tensors are valid only until
-                # the next bucket.
-                whole = [(name, tensor.clone()) for name, tensor in whole]
+            if names.quantization is not None:
+                names.quantization.check_scales(dict(whole))
+            whole = self.loader.lasting(whole)  # The tensors are valid only until the next bucket.
             with WeightReads(dict(whole)) if noting else nullcontext() as reads:
                 self.loader.load(whole, names.check_one)
             if reads is not None:

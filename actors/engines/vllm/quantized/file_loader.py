@@ -34,15 +34,19 @@ class QuantizingLoader(library.DefaultModelLoader):
         try:
             model = super().load_model(vllm_config, *args, **kwargs)
         except (NotImplementedError, ValueError) as error:
-            if not any(tensor.stacked for tensor in self._names.in_files.values()):
+            why = str(error).partition(" Reasons:")[0]
+            experts = any(tensor.stacked for tensor in self._names.in_files.values())
+            if not experts and "kernel" not in why:
                 raise
             raise ValueError(
-                f"rollout.quantization: got {self._scheme!r}, expected 'none' or rollout.engine=hf, because vLLM "
-                f"{library.vllm.__version__} does not compute experts so on this machine ({error})"
+                f"rollout.quantization: got {self._scheme!r}, expected another one or rollout.engine=hf, because vLLM "
+                f"{library.vllm.__version__} does not compute {'experts' if experts else 'linear layers'} so on this "
+                f"machine ({why})"
             ) from error
         with library.set_current_vllm_config(vllm_config), torch.no_grad():
             self._layers.find_readers(self._digests.result(), library.vllm.__version__)
         model.headrace_layers = self._layers
+        print(self._layers, flush=True)  # It goes to the engine's log; vLLM's own lines below errors do not.
         return model
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:

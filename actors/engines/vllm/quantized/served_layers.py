@@ -4,23 +4,34 @@ vLLM's kernels keep weights in forms of their own, and which one depends on the 
 So each layer is tried when the model has been loaded: `READERS` are applied to it, one after the other, until one gives
 exactly the bytes that were loaded. If none does, the engine does not start, because what it serves could not be proved.
 
+Most of these forms are views of the memory that the kernel reads. Then later versions are written through the view, and
+vLLM need not repack them. That a kernel does compute with this memory is tried, too: with zeros it must give zeros.
+
 Where workers have parts of a weight, each takes two digests as the whole weight arrives: that of the whole, which must
 be the trainer's, and that of its part, which must be what it serves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from .....codecs.weights.conversion import as_integers
 from .....codecs.weights.parameter_digests import DigestTaker, ParameterDigest, ParameterDigests, compare_digests
-from .....codecs.weights.quantization import DTYPES, SUFFIX, Quantization, read_back
+from .....codecs.weights.quantization import DTYPES, SUFFIX, Quantization, read_back, scale_shape
 from .served_parts import Layer, ServedParts
 
+_log = logging.getLogger(__name__)
 _ROWS = 1024
 """Number of inputs that a kernel gets at a time."""
+_TRIED = 16
+"""Number of inputs with which a kernel is tried."""
 
 Reader = Callable[[Layer, torch.Tensor, torch.dtype], torch.Tensor | None]
 """Function that returns the weight of a layer, of the layer's shape; None if the layer does not have it in the reader's
@@ -58,6 +69,8 @@ READERS: Mapping[str, Reader] = {
     "as sent": _as_sent, "transposed": _transposed, "by the kernel": _by_kernel
 }  # fmt: skip
 """Declared forms in which layers keep a weight, in the order in which they are tried."""
+_VIEWS = ("as sent", "transposed")
+"""Those of the readers that return views of the memory that a layer has."""
 
 
 def _cut(weight: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
@@ -65,6 +78,26 @@ def _cut(weight: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]
         return None
     found = weight[tuple(slice(0, size) for size in shape)]
     return found if found.shape == shape else None
+
+
+def computes_with(module: Any, weight: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Return whether the kernel of a linear layer computes with this memory, and has no copy of it. With zeros instead
+    of the weight its products must be 0, and with scales twice as large they must be twice as large."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(_TRIED, weight.shape[1], generator=generator).to(weight.device, module.params_dtype)
+    bits = as_integers(weight)
+    kept = bits.clone(), scales.clone()
+    before = module.quant_method.apply(module, inputs)
+    try:
+        bits.zero_()
+        silent = module.quant_method.apply(module, inputs)
+        bits.copy_(kept[0])
+        scales.mul_(2)
+        doubled = module.quant_method.apply(module, inputs)
+    finally:
+        bits.copy_(kept[0])
+        scales.copy_(kept[1])
+    return bool(before.any()) and not silent.any() and torch.equal(doubled, 2 * before)
 
 
 class ServedLayers:
@@ -79,6 +112,53 @@ class ServedLayers:
     def ways(self) -> set[str]:
         """Names of the readers in use."""
         return {layer.way for layer in self._parts.layers}
+
+    def memory(self) -> list[tuple[Any, str, torch.Tensor]]:
+        """Return the memory into which later versions can be written. Each entry has a module, the name of one of its
+        parameters, and a view of this as it is sent. Both tensors of a layer are there, or none."""
+        found = []
+        for layer in self._parts.layers:
+            if layer.written:
+                for name, tensor in zip(_names(layer), self._views(layer), strict=True):
+                    found.append((layer.module, name, tensor))
+        return found
+
+    @contextmanager
+    def lent(self, as_loaded: Callable[[Any, str, torch.Tensor], torch.nn.Parameter]) -> Iterator[None]:
+        """Context manager in which vLLM's loaders find this memory in the place of the layers' parameters. as_loaded:
+        function that makes a parameter for the loaders, given what `memory` returns."""
+        kept = [(module, name, module._parameters[name]) for module, name, _ in self.memory()]
+        try:
+            for module, name, tensor in self.memory():
+                module._parameters[name] = as_loaded(module, name, tensor)
+            yield
+        finally:
+            for module, name, parameter in kept:
+                module._parameters[name] = parameter
+
+    def _views(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of the weight and of the scales of a layer as they were sent."""
+        scales = getattr(layer.module, layer.attribute + SUFFIX).detach()
+        shape = scale_shape(layer.shape, self._quantization.scheme)
+        weight = self._whole(layer)
+        assert weight is not None
+        return weight.detach(), scales[tuple(slice(0, size) for size in shape)]
+
+    def _can_be_written(self, layer: Layer) -> bool:
+        """Return whether the layer's kernel computes with what is written to the layer's memory. Of experts it is not
+        known."""
+        lendable = all(layer.module._parameters.get(name) is not None for name in _names(layer))
+        if layer.way not in _VIEWS or len(layer.shape) != 2 or not lendable:
+            return False
+        weight, scales = self._views(layer)
+        apart = all(stride > 0 for one in (weight, scales) for stride in one.stride())
+        if not apart or scales.shape != scale_shape(layer.shape, self._quantization.scheme):
+            return False
+        try:
+            return computes_with(layer.module, weight, scales)
+        except Exception as error:  # The engine can do without: new versions are then repacked.
+            _log.warning("%s: its kernel could not be tried (%s: %s)", layer.name, type(error).__name__, error)
+            return False
 
     def part(self, name: str, weight: torch.Tensor) -> torch.Tensor | None:
         """Return what this worker has of a weight, or of its scales. None if it has nothing. name: that of the weight
@@ -105,6 +185,12 @@ class ServedLayers:
                 raise self._refusal(
                     release, f"keeps the weight of {layer.name!r} in a form that cannot be compared with the trainer's"
                 )
+            layer.written = self._can_be_written(layer)
+
+    def __str__(self) -> str:
+        """How new versions get into the layers, such as `8-bit layers: 252 in place (transposed)`."""
+        counts = Counter(("in place" if one.written else "layerwise") + f" ({one.way})" for one in self._parts.layers)
+        return "8-bit layers: " + ", ".join(f"{count} {way}" for way, count in sorted(counts.items()))
 
     def begin(self) -> None:
         """Forget the digests of the weights that arrived last."""
@@ -164,3 +250,7 @@ class ServedLayers:
     def _refusal(self, release: str, why: str) -> ValueError:
         scheme = self._quantization.scheme
         return ValueError(f"rollout.quantization: got {scheme!r}, expected another one, because vLLM {release} {why}")
+
+
+def _names(layer: Layer) -> tuple[str, str]:
+    return layer.attribute, layer.attribute + SUFFIX

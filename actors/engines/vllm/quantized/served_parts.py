@@ -36,6 +36,8 @@ class Layer:
     """Shape of the tensor, without what a kernel may fill up."""
     way: str = ""
     """Name of the reader that gives the weight; "" while none is known."""
+    written: bool = False
+    """True if the reader's view is what the kernel computes with, so that later versions are written through it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,34 @@ def record(model: torch.nn.Module, load: Callable[[dict[str, torch.Tensor]], Non
     return recorder.plan()
 
 
+def test_copies_go_through_views_and_past_modules_that_are_left_out() -> None:
+    """A kernel keeps `down` transposed and padded; what `head` does with its weight is not seen."""
+    model, sent, half = Fused(1), weights(0), WIDTH // 2
+    padded = torch.zeros(HIDDEN + 4, half + 4)
+    model.down, view = torch.nn.Parameter(padded.t(), requires_grad=False), padded[:HIDDEN, :half]
+    head = model.head = torch.nn.Linear(HIDDEN, 9, bias=False)
+
+    def load(some: dict[str, torch.Tensor]) -> None:
+        if "embedding" in some:
+            head.weight.data = some["embedding"].clone()
+        for name, one in some.items():
+            model.load({name: one}) if name != "down" else view.copy_(one.narrow(1, half, half))
+
+    recorder = PlanRecorder(model, {id(model.down): view}, [head])
+    with recorder.watching(list(sent.items())), torch.no_grad():
+        load(sent)
+    plan = recorder.plan()
+    assert isinstance(plan, CopyPlan), plan
+    assert plan.others == sent.keys() - {"down"} and plan.loads(sent)
+    head.weight = torch.nn.Parameter(torch.zeros(9, HIDDEN))
+    assert plan.load(list(weights(1).items())) and plan.loads(sent)
+    assert torch.equal(model.down.t()[:HIDDEN, :half], weights(1)["down"][:, half:])
+    assert not padded[HIDDEN:].any() and not padded[:, half:].any()
+    assert torch.equal(model.norm, sent["norm"]), "it is loaded by the loaders"
+    with pytest.raises(RuntimeError, match="element 0 of down and others are not written by the model's loaders"):
+        PlanRecorder(model, {id(model.down): view}, [head]).plan()
+
+
 def test_weights_of_which_a_worker_has_everything_are_read_back() -> None:
     model, sent = Fused(), weights(0)
     plan = record(model, model.load, sent)

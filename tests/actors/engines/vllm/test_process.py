@@ -95,9 +95,11 @@ def test_experts_are_loaded_in_place_only_for_kernels_that_read_them_as_they_com
     layer.weight = torch.nn.Parameter(torch.zeros(2, 4), requires_grad=False)
     layer.quant_method = method
     library = module("library")
-    library.get_layerwise_info(layer).restore_metadata = ({"weight": layer.weight}, {})
-    hindrance = library.in_place_hindrance(layer)
-    assert hindrance == ("" if plain else "Module uses UnquantizedFusedMoEMethod")
+    layer.bias = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    recorded = {name: one for name, one in layer.named_parameters() if name not in library.SKIP_TENSORS}
+    library.get_layerwise_info(layer).restore_metadata = (recorded, {})
+    found = [reason for _, reason in library.hindrances(layer)]
+    assert found == ([] if plain else ["Module uses UnquantizedFusedMoEMethod"])
 
 
 @pytest.mark.parametrize(("free", "share"), [(100, 0.9), (90, 0.9), (40, 0.38), (1, 0.0095)])

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.actors.engines.hf.quantized_layers import quantization_of
 from headrace.actors.engines.protocol import EngineBroken, SamplingParams
+from headrace.codecs.weights.buckets import checksum
 from headrace.codecs.weights.parameter_digests import DigestTaker, ParameterDigests
 from headrace.codecs.weights.quantization import Quantization, Scheme
 from headrace.tests.actors.engines.vllm.builder import build, save_model
@@ -43,6 +44,31 @@ def damage(worker: Any, name: str) -> str:
 def damage_scales(worker: Any, name: str) -> None:
     """Called in a worker."""
     worker.model_runner.model.get_submodule(name).weight_scale.data[5] *= 1.01
+
+
+def served(worker: Any) -> list[tuple[str, int, int]]:
+    """Called in a worker: the name, the address and the checksum of each parameter."""
+    named = worker.model_runner.model.named_parameters()
+    rows = [(name, one.data_ptr(), one.detach().contiguous().view(-1).view(torch.uint8)) for name, one in named]
+    return [(name, address, checksum(row)) for name, address, row in rows]
+
+
+def choose(worker: Any, written: bool) -> None:
+    """Called in a worker: load new versions in place, or layer by layer."""
+    loader = worker.weight_transfer_engine.loader
+    for layer in loader._layers._parts.layers:
+        layer.written = written
+    loader._plan = loader._looked = None
+
+
+def mislead(worker: Any) -> None:
+    """Called in a worker: write what is for one layer to the memory of another."""
+    layers = worker.weight_transfer_engine.loader._layers
+    model, memory = worker.model_runner.model, layers.memory()
+    first, second = map(model.get_submodule, (DAMAGED, DAMAGED.replace(".0.", ".1.")))
+    other = {first: second, second: first}
+    views = {(module, name): view for module, name, view in memory}
+    layers.memory = lambda: [(module, name, views[other.get(module, module), name]) for module, name, _ in memory]
 
 
 def digests_of(version: int, sent: Mapping[str, torch.Tensor]) -> ParameterDigests:
@@ -130,3 +156,58 @@ def test_what_was_sent_is_what_kernels_compute_with(
             publisher.close()
 
     asyncio.run(main())
+
+
+def test_versions_written_in_place_are_those_that_vllm_would_repack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The views through which they are written are tried at the start. One that is wrong is found by `sync.verify`."""
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # Functions are sent to workers.
+    folder = save_model(tmp_path / "model", "untied")
+    plan, publisher = quantization_of(folder, "fp8"), Publisher(tmp_path / "weights")
+    greedy = SamplingParams(max_new_tokens=16, temperature=0.0)
+
+    async def main() -> None:
+        sync = receiver().sync.model_copy(update={"staging": "none"})  # What arrives is valid for a moment only.
+        engine = build(folder, quantization="fp8", receiver=replace(receiver(), sync=sync))
+
+        async def send(version: int, factor: float, way: str) -> Any:
+            sent = dict(plan.stream(scaled(folder, factor).items()))
+            await engine.prepare_weights(publisher.publish(version, sent))
+            await engine.commit_weights(version)
+            assert engine.load_way.startswith(way), engine.load_way
+            assert await engine.verify_weights(digests_of(version, sent)) == len(sent) - 2
+            answer = (await engine.generate(f"{version}", PROMPT, greedy))[0]
+            return await engine.call_workers(served), answer.token_ids.tolist(), answer.logprobs.tolist()
+
+        try:
+            await send(1, 0.9, "in place by the loaders: the first time; 8-bit layers: 8 in place (transposed)")
+            written = await send(2, 0.8, "in place; 8-bit layers: 8 in place (transposed)")
+            await engine.call_workers(choose, False)
+            assert await send(3, 0.9, "layerwise: ") != written
+            assert await send(4, 0.8, "layerwise: ") == written
+            await engine.call_workers(choose, True)
+            assert await send(5, 0.9, "in place by the loaders: the first time; ") != written
+            assert await send(6, 0.8, "in place; ") == written
+            await engine.call_workers(mislead)
+            await engine.call_workers(choose, True)
+            with pytest.raises(EngineBroken, match=f"version 7: '{DAMAGED}.weight' has digest .* and 3 more differ"):
+                await send(7, 0.7, "in place by the loaders: the first time; ")
+        finally:
+            await engine.close()
+            publisher.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="vLLM has kernels for it on CPUs with AMX")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # vLLM leaves its sockets open.
+def test_a_scheme_for_which_vllm_has_no_kernel_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "untied", size=256)
+    words = (
+        r"got 'fp8_block', expected another one or rollout.engine=hf, because vLLM \S+ does not compute linear layers"
+    )
+    with pytest.raises(
+        RuntimeError, match=rf"rollout.quantization: {words} so on this machine \(Failed to find a kernel"
+    ):
+        build(folder, quantization="fp8_block")

@@ -29,7 +29,7 @@ QKV = ("q_proj", "k_proj", "v_proj")
 
 
 class Method:
-    """A kernel's method: the product with the weight that the layer hides."""
+    """A kernel's method: the product with the weight that the layer hides. It may be a view of the layer's own."""
 
     def apply(self, layer: Any, inputs: torch.Tensor) -> torch.Tensor:
         return (inputs.float() @ dequantize(layer.hidden, layer.weight_scale, torch.float32).t()).to(inputs.dtype)
@@ -44,13 +44,13 @@ class Layer(torch.nn.Module):
         self.logical_widths, self.tp_rank, self.tp_size = [len(one) for one, _ in parts], rank, size
         self.input_size_per_partition = values.shape[1]
         self.params_dtype, self.quant_method = torch.bfloat16, Method()
-        self.weight_scale, self.hidden = scales, values
         padded = torch.zeros(len(values) + 16, values.shape[1] + 16, dtype=values.dtype)
         padded[:-16, :-16] = values
         forms = {"plain": values, "transposed": values.t(), "padded": padded.t(), "hidden": None}
-        self.weight: torch.Tensor | None = forms.get(form, values.flip(0))
-        if form == "other":
-            self.hidden = values.flip(0)
+        weight = forms.get(form, values.clone() if form == "copied" else values.flip(0))
+        self.weight = None if weight is None else torch.nn.Parameter(weight, requires_grad=False)
+        self.weight_scale = torch.nn.Parameter(scales, requires_grad=False)
+        self.hidden = {"padded": padded[:-16, :-16], "other": values.flip(0)}.get(form, values)
 
 
 class Experts(torch.nn.Module):
@@ -127,6 +127,8 @@ def test_every_declared_form_is_found_and_read(form: str, way: str, scheme: Sche
     model = model_of(sent, form)
     layers, digests = served(model, scheme, sent), digests_of(sent.items(), sent)
     assert layers.ways == {way, "as sent"}
+    kept = 2 if form == "hidden" else 1
+    assert len(layers.memory()) == 2 * (3 - kept) and "layerwise (as sent)" in str(layers), "experts are not tried"
     read = layers.reader()
     for weight in digests.weights:
         assert [(tuple(one.shape), str(one.dtype)) for one in read(weight)] == [(weight.shape, f"torch.{weight.dtype}")]
@@ -138,6 +140,28 @@ def test_every_declared_form_is_found_and_read(form: str, way: str, scheme: Sche
     if form == "hidden":
         assert "'layer.v_proj.weight' has digest" not in compare_digests(digests, layers.reader(), "engine")[1]
         assert "'layer.k_proj.weight' has digest" in compare_digests(digests, layers.reader(), "engine")[1]
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "fp8_block"])
+@pytest.mark.parametrize(("form", "written"), [("transposed", True), ("padded", True), ("copied", False)])
+def test_only_memory_with_which_a_kernel_computes_is_written(form: str, written: bool, scheme: Scheme) -> None:
+    """A layer whose kernel has a copy reads back as it should, but new bytes would not reach the kernel."""
+    sent, later = weights_of(scheme), weights_of(scheme, 1)
+    model = model_of(sent, form)
+    layers, layer = served(model, scheme, sent), model.layer.qkv_proj
+    counts = "1 in place (as sent), 1 in place (transposed), 2 layerwise (as sent)"
+    assert str(layers) == f"8-bit layers: {counts if written else '1 in place (as sent), 3 layerwise (as sent)'}"
+    mine = [(name, tensor) for module, name, tensor in layers.memory() if module is layer]
+    assert [name for name, _ in mine] == ["weight", "weight_scale"] * written
+    before, kernels = layer.quant_method.apply(layer, torch.ones(1, 256)), dict(layer._parameters)
+    with layers.lent(lambda module, name, memory: torch.nn.Parameter(memory, requires_grad=False)):
+        for name, _ in mine:
+            layer._parameters[name].copy_(torch.cat([later[f"layer.{part}.{name}"] for part in QKV]))
+    assert all(layer._parameters[name] is one for name, one in kernels.items())
+    assert torch.equal(before, layer.quant_method.apply(layer, torch.ones(1, 256))) != written
+    names = [f"layer.{part}.{name}" for part in QKV for name, _ in mine]
+    digests = digests_of(((name, later[name]) for name in names), names)
+    assert compare_digests(digests, layers.reader(), "") == (6 * written, "")
 
 
 @pytest.mark.parametrize("ep", [False, True])
