@@ -6,7 +6,9 @@ as the pixels and the grid of a picture, are declared as fields.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,10 @@ from .schema import Field, Kind, Schema
 DIGEST_BYTES = 16
 """Number of bytes of a digest. It is xxh3 of 128 bits, which takes less time than a copy of the bytes. Two blobs of one
 run have the same by chance with a probability of less than 1e-20; it does not resist those who seek such blobs."""
+THREADED_BYTES = 8 << 20
+"""Number of bytes of the blobs of a put from which their digests are computed in several threads. That of 8 MiB takes
+half a millisecond."""
+_THREADS = min(4, os.cpu_count() or 1)
 
 
 def blob_field(name: str, parts: Iterable[Field]) -> Field:
@@ -34,7 +40,7 @@ def blob_field(name: str, parts: Iterable[Field]) -> Field:
 class Blob:
     """A large value with its digest. Do not change its tensors afterwards, because their memory is used as it is."""
 
-    __slots__ = ("__weakref__", "batch", "name")
+    __slots__ = ("__weakref__", "_name", "batch")
 
     def __init__(self, field: Field, parts: Mapping[str, Any]) -> None:
         """field: the declaration, from `blob_field`. parts: the value of each part, by its name. Raises ValueError
@@ -46,8 +52,14 @@ class Blob:
             )
         self.batch = pack(schema, {name: _one_row(schema[name], value) for name, value in parts.items()}, 1)
         """The parts, as the only row of a batch."""
-        self.name = _digest(self.batch)
-        """Digest of the parts and of their declaration, as hexadecimal digits."""
+        self._name = ""
+
+    @property
+    def name(self) -> str:
+        """Digest of the parts and of their declaration, as hexadecimal digits. It is computed when it is first read."""
+        if not self._name:
+            self._name = _digest(self.batch)
+        return self._name
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the parts as arrays of bytes, which protocol 5 need not copy."""
@@ -69,7 +81,7 @@ def _unpickled(name: str, fields: list[dict[str, Any]], columns: list[Any]) -> B
         # Arrays that need no copy cannot be written to; copied, they outlive the memory that was shared.
         flat = torch.from_numpy(np.require(column[0], requirements="W")).view(field.dtype)
         values[part] = Ragged(flat, column[1]) if field.kind is Kind.RAGGED else flat.reshape(column[1])
-    blob.batch, blob.name = Batch(schema, 1, values), name
+    blob.batch, blob._name = Batch(schema, 1, values), name
     return blob
 
 
@@ -151,6 +163,7 @@ def references_of(field: Field, value: Any) -> tuple[References, dict[str, Blob]
     declared, blobs = Schema(field.parts), dict[str, Blob]()
     names: list[str] = []
     counts: list[int] = []
+    _name_all({id(item): item for listed in value for item in listed if isinstance(item, Blob)}.values())
     for row, listed in enumerate(value):
         wrong = next((item for item in listed if not isinstance(item, Blob)), None)
         if wrong is not None:
@@ -162,3 +175,13 @@ def references_of(field: Field, value: Any) -> tuple[References, dict[str, Blob]
             names.append(blob.name)
         counts.append(len(listed))
     return References.of(names, counts), blobs
+
+
+def _name_all(blobs: Iterable[Blob]) -> None:
+    """Compute the digests that blobs lack. xxhash leaves other threads the interpreter meanwhile."""
+    unnamed = [blob for blob in blobs if not blob._name]
+    columns = [column for blob in unnamed for column in blob.batch.values()]
+    tensors = [column.values if isinstance(column, Ragged) else column for column in columns]
+    if sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor)) >= THREADED_BYTES:
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(lambda blob: blob.name, unnamed))

@@ -1,8 +1,9 @@
 """Reads the rows of a receipt from a store that can read any ranges of bytes, so that only the rows' bytes move.
 
-Rows of PER_TOKEN and PER_SAMPLE fields are received straight into the columns of the batch. RAGGED and OBJECT fields
-take two requests: the first reads the index of their rows, the second the rows. A part of a block is read whole where
-that is cheaper than many small ranges, and where its checksums are to be verified.
+Rows of PER_TOKEN and PER_SAMPLE fields are received straight into the columns of the batch, as are RAGGED fields of
+which all rows of each block are wanted, such as blobs. Other rows of RAGGED and OBJECT fields take two requests: the
+first reads their index, the second the rows. A part of a block is read whole where that is cheaper than many small
+ranges, and where its checksums are to be verified.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ class RangedReader:
         function to call after the second request, which makes the column."""
         if wanted.field.kind in (Kind.RAGGED, Kind.OBJECT):
             first.take(wanted, 1)
+            if wanted.field.kind is Kind.RAGGED and self._wants_blocks(wanted):
+                return self._begin_blocks(wanted, first)
             is_large = min(wanted.part_bytes.values(), default=0) >= DIRECT_BYTES
             if self._seed is None and (is_large or not self._wants_most(wanted)):
                 return lambda: self._begin_again(wanted, first, second)
@@ -99,7 +102,12 @@ class RangedReader:
         if self._reads_whole(wanted, pieces):
             first.take(wanted, 0)
             return lambda: lambda: wanted.column(first.views)
-        out, lengths = new_values(wanted.field, pieces.num_items), wanted.rows.lengths
+        out, lengths = self._straight(wanted, pieces, first), wanted.rows.lengths
+        return lambda: lambda: Jagged(out, lengths) if wanted.field.kind is Kind.PER_TOKEN else out
+
+    def _straight(self, wanted: FieldRows, pieces: Pieces, first: _Reads) -> torch.Tensor:
+        """Plan to receive pieces straight into new memory in the first request, and return this memory."""
+        out = new_values(wanted.field, pieces.num_items)
         into = as_bytes(out)
         first.ranges.append(self._ranges(into, wanted, pieces))
         if self._seed is not None:  # Each piece is a whole part of a block.
@@ -108,7 +116,20 @@ class RangedReader:
             starts = (stops - nbytes).tolist()
             for number, start, stop in zip(pieces.block.tolist(), starts, stops.tolist(), strict=True):
                 first.views.setdefault(number, {})[wanted.parts[number][0]] = into[start:stop]
-        return lambda: lambda: Jagged(out, lengths) if wanted.field.kind is Kind.PER_TOKEN else out
+        return out
+
+    def _begin_blocks(self, wanted: FieldRows, first: _Reads) -> Callable[[], Callable[[], Column]]:
+        """Plan to receive a RAGGED field of whole blocks in the first request, since their layouts give its bytes. Only
+        the shapes of the rows are to be taken from the index."""
+        source, runs = wanted.rows.source, wanted.rows.runs
+        count = np.array([wanted.part_bytes[number] for number in runs.source.tolist()]) // wanted.field.item_bytes
+        out = self._straight(wanted, Pieces(runs.source, np.zeros_like(count), count), first)
+
+        def column() -> Column:
+            index = wanted.part(first.views, 1)
+            return Ragged(out, locate_ragged(wanted.field, source.block, source.row, runs, wanted.part_bytes, index)[0])
+
+        return lambda: column
 
     def _begin_again(self, wanted: FieldRows, first: _Reads, second: _Reads) -> Callable[[], Column]:
         """Plan the second request for a RAGGED or OBJECT field, after its index has been read. Returns the function
@@ -134,6 +155,13 @@ class RangedReader:
             schema = self._plan.schema.subset([wanted.field.name for wanted in rows.fields])
             for number in rows.blocks:
                 verify(schema, rows.source, number, self._plan.layouts[number], reads.views[number], seed=seed)
+
+    def _wants_blocks(self, wanted: FieldRows) -> bool:
+        """Return whether all rows of each block are wanted, once and one after another."""
+        runs, layouts = wanted.rows.runs, self._plan.layouts
+        sizes = np.array([layouts[number].num_rows for number in runs.source.tolist()])
+        counts = np.diff(runs.first, append=runs.num_rows)
+        return 0 < len(sizes) == len(wanted.rows.blocks) and np.array_equal(counts, sizes)
 
     def _wants_most(self, wanted: FieldRows) -> bool:
         """Return whether at least half of the rows of the blocks are wanted."""

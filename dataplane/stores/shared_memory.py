@@ -69,6 +69,11 @@ def pool_bytes(capacity_bytes: int) -> int:
     return round_up(capacity_bytes + capacity_bytes // SPARE_PART + SPARE_BYTES, PIECE_BYTES)
 
 
+def location_at(slot: int, offset: int) -> bytes:
+    """Return the location of a range of the pool that begins at `offset` and has this slot."""
+    return _LOCATION.pack(slot, offset)
+
+
 def _rounded(nbytes: int) -> int:
     return max(ALIGN, round_up(nbytes, ALIGN))
 
@@ -339,6 +344,9 @@ class SharedMemoryStore:
         self._folder = Path(str(spec.address["folder"]))
         self._writer = (0, 0)
         """Process id and start time of this process."""
+        self._marking = threading.Lock()
+        self._marks: dict[tuple[int, int], int] = {}
+        """Number of threads that write to a range now, by process id (it differs after a fork) and slot."""
         try:
             self._slots = map_slots(self._folder)
             self._pool: PoolMapping | None = PoolMapping(self._folder)
@@ -363,8 +371,9 @@ class SharedMemoryStore:
 
     @contextlib.contextmanager
     def writing(self, block_id: int, location: bytes) -> Iterator[Callable[[int, int], np.ndarray]]:
-        """Mark this process as the writer of a block for as long as the context lasts. The context's value is a
-        function (offset in the block's range, number of bytes) -> the range's memory, uint8 1-D.
+        """Mark this process as the writer of a block for as long as the context lasts, in one or more threads at the
+        same time. The context's value is a function (offset in the block's range, number of bytes) -> the range's
+        memory, uint8 1-D.
 
         Raises RowsCleared, on entry or at the end, if the put's reservation has ended, and StoreLost after the host's
         `close`.
@@ -379,14 +388,20 @@ class SharedMemoryStore:
             start = process_start(pid)
             assert start is not None
             self._writer = (pid, start)
-        entry[WRITER_START] = self._writer[1]
-        entry[WRITER_PID] = pid
+        with self._marking:
+            self._marks[pid, slot] = self._marks.get((pid, slot), 0) + 1
+            entry[WRITER_START] = self._writer[1]
+            entry[WRITER_PID] = pid
         try:
             # If the block was freed before the mark was seen, the range may belong to another block by now.
             self._check("put", block_id, slot, started)
             yield lambda offset, nbytes: pool.range(base + offset, nbytes)
         finally:
-            entry[WRITER_PID] = 0
+            with self._marking:
+                self._marks[pid, slot] -= 1
+                if not self._marks[pid, slot]:
+                    del self._marks[pid, slot]
+                    entry[WRITER_PID] = 0
         self._check("put", block_id, slot, started)
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:

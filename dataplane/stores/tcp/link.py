@@ -56,10 +56,12 @@ class UnitLink:
         # The idle connections are closed even if `close` is never called.
         self._finalizer = weakref.finalize(self, _close_all, self._idle, self._watch)
 
-    def ask(self, op: str, request: str, head: bytes, raw: Sequence[memoryview], deadline: float) -> bytes:
+    def ask(
+        self, op: str, request: str, head: bytes, raw: Sequence[memoryview], deadline: float, *, summed: bool = False
+    ) -> bytes:
         """Send a request whose reply has no raw bytes, and return the reply's head. op: the client's operation, for
-        errors. Raises the errors of `answer`."""
-        with self.exchange(op, request, head, raw, deadline) as (_, answer, _):
+        errors. summed: whether a SUM of `raw` follows it. Raises the errors of `answer`."""
+        with self.answer(self.send(op, request, head, raw, deadline, summed=summed)) as (_, answer, _):
             return answer
 
     @contextlib.contextmanager
@@ -71,13 +73,22 @@ class UnitLink:
             yield answer
 
     def send(
-        self, op: str, request: str, head: bytes, raw: Sequence[memoryview], deadline: float, *, expected: int = 0
+        self,
+        op: str,
+        request: str,
+        head: bytes,
+        raw: Sequence[memoryview],
+        deadline: float,
+        *,
+        expected: int = 0,
+        summed: bool = False,
     ) -> Sent:
         """Send a request. The caller must pass the result to `answer`, or close its connection. expected: number of raw
-        bytes of the reply, for errors. Raises the errors of `answer` for a unit that cannot be reached."""
+        bytes of the reply, for errors. summed: as for `ask`. Raises the errors of `answer` for a unit that cannot be
+        reached."""
         started, progress = time.monotonic(), Progress(expected)
         try:
-            connection = self._sent(request, head, raw, deadline, progress)
+            connection = self._sent(request, head, raw, deadline, progress, summed)
         except (OSError, ValueError) as error:
             if isinstance(error, DataPlaneError):
                 raise
@@ -170,7 +181,7 @@ class UnitLink:
         self._finalizer()
 
     def _sent(
-        self, request: str, head: bytes, raw: Sequence[memoryview], deadline: float, progress: Progress
+        self, request: str, head: bytes, raw: Sequence[memoryview], deadline: float, progress: Progress, summed: bool
     ) -> Connection:
         """Send a request over a pooled connection, or over a new one if the pooled one has ended. Returns the
         connection."""
@@ -181,7 +192,7 @@ class UnitLink:
             progress.sent, connection.progress = 0, progress
             connection.number = 1 + next(self._numbers) % LAST_NUMBER
             try:
-                connection.send(request, head, raw, deadline)
+                connection.send(request, head, raw, deadline, summed=summed)
                 return connection
             except BaseException as error:
                 connection.close()

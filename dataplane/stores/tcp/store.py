@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from ....codecs.blocks import BlockLayout, BlockPieces, part_bytes
-from ....codecs.integers import ALIGN, distinct, round_up
+from ....codecs.integers import ALIGN, ceil_div, distinct, round_up
 from ....codecs.memory import as_bytes, fresh
 from ...block_store import ANY_HOLDER, HOLDER_BYTES, ByteRanges, PutsAll, StoreSpec, Want, holder_of
 from ...directory.requests import body_of
@@ -33,6 +34,7 @@ from .wire import (
     GONE,
     STILL,
     Cut,
+    Fill,
     Get,
     Put,
     Reserve,
@@ -42,11 +44,16 @@ from .wire import (
     encode,
     locations,
     memory_id,
-    raw_checksum,
+    sections,
 )
 
 _PAD = memoryview(bytes(ALIGN))
 _ASK_TIMEOUT_S = 10.0
+STRIPE_BYTES = 4 << 20
+"""Smallest number of bytes of a put that are sent over a connection of their own."""
+STRIPES = min(4, os.cpu_count() or 1)
+"""Largest number of connections over which a put is sent at the same time. The copy into one connection, and the one
+out of it, take a core each."""
 
 
 class TcpStore(PutsAll):
@@ -145,21 +152,33 @@ class TcpStore(PutsAll):
     ) -> tuple[bytes, ...]:
         unit, sizes = self._units[number], tuple(layout.nbytes for layout in layouts)
         near = self._near.get(number)
-        if near is None:
+        if near is None and sum(sizes) < 2 * STRIPE_BYTES:
+            request = encode(Put(first_block_id, sizes, wait_s, self._checks))
             raw = _laid_out(blocks, layouts)
-            request = encode(Put(first_block_id, sizes, wait_s, raw_checksum(raw) if self._checks else None))
-            return locations(unit.ask("put", "put", request, raw, deadline))
+            return locations(unit.ask("put", "put", request, raw, deadline, summed=self._checks))
         room = unit.ask("put", "reserve", encode(Reserve(first_block_id, sum(sizes), wait_s)), (), deadline)
-        bases = np.cumsum([0, *sizes[:-1]]).tolist()
-        pieces = [piece for block in blocks for part in block for piece in part]
-        offsets = [
-            base + at + before
-            for base, layout, block in zip(bases, layouts, blocks, strict=True)
-            for at, part in zip(layout.offsets, block, strict=True)
-            for before in accumulate((piece.nbytes for piece in part[:-1]), initial=0)
-        ]
-        near.put(first_block_id, room, pieces, offsets, 0.0)
+        if near is None:
+            self._fill(unit, first_block_id, _laid_out(blocks, layouts), sum(sizes), deadline)
+        else:
+            _write_near(near, room, first_block_id, blocks, layouts)
         return locations(unit.ask("put", "cut", encode(Cut(first_block_id, sizes)), (), deadline))
+
+    def _fill(
+        self, unit: UnitLink, first_block_id: int, raw: Sequence[memoryview], nbytes: int, deadline: float
+    ) -> None:
+        """Send the bytes of a put into its room, in stripes over a connection each."""
+        stripe_bytes = round_up(max(STRIPE_BYTES, ceil_div(nbytes, STRIPES)), ALIGN)
+
+        def send(start: int, stripe: Sequence[memoryview]) -> None:
+            request = encode(Fill(first_block_id, start, self._checks))
+            unit.ask("put", "fill", request, stripe, deadline, summed=self._checks)
+
+        stripes = list(enumerate(sections(raw, stripe_bytes)))
+        with ThreadPoolExecutor(len(stripes)) as threads:
+            calls = [threads.submit(send, number * stripe_bytes, stripe) for number, stripe in stripes]
+        errors = [error for call in calls if (error := call.exception()) is not None]
+        if errors:  # A unit frees the room when one stripe fails, so the others may say only that.
+            raise min(errors, key=lambda error: (isinstance(error, RowsCleared), not isinstance(error, UnitDied)))
 
     def _order(self, holder: int, deadline: float) -> list[int]:
         """Return the numbers of the units in the order in which a put tries them. Those on the host of the unit
@@ -404,6 +423,25 @@ class _Columns:
     def _pieces(self, item: np.ndarray, start: np.ndarray, stop: np.ndarray) -> list[memoryview]:
         memory = self._memory
         return [memory[i][a:b] for i, a, b in zip(item.tolist(), start.tolist(), stop.tolist(), strict=True)]
+
+
+def _write_near(
+    near: SharedMemoryStore,
+    room: bytes,
+    first_block_id: int,
+    blocks: Sequence[BlockPieces],
+    layouts: Sequence[BlockLayout],
+) -> None:
+    """Write blocks, end to end, into their room in a pool of this host."""
+    bases = accumulate((layout.nbytes for layout in layouts[:-1]), initial=0)
+    pieces = [piece for block in blocks for part in block for piece in part]
+    offsets = [
+        base + at + before
+        for base, layout, block in zip(bases, layouts, blocks, strict=True)
+        for at, part in zip(layout.offsets, block, strict=True)
+        for before in accumulate((piece.nbytes for piece in part[:-1]), initial=0)
+    ]
+    near.put(first_block_id, room, pieces, offsets, 0.0)
 
 
 def _from_turn(numbers: list[int], turn: int) -> list[int]:

@@ -29,7 +29,7 @@ from ...owned_folder import process_start
 from ...rpc.child_process import ChildProcess, serve_parent
 from ...security.authenticated_listener import AuthenticatedListener, listen
 from ...security.run_key import packed, unpacked
-from ..shared_memory import SharedMemoryHost, SharedMemoryStore
+from ..shared_memory import SharedMemoryHost, SharedMemoryStore, location_at
 from .wire import (
     DAMAGED,
     DONE,
@@ -40,8 +40,10 @@ from .wire import (
     REFUSED,
     SERVICE,
     STILL,
+    SUM,
     Connection,
     Cut,
+    Fill,
     Free,
     Get,
     Keep,
@@ -52,7 +54,6 @@ from .wire import (
     encode,
     integers,
     memory_id,
-    raw_checksum,
     shown_ids,
 )
 
@@ -103,6 +104,7 @@ class StorageUnit:
             "put": self._put,
             "get": self._get,
             "reserve": self._reserve,
+            "fill": self._fill,
             "cut": self._cut,
             "free": self._free,
             "keep": self._keep,
@@ -177,35 +179,61 @@ class StorageUnit:
 
     def _put(self, connection: Connection, head: bytes, raw_bytes: int) -> None:
         request = decode(head, Put)
-        if sum(request.sizes) != raw_bytes:
-            raise ValueError(f"put: got {raw_bytes} bytes of blocks, expected {sum(request.sizes)}")
-        _check_sizes(request.sizes, raw_bytes)
+        nbytes = raw_bytes - SUM.size * request.check
+        if sum(request.sizes) != nbytes:
+            raise ValueError(f"put: got {nbytes} bytes of blocks, expected {sum(request.sizes)}")
+        _check_sizes(request.sizes, nbytes)
         deadline = time.monotonic() + request.wait_s + STALL_S
-        location = self._room_for(request.first_block_id, raw_bytes, request.wait_s)
+        location = self._room_for(request.first_block_id, nbytes, request.wait_s)
         if isinstance(location, str):
             connection.skip(raw_bytes, deadline)
             _reply(connection, FULL, location.encode())
             return
-        received = False
+        fill = Fill(request.first_block_id, 0, request.check)
+        if self._received(connection, fill, location, raw_bytes, deadline):
+            self._cut_into(connection, request.first_block_id, request.sizes)
+
+    def _fill(self, connection: Connection, head: bytes, raw_bytes: int) -> None:
+        request, deadline = decode(head, Fill), time.monotonic() + STALL_S
+        (place,) = self._pool.places([request.first_block_id])
+        if place is None:
+            connection.skip(raw_bytes, deadline)
+            _reply(connection, FREED, f"block {request.first_block_id} was freed before it was written".encode())
+            return
+        slot, offset, room_bytes = place
+        if not 0 <= request.start <= request.start + raw_bytes - SUM.size * request.check <= room_bytes:
+            raise ValueError(f"fill: got {raw_bytes} bytes for byte {request.start} of {room_bytes}")
+        if self._received(connection, request, location_at(slot, offset), raw_bytes, deadline):
+            _reply(connection, DONE, b"")
+
+    def _received(
+        self, connection: Connection, request: Fill, location: bytes, raw_bytes: int, deadline: float
+    ) -> bool:
+        """Receive the bytes of a put into its room at `location`. If they are damaged or the room was freed, the reply
+        says so, and the result is False."""
+        block_id, nbytes, received, ending = request.first_block_id, raw_bytes, False, bytearray(SUM.size)
         try:
-            with self._memory.writing(request.first_block_id, location) as room:
-                memory = room(0, raw_bytes).data
-                connection.receive_into([memory], deadline)
+            with self._memory.writing(block_id, location) as room:
+                if request.check:
+                    nbytes -= SUM.size
+                    checksum = connection.receive_summed([room(request.start, nbytes).data], deadline)
+                    connection.receive_into([memoryview(ending)], deadline)
+                    whole = SUM.unpack(ending) == (checksum,)
+                else:
+                    connection.receive_into([room(request.start, nbytes).data], deadline)
+                    whole = True
                 received = True
-                whole = request.checksum is None or raw_checksum([memory]) == request.checksum
-            if not whole:
-                self._pool.free(request.first_block_id, b"")
-                _reply(connection, DAMAGED, b"the bytes of a put were damaged on the way")
-                return
-            found = self._blocks(request.first_block_id, request.sizes)
         except RowsCleared as error:  # The reservation has ended in the meantime.
             connection.skip(0 if received else raw_bytes, deadline)
             _reply(connection, FREED, error.message.encode())
-            return
+            return False
         except BaseException:
-            self._pool.free(request.first_block_id, b"")
+            self._pool.free(block_id, b"")
             raise
-        _reply(connection, DONE, encode(found))
+        if not whole:
+            self._pool.free(block_id, b"")
+            _reply(connection, DAMAGED, b"the bytes of a put were damaged on the way")
+        return whole
 
     def _reserve(self, connection: Connection, head: bytes, raw_bytes: int) -> None:
         request = decode(head, Reserve)
@@ -220,12 +248,16 @@ class StorageUnit:
         (place,) = self._pool.places([request.first_block_id])
         if place is not None:
             _check_sizes(request.sizes, place[2])
+        self._cut_into(connection, request.first_block_id, request.sizes)
+
+    def _cut_into(self, connection: Connection, first_block_id: int, sizes: Sequence[int]) -> None:
+        """Make blocks of the room that was filled, and reply with their locations."""
         try:
-            found = self._blocks(request.first_block_id, request.sizes)
+            found = self._blocks(first_block_id, sizes)
         except RowsCleared as error:
             _reply(connection, FREED, error.message.encode())
-            return
-        _reply(connection, DONE, encode(found))
+        else:
+            _reply(connection, DONE, encode(found))
 
     def _get(self, connection: Connection, head: bytes, raw_bytes: int) -> None:
         request = decode(head, Get)

@@ -93,18 +93,32 @@ class Connection:
         self._end = 0
         """Bytes `_start` to `_end` of the buffer were received and are not used yet."""
 
-    def send(self, op: str, text: bytes, raw: Sequence[memoryview], deadline: float, *, later_bytes: int = 0) -> None:
+    def send(
+        self,
+        op: str,
+        text: bytes,
+        raw: Sequence[memoryview],
+        deadline: float,
+        *,
+        later_bytes: int = 0,
+        summed: bool = False,
+    ) -> None:
         """Send a message. raw: pieces of memory (bytes each) that follow its head, in this order. later_bytes: number
-        of further bytes of the message, which the caller sends next with `send_raw`.
+        of further bytes of the message, which the caller sends next with `send_raw`. summed: whether a SUM of `raw`
+        follows it.
 
         Raises ValueError for a message of more than MAX_FRAME_BYTES, TimeoutError at the deadline (by the clock
         `time.monotonic()`), and ConnectionError when the other end has closed the connection.
         """
-        raw_bytes = sum([piece.nbytes for piece in raw]) + later_bytes
+        raw_bytes = sum([piece.nbytes for piece in raw]) + later_bytes + (SUM.size if summed else 0)
         text = _HEAD_BYTES.pack(len(text)) + text
         first = memoryview(head(self.number, text, op, raw_bytes=raw_bytes) + text)
         self.progress.to_send = len(first) + raw_bytes
-        self.send_raw([first, *raw], deadline)
+        if summed:
+            self.send_raw([first], deadline)
+            self.send_raw([memoryview(SUM.pack(self.send_summed(raw, deadline)))], deadline)
+        else:
+            self.send_raw([first, *raw], deadline)
 
     def send_raw(self, pieces: Sequence[memoryview], deadline: float) -> None:
         """Send pieces of memory, one after another. Raises TimeoutError and ConnectionError as `send` does."""
@@ -191,7 +205,7 @@ class Connection:
     def send_summed(self, pieces: Sequence[memoryview], deadline: float) -> int:
         """Send pieces of memory as `send_raw` does, and return their checksum, as `raw_checksum` computes it."""
         digest = xxhash.xxh3_64()
-        for part in _parts(pieces):
+        for part in sections(pieces, _SUMMED_BYTES):
             for piece in part:
                 digest.update(piece)
             self.send_raw(part, deadline)
@@ -200,7 +214,7 @@ class Connection:
     def receive_summed(self, pieces: Sequence[memoryview], deadline: float) -> int:
         """Fill pieces of memory as `receive_into` does, and return their checksum, as `raw_checksum` computes it."""
         digest = xxhash.xxh3_64()
-        for part in _parts(pieces):
+        for part in sections(pieces, _SUMMED_BYTES):
             self.receive_into(part, deadline)
             for piece in part:
                 digest.update(piece)
@@ -283,14 +297,14 @@ def _keep_in_cache(connection: socket.socket) -> None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOCAL_BUFFER_BYTES)
 
 
-def _parts(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Divide pieces of memory into lists of at most _SUMMED_BYTES bytes."""
+def sections(pieces: Sequence[memoryview], most_bytes: int) -> Iterator[list[memoryview]]:
+    """Divide pieces of memory, end to end, into lists of `most_bytes` bytes. The last may have fewer."""
     part: list[memoryview] = []
-    room = _SUMMED_BYTES
+    room = most_bytes
     for piece in pieces:
         while piece.nbytes > room:
             yield [*part, piece[:room]]
-            piece, part, room = piece[room:], [], _SUMMED_BYTES
+            piece, part, room = piece[room:], [], most_bytes
         part.append(piece)
         room -= piece.nbytes
     if part:
@@ -351,18 +365,29 @@ class Put:
     """Number of bytes of each block, multiples of `codecs.memory.ALIGN`."""
     wait_s: float
     """Seconds for which the unit may wait for room."""
-    checksum: int | None = None
-    """Checksum of the bytes, as `raw_checksum` returns it; None if the unit need not check them."""
+    check: bool = False
+    """Whether a SUM follows the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Request (op `reserve`) for room in which a writer on the unit's host itself writes consecutive blocks. The reply
-    is the room's location in the pool."""
+    """Request (op `reserve`) for room for consecutive blocks. A writer on the unit's host writes them itself; others
+    fill the room over several connections. The reply is the room's location in the pool."""
 
     first_block_id: int
     nbytes: int
     wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Request (op `fill`) to write the bytes that follow into a part of reserved room."""
+
+    first_block_id: int
+    start: int
+    """First byte of the part within the room."""
+    check: bool = False
+    """Whether a SUM follows the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,6 +434,8 @@ class Keep:
     next_block: int
 
 
+SUM = struct.Struct("<Q")
+"""Last bytes of a `Put` or `Fill` with `check`: the checksum of the bytes before it, as `raw_checksum` returns it."""
 ENDING = struct.Struct("<BQ")
 """Last bytes of the reply to a `Get`: STILL if no block was freed in the meantime, else GONE, and the checksum of the
 bytes, as `raw_checksum` returns it; 0 if the request asked for none."""

@@ -41,12 +41,13 @@ class RangedStore:
         self._store = store
         self.put, self.get, self.settle, self.close = store.put, store.get, store.settle, store.close
         self.moved_bytes = 0
+        self.requests = 0
 
     def lends(self, blocks: Sequence[BlockRef]) -> bool:
         return False
 
     def read_ranges(self, blocks: Sequence[BlockRef], ranges: Sequence[ByteRanges], timeout_s: float) -> None:
-        whole = []
+        whole, self.requests = [], self.requests + 1
         for ref in blocks:
             memory = np.zeros(ref.layout.nbytes, np.uint8)
             parts = self._store._host.read(ref.block_id, range(len(ref.layout.part_bytes)))
@@ -137,3 +138,13 @@ def test_what_was_cleared_and_what_is_damaged_is_named(clients: Any) -> None:
     whole.clear("p", meta.keys)
     with pytest.raises(RowsCleared, match="gone.0"):
         ranged.get(meta)
+
+
+def test_whole_blocks_of_ragged_rows_take_one_request(clients: Any) -> None:
+    whole, ranged, meta = clients
+    store = ranged._operations.store
+    for rows in (range(8, 24), [*range(40, 48), *range(8)]):
+        before = store.requests
+        chosen = meta.select(np.array(rows))
+        assert_same(ranged.get(chosen, ["image", "reward"]), whole.get(chosen, ["image", "reward"]))
+        assert store.requests == before + 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.codecs.blobs import Blob, BlobRows, blob_field
+from headrace.codecs.blobs import Blob, BlobRows, blob_field, references_of
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.errors import BlobsMissing, InvalidArgument, KeysNotFound, RowsCleared, SchemaMismatch
 from headrace.dataplane.factory import DataPlane, connect, connect_async
@@ -36,6 +36,14 @@ def picture(seed: int, patches: int = 64) -> Blob:
 
 def columns(listed: list[list[Blob]]) -> dict[str, Any]:
     return {"ids": [torch.arange(3)] * len(listed), "images": listed}
+
+
+def test_digests_of_large_blobs_are_the_same_from_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = [picture(seed, 512).name for seed in range(8)]
+    monkeypatch.setattr("headrace.codecs.blobs.THREADED_BYTES", 1)
+    blobs = [picture(seed, 512) for seed in range(8)]
+    references, found = references_of(IMAGES, [[blobs[0], blobs[1]], [], [*blobs[2:], blobs[0]]])
+    assert list(references.names) == alone == [*found] and references.counts.tolist() == [2, 0, 7]
 
 
 def names_of(found: BlobRows, row: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import re
@@ -20,7 +21,7 @@ from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.block_store import StoreSpec, holder_of
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
-from headrace.dataplane.errors import CapacityExceeded, DataPlaneTimeout, RowsCleared, StoreLost
+from headrace.dataplane.errors import CapacityExceeded, DataPlaneTimeout, IntegrityError, RowsCleared, StoreLost
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
 from headrace.dataplane.rpc.frames import header
 from headrace.dataplane.security.authenticated_listener import listen
@@ -31,8 +32,10 @@ from headrace.dataplane.stores.tcp.wire import (
     ENDING,
     LOCAL_BUFFER_BYTES,
     STILL,
+    SUM,
     Connection,
     Cut,
+    Fill,
     Free,
     Get,
     Put,
@@ -185,6 +188,51 @@ def test_a_client_that_dies_within_a_put_leaves_no_bytes(unit: StorageUnit, link
     wait_until(lambda: unit._pool.usage_bytes() == 0)
 
 
+def begun_fill(link: UnitLink, start: int, nbytes: int, sent: int) -> Connection:
+    """A connection over which the first bytes of a part of the room of block 1 were sent, and not the rest."""
+    connection = link._connected(soon())
+    request = encode(Fill(1, start))
+    connection.send("fill", request, [memoryview(bytes(sent))], soon(), later_bytes=nbytes - sent)
+    return connection
+
+
+def test_room_that_is_filled_by_several_connections_is_not_used_again_before_the_last(
+    unit: StorageUnit, link: UnitLink
+) -> None:
+    size = 1 << 16
+    link.ask("put", "reserve", encode(Reserve(1, 2 * size, 0.0)), (), soon())
+    late = begun_fill(link, size, size, 1000)
+    wait_until(lambda: len(unit._memory._marks) == 1)
+    link.ask("put", "fill", encode(Fill(1, 0)), [memoryview(bytes([7]) * size)], soon())
+    free(link, 1)
+    assert unit._pool.unfreed_bytes() == 2 * size, "the other connection is still writing"
+    late.send_raw([memoryview(bytes(size - 1000))], soon())
+    reply = late.receive(soon())
+    assert reply is not None and reply[0] == "freed" and unit._pool.usage_bytes() == 0 and not unit._memory._marks
+    late.close()
+    with pytest.raises(RowsCleared, match="block 1 was freed before it was written"):
+        link.ask("put", "fill", encode(Fill(1, 0)), [memoryview(bytes(64))], soon())
+
+
+def test_a_client_that_dies_within_a_part_of_a_put_leaves_no_bytes(unit: StorageUnit, link: UnitLink) -> None:
+    link.ask("put", "reserve", encode(Reserve(1, 1 << 16, 0.0)), (), soon())
+    connection = begun_fill(link, 0, 1 << 16, 1000)
+    wait_until(lambda: len(unit._memory._marks) == 1)
+    connection.close()
+    wait_until(lambda: unit._pool.usage_bytes() == 0)
+
+
+@pytest.mark.parametrize("op", ["put", "fill"])
+def test_bytes_whose_checksum_does_not_fit_are_not_kept(unit: StorageUnit, link: UnitLink, op: str) -> None:
+    request = encode(Put(1, (64,), 0.0, True) if op == "put" else Fill(1, 0, True))
+    if op == "fill":
+        link.ask("put", "reserve", encode(Reserve(1, 64, 0.0)), (), soon())
+    wrong = [memoryview(bytes(64)), memoryview(SUM.pack(raw_checksum([memoryview(bytes(64))]) ^ 1))]
+    with pytest.raises(IntegrityError, match="the bytes of a put were damaged on the way"):
+        link.ask("put", op, request, wrong, soon())
+    assert unit._pool.usage_bytes() == 0
+
+
 def test_requests_that_are_not_valid_end_the_connection_and_nothing_else(unit: StorageUnit, link: UnitLink) -> None:
     put(link, 1, bytes(64))
     far = 1 << 62
@@ -201,6 +249,9 @@ def test_requests_that_are_not_valid_end_the_connection_and_nothing_else(unit: S
         ("reserve", encode(Reserve(2, -1, 0.0))),
         ("reserve", encode(Reserve(2, 64, float("nan")))),
         ("reserve", encode(Reserve(1 << 63, 64, 0.0))),
+        ("fill", encode(Fill(1, 128))),
+        ("fill", encode(Fill(1, -1))),
+        ("fill", encode(Fill(1, 0, True))),
         ("cut", encode(Cut(1, (64, 64)))),
         ("cut", encode(Cut(1, (63,)))),
         ("free", b"\xc1"),
@@ -306,6 +357,38 @@ def test_a_shuffled_read_moves_the_rows_asked_for(
     assert batch.jagged("ids").values.reshape(4, 5000)[:, 7].tolist() == chosen
     wanted_bytes = 4 * (5000 * 4 + 40 * 50)
     assert wanted_bytes < moved[0] < 1.1 * wanted_bytes + 4000, "and the index of the images of four blocks"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("checksums", [False, True])
+def test_a_large_put_goes_over_several_connections(
+    plane: DataPlane, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, checksums: bool
+) -> None:
+    monkeypatch.setattr("headrace.dataplane.stores.tcp.store.STRIPE_BYTES", 50_000)
+    monkeypatch.setattr("headrace.dataplane.stores.tcp.store.STRIPES", 3)
+    filled, send, together = [], Connection.send, threading.Barrier(3, timeout=10)
+
+    def counted(connection: Connection, op: str, *arguments: Any, **options: Any) -> None:
+        filled.append((op, id(connection)))
+        if op == "fill":
+            together.wait()  # No connection is used again before all three are in use.
+        send(connection, op, *arguments, **options)
+
+    monkeypatch.setattr(Connection, "send", counted)
+    handle = plane.handle.over_sockets()
+    address = {**handle.store.address, "checksums": checksums}
+    with connect(dataclasses.replace(handle, store=dataclasses.replace(handle.store, address=address))) as client:
+        client.register(request.node.name, SCHEMA)
+        values = [torch.arange(number, number + 5000, dtype=torch.int32) for number in range(64)]
+        images = [torch.full((40, 50), number, dtype=torch.uint8) for number in range(64)]
+        meta = client.put(request.node.name, [f"k.{n}" for n in range(64)], {"ids": values, "image": images})
+        assert [op for op, _ in filled if op in ("put", "cut")] == ["cut"]
+        assert len({connection for op, connection in filled if op == "fill"}) == 3
+        batch = client.get(meta)
+        assert torch.equal(batch.jagged("ids").values, torch.cat(values))
+        assert torch.equal(batch.ragged("image").values, torch.cat([image.flatten() for image in images]))
+        client.unregister(request.node.name)
+        assert client.status().store_bytes == client.status().bytes_used
 
 
 @pytest.mark.processes
