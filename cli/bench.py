@@ -17,7 +17,8 @@ from .terminal import command_line, judged, new_console, print_table, show_resul
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..bench.gpu.work_report import Progress, WorkReport
+    from ..bench.gpu.work_report import WorkReport
+from ..bench.progress import Progress
 
 _BENCH_EPILOG = """examples:
   headrace bench transfer --quick
@@ -268,8 +269,8 @@ def _updates_of_vllm(arguments: argparse.Namespace, out: Path) -> int:
 
 def _gpu(arguments: argparse.Namespace) -> int:
     started = time.monotonic()  # The clock must start before torch is imported.
-    from ..bench.gpu.work_report import Progress
     from ..bench.gpu.works import TRAIN_WORKS, WORKS
+    from ..bench.progress import Progress
 
     [work] = known("--work", (arguments.work,), WORKS)
     out = results_folder(arguments, "gpu", new=True)

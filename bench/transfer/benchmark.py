@@ -17,22 +17,24 @@ from ...dataplane.errors import DataPlaneError
 from ...dataplane.owned_folder import SHARED_MEMORY
 from ...trainers.errors import UserError
 from ...trainers.run.checks import doctor
-from ..records import conditions, write_records, write_summary
+from ..progress import Progress
+from ..records import conditions, write_summary
 from . import baselines
 from .contenders import CHECKSUMMED, Contender, Op
-from .picture_rounds import measure_pictures
+from .picture_rounds import measure_pictures, picture_summary
 from .pictures import RANKS, SIDE, VLM, PictureProcess, PictureSpec
 from .processes import PRODUCER, PoolHost, ProcessPool, RayPool, ThreadPool, call
 from .results import (
     IN_TURNS,
     PAIRED,
+    KeptResults,
     Result,
     RouteSizes,
     StepResult,
     route_summary,
     summarise,
 )
-from .rounds import Pattern, measure, measure_in_turns
+from .rounds import Keep, Pattern, measure, measure_in_turns
 from .step import BLOCK_ROWS, DP, measure_steps
 from .stores import StoreContender
 from .workloads import MOE, MOE_ROUTES, STEP_ENDS, LoadSpec, build_load
@@ -71,6 +73,9 @@ QUICK_PICTURES = 0.125
 store each picture eight times."""
 CAPACITY_MIB = 1024
 OBJECT_STORE_MIB = 3072
+PICTURES_STORE_MIB = 8192
+"""Memory of Ray's object store with pictures. Ray frees the objects of a step of 417 MB some time later, and moves
+objects to the disk from four fifths of the memory on."""
 RAY_CPUS = 4
 """Number of logical CPUs of the benchmark's Ray cluster. Only TransferQueue's actors request any of them."""
 
@@ -139,8 +144,9 @@ def run_transfer(options: TransferOptions, tell: Callable[[str], None]) -> Trans
     """Measure the chosen stores and baselines, and write results.jsonl and summary.json into `options.out`. `tell` is
     called with one line per phase.
 
-    A store or baseline that fails on a workload is reported as failed for this workload. Raises UserError if none of
-    the chosen stores can start.
+    A store or baseline that fails on a workload is reported as failed for this workload. After an interruption, the
+    files have what was measured, and the summary's conditions say what is missing. Raises UserError if none of the
+    chosen stores can start.
     """
     options.out.mkdir(parents=True, exist_ok=True)
     absent = {kind: why for kind in options.stores if (why := why_absent(kind, options.in_process))}
@@ -151,41 +157,70 @@ def run_transfer(options: TransferOptions, tell: Callable[[str], None]) -> Trans
     if not present:
         raise UserError("no store can start here: " + "; ".join(f"{kind}: {why}" for kind, why in absent.items()))
     facts = conditions(repeats=options.repeats, quick=options.quick, rows_share=options.share, threads_per_process=1)
-    results: list[Result] = []
-    steps: list[StepResult] = []
+    kept, progress = KeptResults(options.out / "results.jsonl", facts), Progress(tell)
+    try:
+        _measure_all(options, present, absent, progress, kept)
+    except BaseException as error:
+        facts["interrupted"] = "; ".join(filter(None, (progress.stopped(error), progress.missing())))
+        raise
+    finally:
+        report = _report(options, kept, absent, facts)
+        kept.write()
+        write_summary(options.out / "summary.json", report.summary, facts | {"absent": absent})
+    return report
+
+
+def _measure_all(
+    options: TransferOptions, present: Sequence[str], absent: dict[str, str], tell: Progress, kept: KeptResults
+) -> None:
+    """Measure the chosen workloads, and keep the results."""
     names = [name for name in options.baselines if baselines.contender_name(name) not in absent]
-    pictures: dict[str, float] = {}
+    second = bool(options.specs()) and baselines.SECOND_RUN in names and "mooncake" in present
+    ops = options.pattern().ops if options.specs() else frozenset()
+    tell.plan(*([VLM] if VLM in options.workloads else []))
+    tell.plan(*[_names(specs) for specs in options.specs() if ops - {"step", "padding"}])
+    tell.plan(*[part for part in ("padding", "step") if part in ops], *([baselines.SECOND_RUN] if second else []))
     if VLM in options.workloads:
-        with _ray(options.in_process):
-            measured, pictures = _with_pictures(options, present, names, tell)
-            results += measured
+        with _ray(options.in_process, PICTURES_STORE_MIB):
+            _with_pictures(options, present, names, tell, kept.add)
+        tell.finish(VLM)
     if options.specs():
         with _ray(options.in_process):
-            _first_run(options, present, names, absent, tell, results, steps)
-    if options.specs() and baselines.SECOND_RUN in names and "mooncake" in present:
+            _first_run(options, present, names, absent, tell, kept.add)
+    if second:
         with _ray(options.in_process):
-            results += _second_run(options, absent, tell)
+            _second_run(options, absent, tell, kept.add)
+        tell.finish(baselines.SECOND_RUN)
+
+
+def _report(
+    options: TransferOptions, kept: KeptResults, absent: dict[str, str], facts: dict[str, Any]
+) -> TransferReport:
+    """Return the results and the summary of what was measured."""
+    results = kept.results
     contender_of = {name: baselines.contender_name(name) for name in options.baselines}
     rows = [result for result in results if result.workload != VLM]
-    summary = summarise(rows, steps, options.stores, contender_of, (baselines.SECOND_RUN,))
+    summary = summarise(rows, kept.steps, options.stores, contender_of, (baselines.SECOND_RUN,))
     if MOE in options.workloads:
         summary |= route_summary(results, summary, _route_sizes(LoadSpec(MOE, options.share)))
-    summary |= pictures
-    write_records(options.out / "results.jsonl", [item.record() for item in (*results, *steps)], facts)
-    write_summary(options.out / "summary.json", summary, facts | {"absent": absent})
-    return TransferReport(results, steps, summary, absent, facts)
+    summary |= picture_summary([result for result in results if result.workload == VLM], options.stores)
+    return TransferReport(results, kept.steps, summary, absent, facts)
+
+
+def _names(specs: Sequence[LoadSpec]) -> str:
+    return ", ".join(spec.name for spec in specs)
 
 
 def _with_pictures(
-    options: TransferOptions, kinds: Sequence[str], names: Sequence[str], tell: Callable[[str], None]
-) -> tuple[list[Result], dict[str, float]]:
+    options: TransferOptions, kinds: Sequence[str], names: Sequence[str], tell: Callable[[str], None], keep: Keep
+) -> None:
     """Measure the workload with pictures, in processes of its own."""
     share = options.share * (QUICK_PICTURES if options.quick else 1.0)
     with ExitStack() as stack:
         pool = (ThreadPool if options.in_process else RayPool)(RANKS, PictureProcess)
         stack.callback(pool.close)
         spec = PictureSpec(max(RANKS, round(32 * share)), side=8 if options.in_process else SIDE)
-        return measure_pictures(pool, spec, kinds, names, options.repeats, options.in_process, tell)
+        measure_pictures(pool, spec, kinds, names, options.repeats, options.in_process, tell, keep)
 
 
 def _route_sizes(spec: LoadSpec) -> RouteSizes:
@@ -220,9 +255,8 @@ def _first_run(
     kinds: Sequence[str],
     names: Sequence[str],
     absent: dict[str, str],
-    tell: Callable[[str], None],
-    results: list[Result],
-    steps: list[StepResult],
+    tell: Progress,
+    keep: Keep,
 ) -> None:
     pattern = options.pattern()
     in_process = options.in_process
@@ -250,18 +284,20 @@ def _first_run(
                         # Restarting frees the memory that the heaps of the processes keep. It would otherwise grow
                         # until none is left.
                         pool.restart()
-                    results += measure([(pool, contender) for contender in seated], specs, pattern, tell)
+                    measure([(pool, contender) for contender in seated], specs, pattern, tell, keep)
                 by_name = {contender.name: contender for contender in everyone}
                 for contender in sums if pattern.ops >= IN_TURNS.keys() else ():
                     tell(f"{checked}: {contender.name} and the store without checksums, in turns")
                     pair = (by_name[contender.name.removesuffix(CHECKSUMMED)], contender)
                     [spec] = [spec for spec in specs if spec.name == checked]
-                    results += measure_in_turns(pool, pair, spec, CHECKSUM_TURNS)
+                    keep(measure_in_turns(pool, pair, spec, CHECKSUM_TURNS))
                 for contender in sums:
                     contender.close()
+                tell.finish(_names(specs))
         if "padding" in pattern.ops:
             tell(f"{STEP_ENDS}: padded tensors to packed columns and back")
-            results += call(pool, PRODUCER, "pad", LoadSpec(STEP_ENDS, options.share), options.repeats)
+            keep(call(pool, PRODUCER, "pad", LoadSpec(STEP_ENDS, options.share), options.repeats))
+            tell.finish("padding")
         if "step" in pattern.ops:
             for store in stores:
                 if store is not None:
@@ -272,12 +308,13 @@ def _first_run(
                 if kind not in absent
             ]
             steppers = [contender for contender in (*by_prompt, *others) if contender is not None]
-            steps += measure_steps([(pool, contender) for contender in steppers], options.share, options.repeats, tell)
+            measure_steps([(pool, contender) for contender in steppers], options.share, options.repeats, tell, keep)
+            tell.finish("step")
 
 
-def _second_run(options: TransferOptions, absent: dict[str, str], tell: Callable[[str], None]) -> list[Result]:
-    """Measure the store `mooncake` against TransferQueue on MooncakeStore, and return the results. In the results the
-    store's name has the suffix PAIRED.
+def _second_run(options: TransferOptions, absent: dict[str, str], tell: Callable[[str], None], keep: Keep) -> None:
+    """Measure the store `mooncake` against TransferQueue on MooncakeStore. In the results the store's name has the
+    suffix PAIRED.
 
     The second TransferQueue needs another Ray cluster, because one cluster cannot host two. The store and TransferQueue
     have separate processes, because MooncakeStore changes mooncake's settings in its process.
@@ -285,7 +322,10 @@ def _second_run(options: TransferOptions, absent: dict[str, str], tell: Callable
     name, pattern = baselines.SECOND_RUN, options.pattern()
     if options.quick:  # Few processes are used, because starting them takes longer than all other work.
         pattern = replace(pattern, ops=pattern.ops - {"gets"}, readers=())
-    results = []
+
+    def paired(results: Sequence[Any]) -> None:
+        keep([one if one.contender == name else replace(one, contender=one.contender + PAIRED) for one in results])
+
     for specs in options.second_specs():
         # Each list starts everything afresh, because the baseline's master uses memory of its clients and fails when
         # they end.
@@ -295,12 +335,8 @@ def _second_run(options: TransferOptions, absent: dict[str, str], tell: Callable
             store = open_one("mooncake", lambda: _store("mooncake", False))
             baseline = open_one(name, lambda other=other: baselines.open_baseline(name, PoolHost(other)))
             if store is None or baseline is None:
-                return []
-            results += measure([(pool, store), (other, baseline)], specs, pattern, tell)
-    return [
-        result if result.contender == name else replace(result, contender=result.contender + PAIRED)
-        for result in results
-    ]
+                return
+            measure([(pool, store), (other, baseline)], specs, pattern, tell, paired)
 
 
 class _Opener:
@@ -346,7 +382,7 @@ def _start_pool(stack: ExitStack, options: TransferOptions, pattern: Pattern) ->
 
 
 @contextmanager
-def _ray(in_process: bool) -> Iterator[None]:
+def _ray(in_process: bool, object_store_mib: int = OBJECT_STORE_MIB) -> Iterator[None]:
     if in_process:
         yield
         return
@@ -357,7 +393,7 @@ def _ray(in_process: bool) -> Iterator[None]:
         num_cpus=RAY_CPUS,
         demand=CpuDemand(0, 0, 0),
         namespace="headrace-bench",
-        object_store_mib=OBJECT_STORE_MIB,
+        object_store_mib=object_store_mib,
     )
     try:
         yield

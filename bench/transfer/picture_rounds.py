@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from .pictures import (
 )
 from .processes import PRODUCER, PoolHost, ProcessLost, ProcessPool, Span, call, consumer
 from .results import Result
+from .rounds import Keep
 
 _logger = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ class PictureCase:
     seconds: dict[str, list[float]] = field(default_factory=lambda: {op: [] for op in OPS})
     wire_bytes: int = 0
     failure: str = ""
+    note: str = ""
+    """Remark for the readers of the times."""
     joined: bool = False
     """True if the processes have endpoints of the contender."""
 
@@ -62,36 +66,44 @@ def measure_pictures(
     repeats: int,
     in_process: bool,
     tell: Callable[[str], None],
-) -> tuple[list[Result], dict[str, float]]:
+    keep: Keep,
+) -> None:
     """Measure the stores with pictures that are stored once and with pixels in each row, and the baselines.
 
     baselines: those of `transferqueue`, `ray` and `tcp` that are measured. in_process: whether the stores run in this
-    process. Every byte of a first, untimed step is compared. Returns the results and the summary.
+    process. Every byte of a first, untimed step is compared. keep: function that gets the results of contenders as soon
+    as they are measured, also those of the rounds before an interruption.
     """
     names = [kind + suffix for kind in stores for suffix in ("", UNSHARED)]
     names += [QUEUE_KEYS, QUEUE_ROWS] if "transferqueue" in baselines else []
     names += [RAY] if "ray" in baselines else []
     names += RAW if "tcp" in baselines else []
-    cases: list[PictureCase] = []
+    once = spec.prompts * spec.picture_bytes + call(pool, PRODUCER, "text_bytes", spec)
     large = spec.row_bytes > TOGETHER_BYTES  # Ray keeps what its readers have read in memory.
     apart = [name for name in names if large and (_is_per_row(name) or name == RAY)]
     for together in [[name for name in names if name not in apart], *([name] for name in apart)]:
-        cases += _measure(pool, spec, together, repeats, in_process, tell)
-    once = spec.prompts * spec.picture_bytes + call(pool, PRODUCER, "text_bytes", spec)
-    results = []
-    for case in cases:
-        if case.failure:
-            results.append(Result(VLM, "all", case.name, 0, (), case.failure))
-            continue
-        nbytes = once + (spec.row_bytes - spec.prompts * spec.picture_bytes if _is_per_row(case.name) else 0)
-        for op, seconds in case.seconds.items():
-            results.append(
-                Result(VLM, op, case.name, nbytes, tuple(seconds), wire_bytes=case.wire_bytes if op == "put" else 0)
-            )
-    return results, picture_summary(results, stores, once)
+        cases: list[PictureCase] = []
+        try:
+            _measure(pool, spec, together, repeats, in_process, tell, cases)
+        finally:
+            keep([result for case in cases for result in _results(case, spec, once)])
 
 
-def picture_summary(results: Sequence[Result], stores: Sequence[str], once_bytes: int) -> dict[str, float]:
+def _results(case: PictureCase, spec: PictureSpec, once_bytes: int) -> list[Result]:
+    """Return the results of one contender; none if it was interrupted before its first round."""
+    if case.failure:
+        return [Result(VLM, "all", case.name, 0, (), case.failure)]
+    nbytes = once_bytes + (spec.row_bytes - spec.prompts * spec.picture_bytes if _is_per_row(case.name) else 0)
+    return [
+        Result(
+            VLM, op, case.name, nbytes, tuple(seconds), wire_bytes=case.wire_bytes if op == "put" else 0, note=case.note
+        )
+        for op, seconds in case.seconds.items()
+        if seconds
+    ]  # fmt: skip
+
+
+def picture_summary(results: Sequence[Result], stores: Sequence[str]) -> dict[str, float]:
     """Return the ratios of times, and of the bytes that a put writes to those of the text and of each picture once.
 
     TransferQueue counts with the quicker of its two ways for each operation.
@@ -105,8 +117,8 @@ def picture_summary(results: Sequence[Result], stores: Sequence[str], once_bytes
                 times = [median[op, name] for name in names if (op, name) in median]
                 if times and (op, kind) in median:
                     summary[f"{VLM}.{op}.{kind}.vs_{rival}"] = min(times) / median[op, kind]
-    wire = [one.wire_bytes for one in results if one.contender in stores and one.wire_bytes]
-    return summary | ({f"{VLM}.put_bytes_over_once": max(wire) / once_bytes} if wire else {})
+    over = [one.wire_bytes / one.nbytes for one in results if one.contender in stores and one.wire_bytes]
+    return summary | ({f"{VLM}.put_bytes_over_once": max(over)} if over else {})
 
 
 def _is_per_row(name: str) -> bool:
@@ -120,10 +132,12 @@ def _measure(
     repeats: int,
     in_process: bool,
     tell: Callable[[str], None],
-) -> list[PictureCase]:
+    cases: list[PictureCase],
+) -> None:
+    """Measure contenders in turns. Their cases are added to `cases` before."""
     with ExitStack() as stack:
         queue: list[Any] = []
-        cases = [PictureCase(name, _opened(stack, pool, name, spec, queue, in_process)) for name in names]
+        cases += [PictureCase(name, _opened(stack, pool, name, spec, queue, in_process)) for name in names]
         stack.callback(_leave, pool)
         for case in cases:
             tell(f"{VLM}/{case.name}: warm-up and verification")
@@ -132,7 +146,16 @@ def _measure(
             tell(f"{VLM}: round {number + 1} of {repeats}")
             for case in cases:
                 _attempt(pool, case, cases, lambda case=case: _step(pool, case, spec, verify=False))
-    return cases
+        for case in cases:
+            case.note = _spilled() if case.name == RAY else ""
+
+
+def _spilled() -> str:
+    """Say how many bytes Ray has moved to the disk because its object store was full; "" if none."""
+    from ray._private.internal_api import memory_summary  # Ray has no public function for it.
+
+    found = re.search(r"Spilled \d+ MiB", memory_summary(stats_only=True))
+    return f"Ray's object store was full, and moved objects to the disk: {found[0]}" if found else ""
 
 
 def _leave(pool: ProcessPool) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..records import write_records
 from .contenders import CHECKSUMMED
 from .workloads import MOE
 
@@ -42,6 +44,8 @@ class Result:
     wire_bytes: int = 0
     """Number of bytes that one run writes, including block headers; 0 for reads and for contenders that do not count
     them."""
+    note: str = ""
+    """Remark on the times, such as a store that was full; "" if there is none."""
 
     @property
     def median_s(self) -> float:
@@ -70,6 +74,7 @@ class Result:
             "min_ms": min(self.seconds) * 1e3,
             "mib_per_s": self.mib_per_s if self.nbytes else None,
             **({"wire_bytes": self.wire_bytes} if self.wire_bytes else {}),
+            **({"note": self.note} if self.note else {}),
             "verified": True,
             "times_ms": [round(seconds * 1e3, 4) for seconds in self.seconds],
         }
@@ -121,6 +126,24 @@ class StepResult:
         """Return all figures that are not times, by name."""
         names = ("bytes_put_per_token", "wire_bytes_put_per_token", "bytes_got_per_token", "directory_calls")
         return {name: getattr(self, name) for name in (*names, "blocks_read_ratio")}
+
+
+class KeptResults:
+    """Results of a run. They are written as soon as they are measured, so that an interruption leaves them."""
+
+    def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
+        """path: results.jsonl. facts: conditions of the measurement."""
+        self.results: list[Result] = []
+        self.steps: list[StepResult] = []
+        self._path, self._facts = path, facts
+
+    def add(self, found: Sequence[Result | StepResult]) -> None:
+        self.results += [one for one in found if isinstance(one, Result)]
+        self.steps += [one for one in found if isinstance(one, StepResult)]
+        self.write()
+
+    def write(self) -> None:
+        write_records(self._path, [one.record() for one in (*self.results, *self.steps)], self._facts)
 
 
 def summarise(

@@ -12,7 +12,7 @@ import numpy as np
 
 from .contenders import Contender, Op, RowContender, Share, shares
 from .processes import CALL_TIMEOUT_S, PRODUCER, LoadSize, ProcessLost, ProcessPool, Span, call, consumer
-from .results import IN_TURNS, Result
+from .results import IN_TURNS, Result, StepResult
 from .workloads import WRITE_BACK, LoadSpec
 
 _logger = logging.getLogger(__name__)
@@ -26,6 +26,9 @@ SETTLE_TIMEOUT_S = 60.0
 """Seconds to wait for the end of the calls of a failed case."""
 
 _runs = itertools.count()
+
+Keep = Callable[[Sequence[Result | StepResult]], None]
+"""A function that keeps results as soon as they are measured."""
 
 Seat = tuple[ProcessPool, Contender]
 """A contender (store or baseline), and the pool of processes in which it is measured."""
@@ -91,22 +94,24 @@ class Pattern:
 
 
 def measure(
-    seats: Sequence[Seat], specs: Sequence[LoadSpec], pattern: Pattern, tell: Callable[[str], None]
-) -> list[Result]:
+    seats: Sequence[Seat], specs: Sequence[LoadSpec], pattern: Pattern, tell: Callable[[str], None], keep: Keep
+) -> None:
     """Measure every contender on every workload, in rounds in which each contender has one turn. The warm-up before
-    them verifies every read."""
+    them verifies every read. keep: function that gets the results, also those of the rounds before an interruption."""
     cases = open_cases(seats, specs)
-    for case in cases:
-        tell(f"{case.label}: warm-up and verification")
-        attempt(case, cases, lambda case=case: _warm_up(case, pattern))
-    for number in range(pattern.repeats):
-        tell(f"{', '.join(spec.name for spec in specs)}: round {number + 1} of {pattern.repeats}")
+    try:
         for case in cases:
-            for iteration in range(case.iterations):
-                ops = pattern.ops if iteration == 0 else pattern.ops - {"claim"}
-                attempt(case, cases, lambda case=case, ops=ops: _iterate(case, ops, pattern.readers, False))
+            tell(f"{case.label}: warm-up and verification")
+            attempt(case, cases, lambda case=case: _warm_up(case, pattern))
+        for number in range(pattern.repeats):
+            tell(f"{', '.join(spec.name for spec in specs)}: round {number + 1} of {pattern.repeats}")
+            for case in cases:
+                for iteration in range(case.iterations):
+                    ops = pattern.ops if iteration == 0 else pattern.ops - {"claim"}
+                    attempt(case, cases, lambda case=case, ops=ops: _iterate(case, ops, pattern.readers, False))
+    finally:
+        keep([result for case in cases for result in case.results()])
     close_cases(cases)
-    return [result for case in cases for result in case.results()]
 
 
 def measure_in_turns(pool: ProcessPool, pair: Sequence[Contender], spec: LoadSpec, turns: int) -> list[Result]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from ...actors.train.topology import Topology
 from .contenders import Digests, RowContender, Share
 from .processes import PRODUCER, LoadSize, Span, call, consumer
 from .results import StepResult
-from .rounds import Case, Seat, attempt, close_cases, open_cases
+from .rounds import Case, Keep, Seat, attempt, close_cases, open_cases
 from .workloads import STEP_FIRST, LoadSpec
 
 DP = 2
@@ -37,31 +37,34 @@ FORWARD = ("input_ids", "mask")
 TRAIN = (*FORWARD, "generation_logprobs", "previous_logprobs", "reference_logprobs", "advantages")
 
 
-def measure_steps(seats: Sequence[Seat], share: float, repeats: int, tell: Callable[[str], None]) -> list[StepResult]:
+def measure_steps(seats: Sequence[Seat], share: float, repeats: int, tell: Callable[[str], None], keep: Keep) -> None:
     """Run a GRPO step through every contender in turn. The first run checks every read, the second counts bytes and
-    calls, and `repeats` further runs are timed. Each pool of processes needs DP + 1 consumers."""
+    calls, and `repeats` further runs are timed. Each pool of processes needs DP + 1 consumers. keep: as for
+    `measure`."""
     chosen = [(pool, contender) for pool, contender in seats if "step" in contender.ops]
     cases = open_cases(chosen, [LoadSpec("step", share)])
     counts: dict[str, StepResult] = {}
-    for case in cases:
-        tell(f"{case.label}: warm-up and verification")
-        step = _Step(case)
-        attempt(case, cases, step.verify)
-        attempt(case, cases, lambda step=step, case=case: counts.update({case.label: step.count()}))
-        case.seconds = {}
-    for number in range(repeats):
-        tell(f"step: round {number + 1} of {repeats}")
+    try:
         for case in cases:
-            attempt(case, cases, _Step(case).run)
+            tell(f"{case.label}: warm-up and verification")
+            step = _Step(case)
+            attempt(case, cases, step.verify)
+            attempt(case, cases, lambda step=step, case=case: counts.update({case.label: step.count()}))
+            case.seconds = {}
+        for number in range(repeats):
+            tell(f"step: round {number + 1} of {repeats}")
+            for case in cases:
+                attempt(case, cases, _Step(case).run)
+    finally:
+        keep([_result(case, counts) for case in cases if case.failure or "called" in case.seconds])
     close_cases(cases)
-    return [
-        StepResult(case.contender.name, (), failure=case.failure)
-        if case.failure
-        else replace(
-            counts[case.label], seconds=tuple(case.seconds["step"]), called_seconds=tuple(case.seconds["called"])
-        )
-        for case in cases
-    ]
+
+
+def _result(case: Case, counts: Mapping[str, StepResult]) -> StepResult:
+    if case.failure:
+        return StepResult(case.contender.name, (), failure=case.failure)
+    seconds, called = case.seconds["step"], case.seconds["called"]
+    return replace(counts[case.label], seconds=tuple(seconds), called_seconds=tuple(called))
 
 
 def train_shares(size: LoadSize) -> list[Share]:

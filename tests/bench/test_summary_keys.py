@@ -64,7 +64,7 @@ def transfer_keys() -> list[str]:
         for op in OPS
         for name in ("shm", "shm" + UNSHARED, RAY, QUEUE_KEYS)
     ]
-    return [*summary, *routes, *picture_summary(pictures, stores, 1)]
+    return [*summary, *routes, *picture_summary(pictures, stores)]
 
 
 def replica_keys() -> list[str]:

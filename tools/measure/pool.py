@@ -27,9 +27,10 @@ import torch
 
 from headrace.bench.gpu.nvml import GpuSamples, gpu_names, sampler_of, usable_nvml
 from headrace.bench.gpu.train_run import complaints
-from headrace.bench.gpu.work_report import Progress, WorkReport
+from headrace.bench.gpu.work_report import WorkReport
 from headrace.bench.gpu.works import HALF, GrpoWork
 from headrace.bench.models import make_folder
+from headrace.bench.progress import Progress
 from headrace.bench.records import conditions
 from headrace.cli.arguments import Parser, known, results_folder
 from headrace.cli.bench import measured

@@ -20,8 +20,9 @@ from headrace.bench import records
 from headrace.bench.gpu import whole_runs
 from headrace.bench.gpu.nvml import GpuSamples
 from headrace.bench.gpu.train_run import TrainOutcome, TrainTask, read_outcome
-from headrace.bench.gpu.work_report import Progress, WorkReport
+from headrace.bench.gpu.work_report import WorkReport
 from headrace.bench.gpu.works import WORKS
+from headrace.bench.progress import Progress
 from headrace.cli import main, outcome
 from headrace.tests.bench.gpu.runs import record, write_run
 from headrace.trainers.errors import UserError

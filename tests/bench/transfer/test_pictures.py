@@ -57,9 +57,9 @@ def test_a_damaged_picture_fails_its_case_alone(tmp_path: Path, monkeypatch: pyt
 
 def test_transferqueue_counts_with_its_quicker_way() -> None:
     seconds = {"shm": 1.0, QUEUE_KEYS: 3.0, QUEUE_ROWS: 2.0, RAY: 4.0}
-    results = [Result("vlm", "put", name, 1, (took,), wire_bytes=10) for name, took in seconds.items()]
+    results = [Result("vlm", "put", name, 5, (took,), wire_bytes=10) for name, took in seconds.items()]
     expected = {"vlm.put.shm.vs_transferqueue": 2.0, "vlm.put.shm.vs_ray": 4.0, "vlm.put_bytes_over_once": 2.0}
-    assert picture_summary(results, ("shm",), 5) == expected
+    assert picture_summary(results, ("shm",)) == expected
 
 
 def test_a_process_that_is_lost_fails_its_case_and_the_others_go_on(

@@ -109,3 +109,29 @@ def test_a_groups_prompt_costs_its_bytes_once(tmp_path: Path) -> None:
     assert 393 * 0.7 < report.summary["moe.bytes_put_per_token"] < 393, "384 of routes and 9 of the rest"
     assert report.summary["moe.padded_int32_over_formula"] > 4
     assert report.summary["moe.put.shm.vs_memcpy"] > 0
+
+
+@pytest.mark.parametrize(
+    ("workload", "phase", "measured", "missing"),
+    [
+        ("rl-256", "tiny: round 3 of 3", {"rl-256", "tiny"}, "tiny, padding, step"),
+        ("rl-256", "step: round 3 of 3", {"rl-256", "tiny", "step-ends", "step"}, "step"),
+        ("vlm", "vlm: round 2 of 3", {"vlm"}, "vlm, tiny, padding, step"),
+    ],
+)
+def test_what_was_measured_before_an_interruption_is_kept(
+    tmp_path: Path, workload: str, phase: str, measured: set[str], missing: str
+) -> None:
+    def until(line: str) -> None:
+        if line.endswith(phase):
+            raise KeyboardInterrupt
+
+    chosen = options(tmp_path, workloads=(workload, "tiny"), stores=("shm",), baselines=("memcpy",))
+    with pytest.raises(KeyboardInterrupt):
+        run_transfer(chosen, until)
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {line["workload"] for line in lines} == measured and all(line["runs"] > 0 for line in lines)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    told = summary["conditions"]["interrupted"]
+    assert told.startswith("interrupted") and phase in told
+    assert told.endswith(f"not measured or not to the end: {missing}") and len(summary) > 1
