@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import ray
+
 from ...dataplane.config import DataPlaneConfig, StoreConfig
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.factory import open_data_plane
@@ -154,7 +156,10 @@ def _spilled() -> str:
     """Say how many bytes Ray has moved to the disk because its object store was full; "" if none."""
     from ray._private.internal_api import memory_summary  # Ray has no public function for it.
 
-    found = re.search(r"Spilled \d+ MiB", memory_summary(stats_only=True))
+    if not ray.is_initialized():
+        return ""
+    told = memory_summary(ray.get_runtime_context().gcs_address, stats_only=True)
+    found = re.search(r"Spilled \d+ MiB", told)
     return f"Ray's object store was full, and moved objects to the disk: {found[0]}" if found else ""
 
 

@@ -371,9 +371,10 @@ class SharedMemoryStore:
 
     @contextlib.contextmanager
     def writing(self, block_id: int, location: bytes) -> Iterator[Callable[[int, int], np.ndarray]]:
-        """Mark this process as the writer of a block for as long as the context lasts, in one or more threads at the
-        same time. The context's value is a function (offset in the block's range, number of bytes) -> the range's
-        memory, uint8 1-D.
+        """Mark this process as the writer of a block for as long as the context lasts.
+
+        Several threads may write to a block at the same time. The context's value is a function (offset in the block's
+        range, number of bytes) -> the range's memory, uint8 1-D.
 
         Raises RowsCleared, on entry or at the end, if the put's reservation has ended, and StoreLost after the host's
         `close`.

@@ -55,6 +55,7 @@ NAMES: dict[str, dict[str, str]] = {
         "ray._private.authentication.authentication_token_setup.ensure_token_if_auth_enabled": (
             "trainers/cluster/test_ray_cluster.py"
         ),
+        "ray._private.internal_api.memory_summary": "bench/transfer/test_pictures.py",
         "ray._private.node.Node": "trainers/cluster/test_ray_cluster.py",
         "ray._private.runtime_env.py_modules.upload_py_modules_if_needed": "runs/test_differing_hosts.py",
         "ray._private.parameter": "trainers/cluster/test_ray_cluster.py",

@@ -7,16 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import ray
 import torch
 
 from headrace.bench.transfer import picture_rounds
-from headrace.bench.transfer.benchmark import TransferOptions, run_transfer
+from headrace.bench.transfer.benchmark import TransferOptions, _ray, run_transfer
 from headrace.bench.transfer.picture_rounds import picture_summary
 from headrace.bench.transfer.pictures import QUEUE_KEYS, QUEUE_ROWS, RAW, RAY, UNSHARED, OwnEndpoint
 from headrace.bench.transfer.processes import ProcessLost
 from headrace.bench.transfer.report import failures, tables, write_report
 from headrace.bench.transfer.results import Result
+from headrace.tests.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -76,3 +79,12 @@ def test_a_process_that_is_lost_fails_its_case_and_the_others_go_on(
     report = run_transfer(replace(small(tmp_path), stores=("shm",)), lambda line: None)
     assert [line.split(":")[0] for line in failures(report)] == [f"vlm, shm{UNSHARED}"]
     assert {one.contender for one in report.results if one.seconds} == {"shm", *RAW}
+
+
+@pytest.mark.usefixtures("own_ray")
+def test_a_full_object_store_is_told() -> None:
+    with _ray(False, 100):
+        assert picture_rounds._spilled() == ""
+        objects = [ray.put(np.full(20 << 20, number, np.uint8)) for number in range(8)]
+        wait_until(lambda: "moved objects to the disk: Spilled " in picture_rounds._spilled())
+        assert len(objects) == 8
