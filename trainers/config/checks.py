@@ -18,7 +18,7 @@ from ..advantages.config import AdvantageConfig
 from ..backends.config import ROUNDED_MESH, TrainerConfig
 from ..backends.fsdp.bitwise.conditions import bitwise_problems
 from ..backends.model_split import mesh_problems
-from ..losses.config import LossConfig
+from ..losses.config import SUPERVISED, LossConfig
 from .config import AlgorithmConfig, Config, ResourcesConfig, RunConfig
 from .distillation_checks import reward_problems, teacher_problems
 from .evaluation_sets import EvaluationConfig, ValidationConfig
@@ -76,7 +76,10 @@ def cautions(
 ) -> list[str]:
     """Return one line for each allowed setting with an effect on training that users may not expect. window: largest
     number of versions by which a row can be older than the policy being trained."""
-    lines = _adapter_lines(trainer) + precision_lines(rollout, loss.correction, trainer.fp8)
+    lines = _adapter_lines(trainer)
+    if loss.kind == SUPERVISED:  # No engine gives probabilities to the tokens.
+        return lines
+    lines += precision_lines(rollout, loss.correction, trainer.fp8)
     if trainer.backend == "scripted" or loss.kind != "reinforce" or loss.correction != "none":
         return lines
     if window:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,12 @@ def test_a_choice_of_the_user_stays() -> None:
         assert (config.loss.correction, config.algorithm.prev_logprobs) == ("none", "rollout")
         assert "which loss.correction=none does not correct; loss.correction=tis does" in lines(config)[0]
     assert build_config({}).loss.correction == "none" and not lines(build_config({}))
+
+
+def test_a_supervised_run_has_no_engines_to_correct_for(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    config = build_config({"sft": {"train": str(tmp_path / "rows.jsonl")}, "trainer": {"fp8": "rowwise"}})
+    assert config.loss.kind == "sft" and lines(config) == []
 
 
 @pytest.mark.parametrize(
