@@ -81,15 +81,15 @@ def test_stopped_and_killed_engines(tmp_path: Path, transport: str) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("in_flight", ["keep", "wait"])
+@pytest.mark.parametrize(("in_flight", "scheme"), [("keep", "none"), ("wait", "none"), ("wait", "fp8")])
 def test_an_engine_core_that_is_killed_in_a_direct_broadcast_costs_the_other_engine_nothing(
-    tmp_path: Path, in_flight: str
+    tmp_path: Path, in_flight: str, scheme: str
 ) -> None:
     folder = runs.model_folder(tmp_path / "model", "tied")
     overrides = (
         "rollout.engine=vllm", "rollout.kv_cache=32", "rollout.num_engines=2", "sync.transport=collective",
         "sync.staging=none", "sync.bucket_mib=1", f"sync.in_flight={in_flight}", f"sync.timeout_s={2 * BOUND_S}",
-        "dataplane.timeout_s=20", "run.max_restarts=0",
+        "dataplane.timeout_s=20", "run.max_restarts=0", f"rollout.quantization={scheme}", "sync.verify=full",
     )  # fmt: skip
     state = State()
     with runs.run(tmp_path / "run", folder, *overrides) as run:
@@ -111,5 +111,5 @@ def test_an_engine_core_that_is_killed_in_a_direct_broadcast_costs_the_other_eng
 
         model = runs.trainer_model(run, tmp_path / "export")
         answers = runs.engine_logprobs(first, "after")
-        assert runs.difference(model, answers) < 1e-3
+        assert runs.difference(model, answers) < (1e-3 if scheme == "none" else 0.6), "it rounds activations, too"
         assert all(set(versions) == {state.version} for _, _, versions in answers)

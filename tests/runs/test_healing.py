@@ -59,6 +59,7 @@ def test_a_killed_rollout_actor_is_replaced(tmp_path: Path, mode: str) -> None:
     [
         pytest.param((), id="hf"),
         pytest.param(INT8, id="hf in int8"),
+        pytest.param(("rollout.engine=vllm", "rollout.kv_cache=32", *INT8), id="vllm in int8", marks=pytest.mark.vllm),
     ],
 )
 def test_a_killed_engine_is_replaced(tmp_path: Path, engine: tuple[str, ...]) -> None:

@@ -48,8 +48,9 @@ def build(model_folder: str, **options: Any) -> VllmEngine:
             start.take_standby()  # an engine that is refused leaves it
 
 
-def save_model(folder: Path, kind: str, context: int = CONTEXT, size: int = 64) -> str:
-    """A random model without tokenizer; kind: `untied`, `tied` or `moe`. size: of most matrices. Returns the folder."""
+def save_model(folder: Path, kind: str, context: int = CONTEXT, size: int = 64, **more: Any) -> str:
+    """A random model without tokenizer; kind: `untied`, `tied` or `moe`. size: of most matrices. more: what else its
+    configuration has. Returns the folder."""
     config: dict[str, Any] = dict(
         vocab_size=VOCAB_SIZE,
         hidden_size=size,
@@ -65,6 +66,7 @@ def save_model(folder: Path, kind: str, context: int = CONTEXT, size: int = 64) 
         eos_token_id=EOS,
         initializer_range=0.2,
     )
+    config |= more
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if kind == "moe":

@@ -211,3 +211,30 @@ def test_a_scheme_for_which_vllm_has_no_kernel_is_refused_in_a_sentence(tmp_path
         RuntimeError, match=rf"rollout.quantization: {words} so on this machine \(Failed to find a kernel"
     ):
         build(folder, quantization="fp8_block")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_odd_sizes_keys_in_8_bits_and_sleep_go_with_8_bit_weights(tmp_path: Path, scheme: Scheme) -> None:
+    """The hidden and the intermediate size are no multiples of 16. Versions come while the engine sleeps."""
+    folder = save_model(tmp_path / "model", "tied", size=72, head_dim=32, intermediate_size=100, num_attention_heads=3,
+                        num_key_value_heads=1)  # fmt: skip
+    plan, publisher = quantization_of(folder, scheme), Publisher(tmp_path / "weights")
+
+    async def main() -> None:
+        engine = build(folder, quantization=scheme, kv_cache_dtype="fp8")
+        try:
+            for version, factor in ((1, 0.9), (2, 0.8)):
+                sent = dict(plan.stream(scaled(folder, factor).items()))
+                await engine.sleep(2)
+                await engine.prepare_weights(publisher.publish(version, sent))
+                await engine.commit_weights(version)
+                await engine.wake()
+                assert await engine.verify_weights(digests_of(version, sent)) == len(sent) - 1
+                answers = await engine.generate(f"{version}", PROMPT, PARAMS)
+                assert distance(folder, plan, factor, answers) < 0.15
+        finally:
+            await engine.close()
+            publisher.close()
+
+    asyncio.run(main())
