@@ -163,14 +163,15 @@ def check_timeline(events: list[dict[str, Any]]) -> None:
     passes = [event for event in by_lane["train worker 0", "compute"] if event["name"] == "forward backward"]
     sent = [event for event in by_lane["train worker 0", "sync"] if event["name"] == "send weights"]
     assert len(sent) == 3, "that of the last step is reported in the next"
-    overlaps = 0.0
+    ahead = 0
     for step, drawn_step in steps.items():
         [trained] = [event for event in passes if overlap(event, drawn_step) > 0]
         for generated in by_lane["rollout 0", "generation"]:
             found = re.fullmatch(r"generate (\d+)(-\d+)?", generated["name"])
             if found and int(found[1]) // PROMPTS + 1 == step + 1:
-                overlaps += overlap(trained, generated)
-    assert overlaps > 0, "training of a step under the generation of the next"
+                # On busy cores it may even end before the training begins. In mode `sync` it begins after its end.
+                ahead += generated["ts"] < trained["ts"] + trained["dur"]
+    assert ahead > 0, "generation for the next step that began before the training ended"
 
 
 def overlap(a: dict[str, Any], b: dict[str, Any]) -> float:

@@ -85,7 +85,7 @@ def test_an_error_of_the_caller_ends_the_stage_without_a_time_limit() -> None:
 def test_a_run_prints_warnings_and_notes_and_keeps_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoints: Any = SimpleNamespace(is_due=lambda step: False)
     placement = SimpleNamespace(num_gpus=0)
-    run: Any = SimpleNamespace(actors=SimpleNamespace(placement=placement, data_notes=["b"]), roles_note="")
+    run: Any = SimpleNamespace(actors=SimpleNamespace(placement=placement, notes=["b"]), roles_note="")
     with RunFolder(build_config({"run": {"dir": str(tmp_path / "run")}}), resume=False) as folder:
         training: Any = SimpleNamespace(
             _log=lambda step, metrics: None, _folder=folder, _progress=Progress("flat", 5), _notes=["a", "b"],
