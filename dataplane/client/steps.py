@@ -23,7 +23,7 @@ class Ask:
     """Function that builds a request to undo this one, when its reply comes after its time limit or after its task was
     cancelled; None when there is nothing to undo."""
     undoes: bool = False
-    """Whether the request undoes an earlier one. It is sent even if the caller has been interrupted."""
+    """True if the request undoes an earlier one. It is then sent even if the caller has been interrupted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,24 +61,8 @@ class UnitLink:
     ) -> bytes:
         """Send a request whose reply has no raw bytes, and return the reply's head. op: the client's operation, for
         errors. summed: whether a SUM of `raw` follows it. Raises the errors of `answer`."""
-        with self.exchange(op, request, head, raw, deadline, summed=summed) as (_, answer, _):
+        with self.answer(self.send(op, request, head, raw, deadline, summed=summed)) as (_, answer, _):
             return answer
-
-    @contextlib.contextmanager
-    def exchange(
-        self,
-        op: str,
-        request: str,
-        head: bytes,
-        raw: Sequence[memoryview],
-        deadline: float,
-        *,
-        expected: int = 0,
-        summed: bool = False,
-    ) -> Iterator[tuple[Connection, bytes, int]]:
-        """Send a request and receive the beginning of its reply, as `send` and `answer` do."""
-        with self.answer(self.send(op, request, head, raw, deadline, expected=expected, summed=summed)) as answer:
-            yield answer
 
     def send(
         self,

@@ -366,7 +366,7 @@ class Put:
     wait_s: float
     """Seconds for which the unit may wait for room."""
     check: bool = False
-    """Whether a SUM follows the bytes."""
+    """True if a checksum, packed as `SUM`, follows the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +387,7 @@ class Fill:
     start: int
     """First byte of the part within the room."""
     check: bool = False
-    """Whether a SUM follows the bytes."""
+    """True if a checksum, packed as `SUM`, follows the bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def get(link: UnitLink, *ranges: tuple[int, int, int], check: bool = False) -> b
     ids = sorted({block_id for block_id, _, _ in ranges})
     block = column([ids.index(block_id) for block_id, _, _ in ranges])
     request = Get(column(ids), block, column([at for _, at, _ in ranges]), column([n for _, _, n in ranges]), check)
-    with link.exchange("get", "get", encode(request), (), soon()) as (connection, _, raw_bytes):
+    with link.answer(link.send("get", "get", encode(request), (), soon())) as (connection, _, raw_bytes):
         data, ending = bytearray(raw_bytes - ENDING.size), bytearray(ENDING.size)
         pieces = [memoryview(data)[:1000], memoryview(data)[1000:]]
         checksum = connection.receive_summed(pieces, soon())
@@ -463,7 +463,8 @@ def test_a_slow_answer_is_a_timeout_that_says_how_far_it_came(
     request = encode(Get(column([1]), column([0]), column([0]), column([1 << 19])))
     with pytest.raises(DataPlaneTimeout, match=r"of the reply were received .*op=get.*unit-0") as late:
         deadline = time.monotonic() + 0.5
-        with link.exchange("get", "get", request, (), deadline, expected=(1 << 19) + 1) as (connection, _, raw_bytes):
+        sent = link.send("get", "get", request, (), deadline, expected=(1 << 19) + 1)
+        with link.answer(sent) as (connection, _, raw_bytes):
             connection.receive_into([memoryview(bytearray(raw_bytes))], deadline)
     got, expected = map(int, re.findall(r"(\d+) of (\d+) bytes", str(late.value))[0])
     assert got == expected - ENDING.size > 1 << 19

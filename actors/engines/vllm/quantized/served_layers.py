@@ -70,7 +70,7 @@ READERS: Mapping[str, Reader] = {
 }  # fmt: skip
 """Declared forms in which layers keep a weight, in the order in which they are tried."""
 _VIEWS = ("as sent", "transposed")
-"""Those of the readers that return views of the memory that a layer has."""
+"""Names of the readers that return views of the memory that a layer has."""
 
 
 def _cut(weight: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:

@@ -111,19 +111,26 @@ class Members:
         assert all(one.startswith("engine-0|") and "engine-0 worker 1 is lost" in one for one in sent), sent
         assert all("has ended the update" in got[rank] for rank in (0, 2, 3)), got
 
-    def expect_lost_rank(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-        """Lose the rank 2 at a round of its group, and expect that no engine is blamed and the next version goes on."""
-        lost, rounds, original = self.senders[2], itertools.count(), PairGroup.exchange
+    def update_without(
+        self, monkeypatch: pytest.MonkeyPatch, lost: Any, at: int, cut_off: Callable[[], None], version: int
+    ) -> Any:
+        """Update to a version, and lose a member at a round of its group: it is cut off and fails."""
+        rounds, original = itertools.count(), PairGroup.exchange
 
         def exchange(group: PairGroup, sends: Any, takes: Any) -> Any:
             if group is lost._group and next(rounds) == at:
-                lost._tracker.close()
+                cut_off()
                 raise WeightTransferError("killed")
             return original(group, sends, takes)
 
         with monkeypatch.context() as patch:
             patch.setattr(PairGroup, "exchange", exchange)
-            sent, got = self.update(1)
+            return self.update(version)
+
+    def expect_lost_rank(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+        """Lose the rank 2 at a round of its group, and expect that no engine is blamed and the next version goes on."""
+        lost = self.senders[2]
+        sent, got = self.update_without(monkeypatch, lost, at, lambda: lost._tracker.close(), 1)
         told = r"sender 2 at 127.0.0.1:\d+.*is lost|gave up|has ended the update"
         assert all(re.search(told, one) for one in got) and any("sender 2" in one for one in got), got
         assert all(one.startswith("|") for one in sent), sent

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headrace.actors.weight_sync.pairs import group_receiver, group_sender
-from headrace.actors.weight_sync.pairs.group_wire import WIDTH, PairGroup, in_rounds
+from headrace.actors.weight_sync.pairs.group_wire import WIDTH, in_rounds
 from headrace.actors.weight_sync.plan.transfer_plan import plan_transfer
 from headrace.actors.weight_sync.transports.protocol import WeightTransferError
 from headrace.tests.actors.weight_sync.pairs.group_members import SENDERS, SPECS, TP, Members, party
@@ -87,18 +87,13 @@ def test_a_lost_receiver_is_named_and_the_next_version_goes_on(
 ) -> None:
     ranks = members()
     ranks.expect_whole(1)
-    lost, rounds, original = ranks.receivers[1], itertools.count(), PairGroup.exchange
+    lost = ranks.receivers[1]
 
-    def exchange(self: PairGroup, sends: Any, takes: Any) -> Any:
-        if self is lost._group and next(rounds) == 2:
-            for sender in lost._senders:
-                sender.link.close()
-            raise WeightTransferError("killed")
-        return original(self, sends, takes)
+    def cut_off() -> None:
+        for sender in lost._senders:
+            sender.link.close()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(PairGroup, "exchange", exchange)
-        sent, got = ranks.update(2)
+    sent, got = ranks.update_without(monkeypatch, lost, 2, cut_off, 2)
     ranks.expect_lost_worker(sent, got)
     assert groups(ranks) == {""}
     ranks.expect_whole(3)
