@@ -199,7 +199,7 @@ class UnitPort:
         column = wire.column
         request = wire.Get(column([block_id]), column([0]), column([0]), column([nbytes]))
         head, deadline = wire.encode(request), time.monotonic() + TIMEOUT_S
-        with link.exchange("get", "get", head, (), deadline) as (connection, _, raw_bytes):
+        with link.answer(link.send("get", "get", head, (), deadline)) as (connection, _, raw_bytes):
             data = bytearray(raw_bytes)
             connection.receive_into([memoryview(data)], deadline)
         return bytes(data[: -wire.ENDING.size])
