@@ -20,6 +20,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from ..codecs import messages
 from ..codecs.blobs import Blob
+from ..codecs.integers import cut_up
 from .engines.factory import EngineConfig, build_engine
 from .engines.protocol import (
     BaseKeeper,
@@ -114,13 +115,12 @@ class GenerateReply:
 
     def completions(self) -> list[Completion]:
         """Split the columns into the individual completions of the request."""
-        bounds = np.cumsum(self.lengths)[:-1]
         return [
             Completion(token_ids, logprobs, reason, versions, routes, np.frombuffer(masks, np.uint8) if masks else None)
             for token_ids, logprobs, versions, reason, routes, masks in zip(
-                np.split(self.token_ids, bounds),
-                np.split(self.logprobs, bounds),
-                np.split(self.versions, bounds),
+                cut_up(self.token_ids, self.lengths),
+                cut_up(self.logprobs, self.lengths),
+                cut_up(self.versions, self.lengths),
                 self.reasons,
                 self._routes(),
                 self.masks,
@@ -131,8 +131,7 @@ class GenerateReply:
     def _routes(self) -> list[np.ndarray | None]:
         if self.routes is None:
             return [None] * len(self.lengths)
-        ends = np.cumsum(np.maximum(self.num_routes, 0))
-        parts = np.split(self.routes, ends[:-1])
+        parts = cut_up(self.routes, np.maximum(self.num_routes, 0))
         return [None if count < 0 else part for count, part in zip(self.num_routes, parts, strict=True)]
 
 
@@ -309,8 +308,7 @@ class EngineActor(EngineHost):
     async def score(self, call: ScoreCall) -> ScoreReply:
         """Return the log-probs that the hosted engine's model gives to given tokens; see `Scorer.score`. Raises
         ValueError if it is an engine without a model."""
-        ends = np.cumsum(call.lengths)[:-1]
-        rows, wanted = np.split(call.token_ids, ends), np.split(call.wanted, ends)
+        rows, wanted = cut_up(call.token_ids, call.lengths), cut_up(call.wanted, call.lengths)
         engine: Any = self._engine
         if not isinstance(engine, Scorer):
             raise ValueError(f"{self._name}: its engine {type(engine).__name__} cannot score tokens")

@@ -5,7 +5,7 @@ They are fastest on sorted arrays, because arrays of row numbers, group numbers 
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,11 @@ def exclusive_cumsum(counts: np.ndarray) -> np.ndarray:
     """Return, for each entry of `counts`, the sum of all entries before it, int64 `[N]`."""
     ends = np.cumsum(counts, dtype=np.int64)
     return ends - counts
+
+
+def cut_up(values: np.ndarray, counts: Any) -> list[np.ndarray]:
+    """Return one piece of `values` for each entry of `counts`, of so many entries; no piece for no counts."""
+    return np.split(values, np.cumsum(counts, dtype=np.int64))[:-1]
 
 
 def distinct(values: np.ndarray) -> np.ndarray:

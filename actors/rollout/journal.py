@@ -27,7 +27,7 @@ from ...codecs import messages
 from ...codecs.batch import Batch
 from ...codecs.blocks import BlockLayout, encode_block, read_header
 from ...codecs.gather import RowSource, assemble
-from ...codecs.integers import exclusive_cumsum
+from ...codecs.integers import cut_up, exclusive_cumsum
 from ...dataplane.meta import POSITION
 from .journal_segments import SegmentFolder, pack_record, read_body
 from .results import GroupFigures
@@ -108,8 +108,7 @@ def _decode_rows(data: np.ndarray, layout: BlockLayout) -> Batch:
     layout of these parts."""
     if layout.shared is not None:
         layout = replace(layout, shared=layout.shared.with_parents())
-    ends = np.cumsum(layout.part_bytes)
-    parts = dict(enumerate(np.split(data, ends[:-1])))
+    parts = dict(enumerate(cut_up(data, layout.part_bytes)))
     schema, num_rows, lengths = read_header(parts[0])
     tokens = np.zeros(num_rows, dtype=np.int64) if lengths is None else lengths.astype(np.int64)
     source = RowSource(

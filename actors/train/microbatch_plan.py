@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...codecs.integers import ceil_div, round_up
+from ...codecs.integers import ceil_div, cut_up, round_up
 from .picture_plan import PatchBudget, fill_by_group, picture_costs
 from .topology import Topology
 
@@ -141,7 +141,7 @@ def _into_microbatches(
     int64 `[N]`. shown: patches and group of each row, `[N]`; None without pictures."""
     order = np.argsort(rank_of, kind="stable")
     counts = np.bincount(rank_of, minlength=topology.dp)
-    per_rank = np.split(order, np.cumsum(counts)[:-1])
+    per_rank = cut_up(order, counts)
     tokens_of = [padded[rows] for rows in per_rank]
     packed = budget.packing == "packed"
     if shown is not None:

@@ -451,7 +451,7 @@ class TrainWorker:
             return
         work.sampled = True
         meta = self._reader.begin(work.shard.of_samples(work.meta))
-        fields = ("input_ids", "response_mask", *self._replayed)
+        fields = ("input_ids", "response_mask", *self._setup.masks, *self._replayed)
         with self._span("logprobs of samples"), closing(self._reader.stream(fields)) as micros:
             columns = self._backend.logprobs(micros, work.shard.sample_passes, temperature=self._setup.temperature)
         file, step = self._setup.samples, work.shard.step

@@ -28,7 +28,7 @@ import torch
 import xxhash
 
 from ..batch import Ragged
-from ..integers import ceil_div, exclusive_cumsum
+from ..integers import ceil_div, cut_up, exclusive_cumsum
 from ..schema import Field, Kind
 
 MASKS = "sampling_masks"
@@ -106,7 +106,7 @@ def sealed(stream: np.ndarray, num_tokens: int) -> np.ndarray:
 def check_seals(column: Ragged, lengths: np.ndarray, keys: Sequence[str]) -> None:
     """Raise MasksDamaged, naming the row, unless each row of the column has the bytes that were sealed. lengths: number
     of tokens of each row, int64 `[N]`. keys: their keys."""
-    streams = np.split(column.values.numpy(), np.cumsum(column.shapes[:, 0])[:-1])
+    streams = cut_up(column.values.numpy(), column.shapes[:, 0])
     for key, length, stream in zip(keys, lengths.tolist(), streams, strict=True):
         if not np.array_equal(stream, sealed(stream[:-_SEAL], length)):
             raise MasksDamaged(

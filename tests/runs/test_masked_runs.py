@@ -3,6 +3,7 @@
 import pytest
 
 from headrace.tests.runs import cli_runs as runs
+from headrace.trainers.observe.samples import mismatch, read_samples
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]  # test_trust_probe compares an engine with a backend
 
@@ -15,6 +16,7 @@ RUNS = {
     "hf, fsdp tp2, with a reference": ("trainer.tp=2", "loss.kl_coef=0.01", "algorithm.prev_logprobs=recompute"),
     "hf, megatron pp2, with a reference": (*MEGATRON, "trainer.pp=2", "loss.kl_coef=0.01"),
     "hf, megatron cp2": (*MEGATRON, "trainer.cp=2"),
+    "hf, fsdp dp2, samples are of one rank": ("trainer.dp=2", "logging.samples.groups=1"),
     "hf, fsdp, streaming": ("algorithm.mode=streaming",),
     "hf, fsdp, async keep": ("algorithm.mode=async", "sync.in_flight=keep"),
     "hf, fsdp, async abort": ("algorithm.mode=async", "sync.in_flight=abort"),
@@ -51,3 +53,5 @@ def test_tokens_are_trained_on_the_sets_from_which_they_were_drawn(tmp_path, nam
     assert all(0 <= step["train/entropy"] < 2.31 for step in (first, second)), "at most the logarithm of 10, in nats"
     assert first["logprob/mismatch_max"] < (1.0 if "int8" in name else 1e-4), "same weights, same sets, float32"
     assert first["train/grad_norm"] > 0
+    distances = [distance for row in read_samples(run_dir / "samples.jsonl") if (distance := mismatch(row)) is not None]
+    assert distances and ("int8" in name or "async" in name or max(distances) < 1e-3), "both are over the same sets"

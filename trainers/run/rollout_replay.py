@@ -24,6 +24,7 @@ from ...actors.protocols import row_schema
 from ...actors.rollout.actor import RolloutActor
 from ...actors.rollout.journal import GroupJournal, JournalConfig, JournaledGroup
 from ...codecs.batch import Batch, Jagged, Ragged
+from ...codecs.integers import cut_up
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.factory import connect, open_data_plane
 from ..base_model.prepare import ROUNDED, route_spec
@@ -214,7 +215,7 @@ class _Tally:
 
 def _split(column: object) -> list[np.ndarray]:
     assert isinstance(column, Jagged)
-    return np.split(column.values.numpy(), np.cumsum(column.lengths)[:-1])
+    return cut_up(column.values.numpy(), column.lengths)
 
 
 def write_replay(report: ReplayReport, path: Path) -> None:

@@ -32,3 +32,9 @@ def test_sampling_masks_that_are_damaged_on_the_way_name_their_row() -> None:
                     rows.columns(1, ("input_ids", MASKS))
             else:
                 rows.columns(1, ("input_ids", MASKS))
+                few = TrainShard(1, None, np.array([0, 4, 0]), "plan", traced=False)
+                for index, count in enumerate(few.sizes):  # Ranks with fewer rows have empty microbatches.
+                    assert StepRows(client, few, meta).columns(index, ("input_ids", MASKS)).num_rows == count
+                none = meta.select(np.zeros(0, np.int64))
+                without = StepRows(client, TrainShard(1, None, np.array([0]), "plan", traced=False), none)
+                assert without.columns(0, (MASKS,)).num_rows == 0

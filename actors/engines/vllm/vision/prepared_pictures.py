@@ -20,6 +20,7 @@ from transformers.utils.import_utils import is_torchvision_available
 
 from .....codecs.batch import Ragged
 from .....codecs.blobs import Blob
+from .....codecs.integers import cut_up
 from ....process.user_errors import counted
 from ...hf.pictures import NUM_TOKENS
 from .. import library
@@ -137,7 +138,7 @@ def _places(request_id: str, found: np.ndarray, counts: Sequence[int]) -> tuple[
             f"{ends[-1]}, one for each feature of its {counted(len(counts), 'picture')} (picture {number} has "
             f"{counts[number]})"
         )
-    return tuple(_place(one) for one in np.split(found, ends[:-1]))
+    return tuple(_place(one) for one in cut_up(found, counts))
 
 
 def _place(positions: np.ndarray) -> Any:
