@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..codecs import messages
+from .rpc.forks import renew_in_forks
 
 # ---------------- Latency histograms count in fixed, log-spaced buckets, so that counts of all processes add up.
 
@@ -254,9 +255,13 @@ class ClientStats:
         self.directory_bytes = 0
         """Number of bytes of all requests to the directory (the metadata service) and of their replies."""
         self._lock = threading.Lock()
+        renew_in_forks(self, ClientStats._renew)
         self._recent = Traffic()
         """Calls since the last `take`."""
         self._taken = Traffic()
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
 
     def count_call(self, op: str, seconds: float, nbytes: int = 0) -> None:
         """Count a call that has finished or failed.

@@ -8,6 +8,7 @@ from collections import deque
 
 from ...codecs.integers import ALIGN, round_up
 from ..directory.requests import Space
+from ..rpc.forks import renew_in_forks
 
 RECENT_PUTS = 8
 SLACK_PART = 4
@@ -33,6 +34,11 @@ class Credit:
         self._spaces: list[tuple[Space, float]] = []
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_PUTS)
         self._lock = threading.Lock()
+        renew_in_forks(self, Credit._renew)
+
+    def _renew(self) -> None:
+        """Leave the spaces to the process from which this one was forked, which may write to them."""
+        self._lock, self._spaces = threading.Lock(), []
 
     def take(self, nbytes: int, num_blocks: int) -> tuple[Space | None, tuple[int, ...]]:
         """Take the smallest of the granted spaces into which a put fits. Returns (space, ()), or (None, ids of all

@@ -23,6 +23,7 @@ from ..errors import DataPlaneError, DataPlaneTimeout, DirectoryLost
 from ..security.handshake import HandshakeError
 from .cancellation import CallCancelled, Cancellation
 from .connecting import connected
+from .forks import renew_in_forks
 from .frames import (
     CANCEL,
     HEADER_BYTES,
@@ -79,8 +80,12 @@ class SocketLink:
         self._channels: dict[asyncio.AbstractEventLoop, SharedChannel] = {}
         # The idle connections are closed even if `detach` is never called.
         self._finalizer = weakref.finalize(self, _close_all, self._idle)
+        renew_in_forks(self, SocketLink._renew)
         if connect_s is not None:
             self._idle.append(self._connect("connect", time.monotonic() + connect_s))
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
 
     def call(
         self,

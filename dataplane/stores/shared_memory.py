@@ -27,6 +27,7 @@ from ...codecs.integers import ALIGN, round_up
 from ..block_store import StoreSpec, Want
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
 from ..owned_folder import SHARED_MEMORY, process_start, remove_stale_folders
+from ..rpc.forks import renew_in_forks
 from .registry import StoreEntry
 from .shm_folder import (
     CLOSED,
@@ -347,6 +348,7 @@ class SharedMemoryStore:
         self._marking = threading.Lock()
         self._marks: dict[tuple[int, int], int] = {}
         """Number of threads that write to a range now, by process id (it differs after a fork) and slot."""
+        renew_in_forks(self, SharedMemoryStore._renew)
         try:
             self._slots = map_slots(self._folder)
             self._pool: PoolMapping | None = PoolMapping(self._folder)
@@ -356,6 +358,9 @@ class SharedMemoryStore:
                 op="connect",
                 peer=str(self._folder),
             ) from None
+
+    def _renew(self) -> None:
+        self._marking = threading.Lock()
 
     def put(
         self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...errors import CapacityExceeded, DataPlaneError, IntegrityError, RowsCleared, StoreLost
+from ...rpc.forks import renew_in_forks
 from ...rpc.frames import LAST_NUMBER
 from ...security.authenticated_listener import connect_authenticated
 from ...security.handshake import HandshakeError, left_s
@@ -55,6 +56,10 @@ class UnitLink:
         self._watch_pid = 0
         # The idle connections are closed even if `close` is never called.
         self._finalizer = weakref.finalize(self, _close_all, self._idle, self._watch)
+        renew_in_forks(self, UnitLink._renew)
+
+    def _renew(self) -> None:
+        self._lock, self._watching = threading.Lock(), threading.Lock()
 
     def ask(
         self, op: str, request: str, head: bytes, raw: Sequence[memoryview], deadline: float, *, summed: bool = False
@@ -167,7 +172,8 @@ class UnitLink:
         raise self._closed_error()
 
     def close(self) -> None:
-        """Close the idle connections now, and those in use after their calls. Idempotent."""
+        """Close the idle connections now, and those in use after their calls. A call that needs another connection then
+        raises StoreLost, as puts and reads do that have begun. Idempotent."""
         with self._lock:
             self._closed = True
         self._finalizer()
