@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from .jagged import pack
 from .memory import as_bytes
 from .objects import encode_column
 from .schema import Field, Kind, Schema
+from .threads import run_in_threads
 
 DIGEST_BYTES = 16
 """Number of bytes of a digest. It is xxh3 of 128 bits, which takes less time than a copy of the bytes. Two blobs of one
@@ -60,6 +60,11 @@ class Blob:
         if not self._name:
             self._name = _digest(self.batch)
         return self._name
+
+    def named(self) -> Blob:
+        """Compute the digest now, and return this blob."""
+        self._name = self.name
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the parts as arrays of bytes, which protocol 5 need not copy."""
@@ -183,5 +188,5 @@ def _name_all(blobs: Iterable[Blob]) -> None:
     columns = [column for blob in unnamed for column in blob.batch.values()]
     tensors = [column.values if isinstance(column, Ragged) else column for column in columns]
     if sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor)) >= THREADED_BYTES:
-        with ThreadPoolExecutor(_THREADS) as threads:
-            list(threads.map(lambda blob: blob.name, unnamed))
+        for call in run_in_threads([blob.named for blob in unnamed], _THREADS):
+            call.result()

@@ -175,11 +175,11 @@ class PictureProcessor:
         return replace(found, seconds=time.perf_counter() - started)
 
     def prepared(self, processed: Processed) -> Prepared:
-        """Return the picture as a blob. processed: result of `process`, here or in another process."""
+        """Return the picture as a blob, with its digest. processed: result of `process`, here or in another process."""
         parts = {name: as_tensor(values, dtype, shape) for name, dtype, shape, values in processed.parts}
         count = torch.tensor(processed.num_tokens, dtype=torch.int32)
         blob, size = Blob(self.field, {**parts, NUM_TOKENS: count}), sum(len(values) for *_, values in processed.parts)
-        return Prepared(blob, processed.text, processed.num_tokens, size)
+        return Prepared(blob.named(), processed.text, processed.num_tokens, size)
 
     def _processed(self, image: Any) -> Processed:
         try:

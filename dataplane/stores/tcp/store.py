@@ -7,12 +7,12 @@ reads blocks of this host's units in place, and asks other units only for the by
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
 import time
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any
 
@@ -22,10 +22,12 @@ import torch
 from ....codecs.blocks import BlockLayout, BlockPieces, part_bytes
 from ....codecs.integers import ALIGN, ceil_div, distinct, round_up
 from ....codecs.memory import as_bytes, fresh
+from ....codecs.threads import run_in_threads
 from ...block_store import ANY_HOLDER, HOLDER_BYTES, ByteRanges, PutsAll, StoreSpec, Want, holder_of
 from ...directory.requests import body_of
 from ...errors import CapacityExceeded, DataPlaneError, IntegrityError, RowsCleared, StoreLost
 from ...meta import BlockRef
+from ...rpc.forks import renew_in_forks
 from ...rpc.links import Link
 from ..shared_memory import SharedMemoryStore
 from .link import Sent, UnitDied, UnitLink
@@ -51,6 +53,8 @@ _PAD = memoryview(bytes(ALIGN))
 _ASK_TIMEOUT_S = 10.0
 STRIPE_BYTES = 4 << 20
 """Smallest number of bytes of a put that are sent over a connection of their own."""
+MOST_STRIPE_BYTES = 1 << 30
+"""Largest number of bytes of a put that are sent in one message."""
 STRIPES = min(4, os.cpu_count() or 1)
 """Largest number of connections over which a put is sent at the same time. The copy into one connection, and the one
 out of it, take a core each."""
@@ -66,6 +70,7 @@ class TcpStore(PutsAll):
         self._key = spec.key
         self._link = link
         self._lock = threading.Lock()
+        renew_in_forks(self, TcpStore._renew)
         self._memory_id = memory_id() if spec.address.get("shares_memory", True) else ""
         self._checks = bool(spec.address.get("checksums", False))
         self._units: list[UnitLink] = []
@@ -78,6 +83,9 @@ class TcpStore(PutsAll):
         self._closed = False
         units: Any = spec.address["units"]
         self._add([UnitAddress(*unit) for unit in units])
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
 
     @property
     def holders(self) -> list[str]:
@@ -152,7 +160,7 @@ class TcpStore(PutsAll):
     ) -> tuple[bytes, ...]:
         unit, sizes = self._units[number], tuple(layout.nbytes for layout in layouts)
         near = self._near.get(number)
-        if near is None and sum(sizes) < 2 * STRIPE_BYTES:
+        if near is None and sum(sizes) < (2 * STRIPE_BYTES if STRIPES > 1 else MOST_STRIPE_BYTES):
             request = encode(Put(first_block_id, sizes, wait_s, self._checks))
             raw = _laid_out(blocks, layouts)
             return locations(unit.ask("put", "put", request, raw, deadline, summed=self._checks))
@@ -166,18 +174,19 @@ class TcpStore(PutsAll):
     def _fill(
         self, unit: UnitLink, first_block_id: int, raw: Sequence[memoryview], nbytes: int, deadline: float
     ) -> None:
-        """Send the bytes of a put into its room, in stripes over a connection each."""
-        stripe_bytes = round_up(max(STRIPE_BYTES, ceil_div(nbytes, STRIPES)), ALIGN)
+        """Send the bytes of a put into its room, in stripes over up to STRIPES connections."""
+        most = min(MOST_STRIPE_BYTES, ceil_div(nbytes, STRIPES))
+        stripe_bytes = round_up(max(STRIPE_BYTES, most), ALIGN)
 
         def send(start: int, stripe: Sequence[memoryview]) -> None:
             request = encode(Fill(first_block_id, start, self._checks))
             unit.ask("put", "fill", request, stripe, deadline, summed=self._checks)
 
-        stripes = list(enumerate(sections(raw, stripe_bytes)))
-        with ThreadPoolExecutor(len(stripes)) as threads:
-            calls = [threads.submit(send, number * stripe_bytes, stripe) for number, stripe in stripes]
-        errors = [error for call in calls if (error := call.exception()) is not None]
-        if errors:  # A unit frees the room when one stripe fails, so the others may say only that.
+        stripes = enumerate(sections(raw, stripe_bytes))
+        calls = [functools.partial(send, number * stripe_bytes, stripe) for number, stripe in stripes]
+        ended = run_in_threads(calls, STRIPES)
+        errors = [error for call in ended if (error := call.exception()) is not None]
+        if errors:  # If the room was freed meanwhile, what some stripe says besides tells more.
             raise min(errors, key=lambda error: (isinstance(error, RowsCleared), not isinstance(error, UnitDied)))
 
     def _order(self, holder: int, deadline: float) -> list[int]:

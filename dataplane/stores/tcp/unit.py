@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ....codecs.integers import ALIGN
-from ...errors import RowsCleared, StoreLost
+from ...errors import CapacityExceeded, RowsCleared, StoreLost
 from ...owned_folder import process_start
 from ...rpc.child_process import ChildProcess, serve_parent
 from ...security.authenticated_listener import AuthenticatedListener, listen
@@ -190,7 +190,7 @@ class StorageUnit:
             _reply(connection, FULL, location.encode())
             return
         fill = Fill(request.first_block_id, 0, request.check)
-        if self._received(connection, fill, location, raw_bytes, deadline):
+        if self._received(connection, fill, location, raw_bytes, deadline, frees=True):
             self._cut_into(connection, request.first_block_id, request.sizes)
 
     def _fill(self, connection: Connection, head: bytes, raw_bytes: int) -> None:
@@ -207,10 +207,21 @@ class StorageUnit:
             _reply(connection, DONE, b"")
 
     def _received(
-        self, connection: Connection, request: Fill, location: bytes, raw_bytes: int, deadline: float
+        self,
+        connection: Connection,
+        request: Fill,
+        location: bytes,
+        raw_bytes: int,
+        deadline: float,
+        *,
+        frees: bool = False,
     ) -> bool:
-        """Receive the bytes of a put into its room at `location`. If they are damaged or the room was freed, the reply
-        says so, and the result is False."""
+        """Receive the bytes of a put, or a part of them, into its room at `location`. If they are damaged or the room
+        was freed, the reply says so, and the result is False.
+
+        frees: whether room whose bytes do not come is freed. If it has more parts, these may have been sent again over
+        other connections, and the room may be blocks by now. Then the end of the client's reservation frees it.
+        """
         block_id, nbytes, received, ending = request.first_block_id, raw_bytes, False, bytearray(SUM.size)
         try:
             with self._memory.writing(block_id, location) as room:
@@ -228,10 +239,12 @@ class StorageUnit:
             _reply(connection, FREED, error.message.encode())
             return False
         except BaseException:
-            self._pool.free(block_id, b"")
+            if frees:
+                self._pool.free(block_id, b"")
             raise
         if not whole:
-            self._pool.free(block_id, b"")
+            if frees:
+                self._pool.free(block_id, b"")
             _reply(connection, DAMAGED, b"the bytes of a put were damaged on the way")
         return whole
 
@@ -256,6 +269,9 @@ class StorageUnit:
             found = self._blocks(first_block_id, sizes)
         except RowsCleared as error:
             _reply(connection, FREED, error.message.encode())
+        except CapacityExceeded as error:  # There is no room for the table of blocks.
+            self._pool.free(first_block_id, b"")
+            _reply(connection, FULL, error.message.encode())
         else:
             _reply(connection, DONE, encode(found))
 
