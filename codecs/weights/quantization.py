@@ -31,6 +31,8 @@ DTYPES: Mapping[Scheme, torch.dtype] = {
 }
 _MOST: Mapping[Scheme, float] = {"fp8": 448.0, "fp8_block": 448.0, "int8": 127.0}
 """Largest value of each kind. It stands for the largest absolute weight of a row or block."""
+_LEAST = torch.finfo(torch.float32).tiny
+"""Least scale. Smaller numbers have fewer digits, with which the largest weight could become larger than it may."""
 
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of each weight by name."""
@@ -108,7 +110,11 @@ class Quantization:
         """Raise ValueError that names the first scales among `named` that are not all finite and positive.
 
         They are damaged, or the trainer's weight is not finite."""
-        scales = {name: one for name, one in named.items() if name.removesuffix(SUFFIX) in self.names - {name}}
+        scales = {
+            name: one
+            for name, one in named.items()
+            if name.endswith(SUFFIX) and name.removesuffix(SUFFIX) in self.names
+        }
         if scales:
             sound = torch.stack([((one > 0) & one.isfinite()).all() for one in scales.values()]).tolist()
             if wrong := [name for name, good in zip(scales, sound, strict=True) if not good]:
@@ -124,16 +130,17 @@ def scale_shape(shape: Sequence[int], scheme: Scheme) -> tuple[int, ...]:
 def quantize(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the 8-bit values of a weight, contiguous, and their float32 scales, on the weight's device.
 
-    A scale is the largest absolute weight of its row or block, divided by the largest 8-bit value, in float32; it is 1
-    where all weights are 0. Each weight is divided by its scale, and rounded to the nearest value, ties to even. A row
-    with a weight that is not finite gets a scale that is not finite, so that no engine computes with it unnoticed.
+    A scale is the largest absolute weight of its row or block, divided by the largest 8-bit value, in float32, but at
+    least the smallest normal number; it is 1 where all weights are 0. Each weight is divided by its scale, and rounded
+    to the nearest value, ties to even. A row with a weight that is not finite gets a scale that is not finite, so that
+    no engine computes with it unnoticed.
     """
     if weight.ndim > 2:  # The copies in float32 are of one expert at a time.
         values, scales = zip(*(quantize(one, scheme) for one in weight), strict=True)
         return torch.stack(values), torch.stack(scales)
     with torch.no_grad():
         largest = _largest(weight, scheme)
-        scales = torch.where(largest == 0, 1.0, largest / _MOST[scheme])
+        scales = torch.where(largest == 0, 1.0, (largest / _MOST[scheme]).clamp_min(_LEAST))
         scaled = weight / _spread(scales, weight.shape, scheme)  # The scales make the result float32.
         return (scaled.round_() if scheme == "int8" else scaled).to(DTYPES[scheme]), scales
 

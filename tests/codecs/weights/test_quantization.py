@@ -54,6 +54,14 @@ def test_the_bytes_are_those_of_the_rule() -> None:
     assert blocks.tolist() == [[(torch.tensor(254.0) / 448).item()], [(torch.tensor(1.0) / 448).item()]]
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_near_the_smallest_number_have_scales(scheme: Scheme) -> None:
+    weight = torch.tensor([[top, -top / 2, 0.0] for top in (1e-45, 3e-43, 9e-43, 1e-40, 1.2e-38, 1e-35)])
+    values, scales = quantize(weight, scheme)
+    assert values.float().isfinite().all() and (scales >= torch.finfo(torch.float32).tiny).all()
+    torch.testing.assert_close(dequantize(values, scales, torch.float32), weight, rtol=0.1, atol=1e-38)
+
+
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_weight_that_is_not_finite_stays_visible(scheme: Scheme, wrong: float) -> None:
