@@ -22,6 +22,7 @@ from ..directory.samplers import TaskConfig
 from ..errors import DataPlaneTimeout, DirectoryLost
 from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta, Tags
+from ..rpc.forks import renew_in_forks
 from ..rpc.links import Link, wait_out
 from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from .arguments import Fields, Keys
@@ -55,9 +56,13 @@ class AsyncDataPlaneClient(CountedClient):
     ) -> None:
         """others: handle, link and store of each further directory of the data plane."""
         super().__init__(handle, link, store, name, others)
+        self._closed = False
+        self._renew()
+        renew_in_forks(self, AsyncDataPlaneClient._renew)
+
+    def _renew(self) -> None:
         # The client has its own threads, because tools that hang can occupy all default threads of the event loop.
         self._threads = ThreadPoolExecutor(thread_name_prefix="data-plane")
-        self._closed = False
 
     async def register(
         self,

@@ -172,7 +172,7 @@ class LeaseRenewal:
         return has_receipt or held.is_live and held.watch not in self._watched
 
     def _run(self) -> None:
-        inbox, heard = self._inbox, time.monotonic()
+        inbox, heard, told = self._inbox, time.monotonic(), False
         due = heard + self._lease_s / RENEWALS
         while not self._has_ended:
             with contextlib.suppress(queue.Empty):
@@ -188,13 +188,12 @@ class LeaseRenewal:
                     return
             try:
                 live = self._renew(asked)
-            except DataPlaneError as error:
-                if time.monotonic() - heard <= self._lease_s:
-                    continue
-                _logger.warning("%d leases ran out, as they could not be renewed: %s", len(asked), error)
-                live = ()
-            else:
-                heard = time.monotonic()
+            except DataPlaneError as error:  # Only the directory knows whether a lease has ended.
+                if not told and time.monotonic() - heard > self._lease_s:
+                    told = True
+                    _logger.warning("%d leases could not be renewed, and may have run out: %s", len(asked), error)
+                continue
+            heard, told = time.monotonic(), False
             self._lose(set(asked).difference(live))
 
     def _lose(self, lease_ids: Iterable[int]) -> None:

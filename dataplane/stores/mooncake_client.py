@@ -23,6 +23,7 @@ import numpy as np
 from ...codecs.integers import ALIGN, round_up
 from ..errors import CapacityExceeded, DataPlaneError, IntegrityError, RowsCleared, StoreLost
 from ..listen_address import join_host
+from ..rpc.forks import renew_in_forks
 from .deadline import DeadlineThreads, unanswered
 
 MIN_BYTES = 1 << 20
@@ -100,6 +101,12 @@ _logger = logging.getLogger(__name__)
 
 HOW_TO_GET_IT = "pip install -e '.[mooncake]' and apt-get install libibverbs1"
 CONNECT_TIMEOUT_S = 30.0
+_FORKED = (
+    "this process was forked from one that uses Mooncake, whose library does not work after a fork; start it with the "
+    "method `spawn` of multiprocessing, and connect there"
+)
+_loaded_by: dict[str, int] = {}
+"""Process id, as `pid`, of the process that has loaded the library."""
 INFINIBAND = Path("/sys/class/infiniband")
 
 NOT_FOUND = -704
@@ -194,8 +201,16 @@ class MooncakeClient:
         # Without the hard pin, the master evicts objects that it considers cold.
         self._config.with_hard_pin = True
         self.staging = StagingPool(self._register, self._unregister)
+        renew_in_forks(self, MooncakeClient._renew)
         name = self._store.get_hostname()
         _logger.info("mooncake client %s: %s, %d bytes lent to %s", name, protocol, segment_bytes, master.peer)
+
+    def _renew(self) -> None:
+        """Refuse all calls. Over the parent's connections the library would break the parent."""
+        self._lock, self._threads = threading.Lock(), DeadlineThreads("mooncake")
+        self._leaving = threading.current_thread()
+        self._threads.end(StoreLost(_FORKED))
+        self.ended.set()
 
     def put(
         self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], memory: np.ndarray, timeout_s: float
@@ -367,6 +382,8 @@ def _load(protocol: str, device: str, master: MasterAddress) -> Any:
         if absent or not present:
             has = f"has {', '.join(present)}" if present else "has no RDMA device"
             raise ValueError(f"dataplane.store.protocol='rdma' device={device!r}: this host {has}; use protocol: tcp")
+    if _loaded_by.setdefault("pid", os.getpid()) != os.getpid():
+        raise StoreLost(_FORKED, op="connect", peer=master.peer)
     for name in _CLEARED:
         os.environ.pop(name, None)
     os.environ.update(_FORCED)

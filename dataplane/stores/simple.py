@@ -44,6 +44,7 @@ from ..config import StoreConfig
 from ..errors import DataPlaneTimeout, RowsCleared, StoreLost
 from ..listen_address import Listening, join_host, listening, ray_address
 from ..rpc.child_process import end_with_parent
+from ..rpc.forks import renew_in_forks
 from ..security.authenticated_listener import listen
 from .counting_host import CountingHost
 from .deadline import keep_freed_memory, received_part, unanswered
@@ -90,14 +91,25 @@ class UnitLink:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
+        self._closed = False
+        self._of_parents: list[Any] = []
+        """Sockets that belong to the processes from which this one was forked. To close them here could hang."""
+        self._begin()
+        renew_in_forks(self, UnitLink._renew)
+
+    def _begin(self) -> None:
         # This is the context that the process shares. A separate context that is garbage-collected with open sockets
         # would wait for them forever.
         self._context = zmq.Context.instance()
-        self._idle: list[list[tuple[zmq.Socket, zmq.Socket]]] = [[] for _ in units]
-        self._closed = False
+        self._idle: list[list[tuple[zmq.Socket, zmq.Socket]]] = [[] for _ in self.units]
         self._lock = threading.Lock()
         # The idle sockets are closed even if `close` is never called.
         self._finalizer = weakref.finalize(self, _close_all, self._idle)
+
+    def _renew(self) -> None:
+        self._finalizer.detach()
+        self._of_parents.append((self._context, self._idle))
+        self._begin()
 
     def exchange(self, op: str, requests: Sequence[Request], timeout_s: float) -> list[ZMQMessage]:
         """Send all requests to their storage units, then wait for all answers. Raises StoreLost naming the unit whose

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import threading
@@ -17,7 +18,7 @@ from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.client.lease_renewal import LeaseRenewal
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
-from headrace.dataplane.factory import connect, open_data_plane
+from headrace.dataplane.factory import connect, connect_async, open_data_plane
 from headrace.testing.data_plane import fresh_run_id
 
 SCHEMA = Schema([Field("ids", Kind.PER_TOKEN, torch.int32)])
@@ -93,6 +94,24 @@ def test_a_fork_waits_for_no_lock_of_its_parent(client: DataPlaneClient) -> None
     put(client, "parent", 8)
     assert time.monotonic() - started < 20
     assert client.get_keys("p", ["child.0", "parent.0"], ["ids"]).num_rows == 2
+
+
+def test_an_async_client_works_in_a_fork(client: DataPlaneClient) -> None:
+    async def begin(*names: str) -> None:
+        for name in names:
+            await other.put("p", [f"{name}.0"], {"ids": [torch.ones(3, dtype=torch.int32)]})
+
+    async def end() -> None:
+        await begin("child")
+        await other.close()
+
+    other = connect_async(client._operations.handle)
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(begin("one", "two"))  # Then the client has threads that are idle.
+    expect_done(forked(lambda: asyncio.run(end())))
+    loop.run_until_complete(other.close())
+    loop.close()
+    assert client.get_keys("p", ["one.0", "two.0", "child.0"], ["ids"]).num_rows == 3
 
 
 def is_of_client(one: Any) -> bool:

@@ -290,7 +290,8 @@ class BackendConfig:
         stay in host memory between passes if there are several ranks.
         """
         changes = {"backend": "fsdp", "ep": 1, "recompute": "none", "compile": False, "entropy_metric": False}
-        changes |= {"lora": LoraConfig(), "moe": MoeConfig(), "offload": offload or self.trainer.offload, "fp8": "none"}
+        moves = (offload or self.trainer.offload) and self.topology.world > 1  # One rank keeps its weights where it is.
+        changes |= {"lora": LoraConfig(), "moe": MoeConfig(), "offload": moves, "fp8": "none"}
         trainer = self.trainer.model_copy(update=changes)
         return BackendConfig(model, trainer, attention=self.attention, context=self.context, trains=False)
 

@@ -259,8 +259,8 @@ class BackgroundSender(Sender):
             try:
                 return write.result(min(_SLICE_S, deadline.left_s))
             except FutureTimeout:
-                if write.done():  # The write itself has raised a TimeoutError.
-                    raise
+                if write.done():  # It has ended just now, perhaps with a TimeoutError of its own.
+                    return write.result()
                 if not deadline.left_s:
                     raise deadline.error(what) from None
         self._check_ended(update)

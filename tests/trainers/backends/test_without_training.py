@@ -78,7 +78,7 @@ def test_another_model_beside_the_policy_has_its_own_log_probs(tmp_path: Path, k
     """Such as a reference model or a teacher, whatever the backend of the policy."""
     folder, other, rows = save_tiny_moe(tmp_path / "a"), save_tiny_llama(tmp_path / "b"), micro_batch(random_rows(4, 6))
     config = backend_config(folder, backend=kind, lora={"rank": 2}, recompute="full", compile=True, with_reference=True)
-    frozen: Any = build_backend(config.frozen(other, offload=False), 0, 1)
+    frozen: Any = build_backend(config.frozen(other, offload=True), 0, 1)  # as beside a policy on a GPU
     alone = build(other)
     expected = logprobs_of(alone, rows, temperature=0.7)
     assert torch.equal(logprobs_of(frozen, rows, temperature=0.7), expected) and expected.any()

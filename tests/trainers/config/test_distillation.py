@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -85,7 +86,9 @@ def test_teachers_in_train_workers_are_frozen_and_know_their_rows() -> None:
     ]  # fmt: skip
     assert [one.backend is None for one in setups] == [False, False, True]
     frozen = backend.frozen("a", offload=True)
-    assert (frozen.model, frozen.trains, frozen.trainer.lora.rank, frozen.trainer.offload) == ("a", False, 0, True)
+    assert (frozen.model, frozen.trains, frozen.trainer.lora.rank, frozen.trainer.offload) == ("a", False, 0, False)
+    several = dataclasses.replace(backend, trainer=backend.trainer.model_copy(update={"dp": 2}))
+    assert several.frozen("a", offload=True).trainer.offload, "one rank has nowhere to gather its weights"
     assert not frozen.distillation.teachers and frozen.context == backend.context
 
 

@@ -300,9 +300,8 @@ def compare_rows(
     on one device in this process, with the temperature of `rollout` and without an adapter. spec: shape of the
     completions' routes; None for a model without experts. bitwise: see `probe_trust`.
     """
-    trainer = trainer.model_copy(
-        update={"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "sequence_parallel": False, "lora": LoraConfig()}
-    )
+    alone = {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "sequence_parallel": False, "offload": False}
+    trainer = trainer.model_copy(update={**alone, "lora": LoraConfig()})
     replay = RouterReplayConfig(enabled=spec is not None, verify="values")
     context = _context([prompt for prompt, _ in rows])
     settings = BackendConfig(

@@ -122,7 +122,9 @@ def test_a_model_without_experts_has_one_column(tmp_path: Path, capsys: pytest.C
     printed = capsys.readouterr().out
     assert "sound: probabilities differ by a factor of 1.0000" in printed and "with replay" not in printed
     assert find_spec("vllm") is None or "has code for Qwen3ForCausalLM" in printed
-    report = probe(build_config({"model": {"path": str(tmp_path)}, "rollout": {"quantization": "int8"}}))
+    several = {"dp": 2, "offload": True}  # The probe has one rank, which does not offload.
+    given = {"model": {"path": str(tmp_path)}, "rollout": {"quantization": "int8"}, "trainer": several}
+    report = probe(build_config(given))
     assert report.sound and report.most == SOUND_IN_8_BITS and 0 < report.native["mismatch_mean"] < 0.1
     assert {kind for kind in report.kinds} >= {"q_proj", "down_proj"} and "mean difference of log-probs" in shown(
         report
