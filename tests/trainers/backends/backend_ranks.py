@@ -293,9 +293,10 @@ class ReferenceTrainer:
 
     def __init__(self, folder: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        matrices = [param for param in self.model.parameters() if param.ndim >= 2]
-        vectors = [param for param in self.model.parameters() if param.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+        named = list(self.model.named_parameters())
+        biases = [param for name, param in named if param.ndim < 2 or name.endswith("bias")]  # experts' are stacked
+        matrices = [param for name, param in named if param.ndim >= 2 and not name.endswith("bias")]
+        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": biases, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=LR)
         self.steps = 0
 
