@@ -15,9 +15,13 @@ import pytest
 import torch
 
 from headrace.codecs.schema import Field, Kind, Schema
+from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import ClaimTimeout
-from headrace.dataplane.factory import connect
+from headrace.dataplane.factory import connect, open_data_plane
+from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.dataplane.rpc.served import Served
+from headrace.tests.process_pool import suspend
+from headrace.tests.waiting import wait_until
 
 LEASE_S = 1.0
 CONSUMER = """
@@ -61,3 +65,20 @@ def test_rows_of_a_stopped_consumer_return_and_those_of_a_slow_one_do_not() -> N
                 client.release(again, "a", "done")
             finally:
                 consumer.kill()
+
+
+@pytest.mark.processes
+def test_a_directory_that_was_stopped_for_longer_than_a_lease_ends_none(caplog: pytest.LogCaptureFixture) -> None:
+    config = DataPlaneConfig(store=StoreConfig(kind="shm", capacity_mib=16), lease_s=LEASE_S)
+    with open_data_plane(config, run_id=fresh_run_id(), process=True) as plane, connect(plane.handle) as client:
+        client.register("p", Schema([Field("y", Kind.PER_SAMPLE, torch.float32)]), ("a",))
+        client.put("p", ["k.0"], {"y": torch.zeros(1)})
+        held = client.claim("p", "a", ["y"], 1)
+        suspend(plane.serving_pid())
+        try:
+            wait_until(lambda: "1 leases could not be renewed, and may have run out" in caplog.text, timeout_s=30)
+        finally:
+            os.kill(plane.serving_pid(), signal.SIGCONT)
+        with pytest.raises(ClaimTimeout, match="1 leased"):
+            client.claim("p", "a", ["y"], 1, timeout_s=3 * LEASE_S)
+        client.release(held, "a", "done")
