@@ -133,7 +133,7 @@ MUTANTS = (
         "dataplane/client/lease_renewal.py",
         "                    told = True",
         "                    self._lose(asked)",
-        "tests/dataplane/rpc/test_stopped_consumer.py",
+        "tests/dataplane/client/test_grants.py",
     ),
     Mutant(
         "leases: one that runs out returns its finished rows too",

@@ -249,12 +249,15 @@ def test_a_renewal_that_fails_is_tried_again() -> None:
     leases.end()
 
 
-def test_leases_that_ended_or_could_not_be_renewed_for_as_long_as_they_last_are_given_up() -> None:
-    ended, lost = OwnLink(lambda call: [], enough=1), OwnLink(lambda call: None, enough=RENEWALS)
-    for link in (ended, lost):
-        leases = renewing(link)
-        thread = leases._thread
-        assert thread is not None
-        thread.join(10)
-        assert not thread.is_alive() and link.asked.is_set() and not leases._held
-        leases.end()
+def test_a_lease_ends_when_the_directory_says_so_and_not_while_it_is_silent() -> None:
+    ended = OwnLink(lambda call: [], enough=1)
+    leases = renewing(ended)
+    thread = leases._thread
+    assert thread is not None
+    thread.join(10)
+    assert not thread.is_alive() and ended.asked.is_set() and not leases._held
+    leases.end()
+    silent = OwnLink(lambda call: None if call <= 2 * RENEWALS else [5], enough=2 * RENEWALS + 2)
+    leases = renewing(silent)
+    assert silent.asked.wait(10) and list(leases._held) == [5]
+    leases.end()

@@ -67,6 +67,7 @@ def test_rows_of_a_stopped_consumer_return_and_those_of_a_slow_one_do_not() -> N
                 consumer.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_directory_that_was_stopped_for_longer_than_a_lease_ends_none(caplog: pytest.LogCaptureFixture) -> None:
     config = DataPlaneConfig(store=StoreConfig(kind="shm", capacity_mib=16), lease_s=LEASE_S)
