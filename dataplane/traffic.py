@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..codecs import messages
-from .rpc.forks import renew_in_forks
 
 # ---------------- Latency histograms count in fixed, log-spaced buckets, so that counts of all processes add up.
 
@@ -255,12 +254,12 @@ class ClientStats:
         self.directory_bytes = 0
         """Number of bytes of all requests to the directory (the metadata service) and of their replies."""
         self._lock = threading.Lock()
-        renew_in_forks(self, ClientStats._renew)
         self._recent = Traffic()
         """Calls since the last `take`."""
         self._taken = Traffic()
 
-    def _renew(self) -> None:
+    def renew_lock(self) -> None:
+        """Make a new lock, in a forked process. A thread of its parent may have had the old one."""
         self._lock = threading.Lock()
 
     def count_call(self, op: str, seconds: float, nbytes: int = 0) -> None:

@@ -40,6 +40,7 @@ from ..errors import (
 )
 from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta, Tags, check_tags, unpack_schema
+from ..rpc.forks import renew_in_forks
 from ..rpc.links import in_all
 from ..status import DataPlaneStatus, LeaseStatus, PartitionRows, TaskReset, TaskStatus
 from ..traffic import ClientStats
@@ -66,6 +67,7 @@ class Operations:
         self.link = leases.link
         weakref.finalize(self, leases.end)  # This ends the renewal even if the client is never closed.
         self.stats = ClientStats()
+        renew_in_forks(self.stats, ClientStats.renew_lock)
         self.label = f"{name or 'client'} pid={os.getpid()}"
         self.client: weakref.ref[Any] = weakref.ref(self)
         """The client whose operations these are."""
