@@ -53,6 +53,7 @@ def forked(act: Callable[[], object]) -> int:
         code = 1
         try:
             threading.Timer(20, os._exit, [2]).start()
+            torch.set_num_threads(1)  # The threads of OpenMP do not exist after a fork, and torch would wait for them.
             act()
             code = 0
         finally:

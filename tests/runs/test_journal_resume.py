@@ -38,7 +38,9 @@ def test_a_killed_run_takes_its_steps_again_without_generating(tmp_path: Path, m
     [at] = [index for index, line in enumerate(lines) if line.get("event") == "resumed"]
     after = {line["step"]: line for line in lines[at:] if "reward/mean" in line}
     first = lines[at]["step"]
-    assert first == max(before) // EVERY * EVERY and list(after) == list(range(first + 1, resumed_steps + 1))
+    # A run that is killed right behind a step may have written its figures, and not yet its checkpoint.
+    assert first in {last // EVERY * EVERY for last in (max(before), max(before) - 1)}
+    assert list(after) == list(range(first + 1, resumed_steps + 1))
     again = after.keys() & before.keys()
     assert again, "killed right behind a checkpoint: nothing was taken again"
     for step in again:
